@@ -1,0 +1,75 @@
+# Everything from a fresh copy of the project, with Python 3.11 to 3.13 and make alone. Start with: make help
+#
+#   PYTHON    the interpreter to build .venv with; the default is the first fitting one on the PATH
+#   PIP_ARGS  more arguments for pip install, such as the package index of another build of torch
+#   DEMO_RUN  the folder that `make demo` writes
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_ARGS ?=
+DEMO_RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c '$(FITS)' 2>/dev/null && echo $$p && break; done)
+
+# Each stamp is younger than what it was made from, so setting up isn't repeated.
+VENV_STAMP := $(VENV)/.stamp-venv
+RUN_STAMP := $(VENV)/.stamp-run
+DEV_STAMP := $(VENV)/.stamp-dev
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint format clean
+
+help: ## show this list
+	@echo "hotloop: trains your PyTorch network as fast as your hardware allows, and proves it"
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "The first call makes $(VENV) and installs everything there, which takes a few minutes. On Linux torch comes with"
+	@echo "several GB of CUDA libraries; without an NVIDIA GPU, its CPU build spares you those:"
+	@echo '  make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"'
+
+demo: $(RUN_STAMP) ## train a small network on Fashion-MNIST, then look at its mistakes
+	$(BIN)/hotloop train examples/fashion.py -p width=0.5 --epochs 4 --run $(DEMO_RUN)
+	$(BIN)/hotloop evaluate $(DEMO_RUN)
+
+test: $(DEV_STAMP) ## run all tests
+	$(BIN)/python -m pytest
+
+lint: $(DEV_STAMP) ## check style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(DEV_STAMP) ## put the code into the one style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove what make made, except runs/
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests examples bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV_STAMP):
+	@test -n "$(PYTHON)" || { \
+	  echo "No Python 3.11, 3.12 or 3.13 on the PATH: install one, or name it with  make PYTHON=/path/to/python3"; \
+	  exit 1; }
+	@$(PYTHON) -c '$(FITS)' || { \
+	  echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: name one with  make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) can't make virtual environments: on Debian and Ubuntu install python3-venv" \
+	       "(apt-get install python3-venv), or name another with  make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(RUN_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
+	$(PIP) -e .
+	@touch $@
+
+$(DEV_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	@# Without what it depends on: PyPI's torchvision fits CUDA builds of torch alone. The tests do without torchvision.
+	$(PIP) --no-deps timm
+	@touch $@ $(RUN_STAMP)

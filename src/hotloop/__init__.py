@@ -1,0 +1,67 @@
+"""Trains your PyTorch network as fast as your hardware allows, and proves it.
+
+What is named here is public. Names are imported on first use, so that `import hotloop` needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Task": "hotloop.task",
+    "Parameters": "hotloop.task",
+    "Plan": "hotloop.plan",
+    "Run": "hotloop.run",
+    "View": "hotloop.view",
+    "HotloopError": "hotloop.errors",
+    "fit": "hotloop.api",
+    "evaluate": "hotloop.api",
+    "predict": "hotloop.api",
+    "export": "hotloop.api",
+    "load_model": "hotloop.api",
+    "lower": "hotloop.lowering",
+}
+# No module has the name of a public function: importing the module would hide the function.
+_MODULES = ("data", "errors")
+
+__all__ = [
+    "HotloopError",
+    "Parameters",
+    "Plan",
+    "Run",
+    "Task",
+    "View",
+    "data",
+    "errors",
+    "evaluate",
+    "export",
+    "fit",
+    "load_model",
+    "lower",
+    "predict",
+]
+
+if TYPE_CHECKING:
+    from hotloop import data, errors
+    from hotloop.api import evaluate, export, fit, load_model, predict
+    from hotloop.errors import HotloopError
+    from hotloop.lowering import lower
+    from hotloop.plan import Plan
+    from hotloop.run import Run
+    from hotloop.task import Parameters, Task
+    from hotloop.view import View
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"hotloop.{name}")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'hotloop' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

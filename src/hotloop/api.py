@@ -1,0 +1,400 @@
+"""The few public functions: they wire the stages together."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import nn
+
+from hotloop import __version__
+from hotloop.answers import evaluate_weights
+from hotloop.data.feed import peek
+from hotloop.data.tree import inputs_of
+from hotloop.errors import RunError, TaskError
+from hotloop.exporting import export_weights
+from hotloop.facts import facts_of
+from hotloop.inference import Progress, Weights, choose_weights, trained_model
+from hotloop.inference import predict as answers_to
+from hotloop.loop import Ended, train_loop
+from hotloop.lowering import Program, lower
+from hotloop.pacing import Cadence, seconds
+from hotloop.plan import Plan
+from hotloop.probe import check_device, devices
+from hotloop.records import Evaluation, Exported, RunRecord
+from hotloop.report import tensorboard
+from hotloop.report.curves import draw_curves
+from hotloop.report.progress import Display
+from hotloop.run import Run
+from hotloop.steering import Steering
+from hotloop.task import Task
+from hotloop.taskfile import Loaded, load_from_run
+from hotloop.view import Callback
+
+Say = Callable[[str], None]
+
+
+def fit(
+    task: Task,
+    *,
+    run: str | Path | None = None,
+    resume: bool = False,
+    plan: Plan | None = None,
+    device: str | None = None,
+    stop_after: str | None = None,
+    checkpoint_every: str = "auto",
+    callbacks: Sequence[Callback] = (),
+    progress: bool = True,
+) -> Run:
+    """Trains `task`, and returns its run.
+
+    Args:
+        run: a new folder for the run; default `runs/<name>-<date>-<time>`.
+        resume: go on with the run in that folder, exactly where it stopped.
+        plan: how to run it; default eager fp32.
+        device: where, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
+        stop_after: stop cleanly after this time, such as `11h`.
+        checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
+        callbacks: called with a `View` after each event, after those of the Task.
+        progress: show a progress bar and a line per epoch.
+
+    Returns:
+        The run: `epochs` and `final` hold its figures, `path` its folder.
+    """
+    display = Display(Console(stderr=True) if progress else Console(quiet=True))
+    common: dict[str, Any] = dict(
+        plan=plan, device=device, stop_after=stop_after, callbacks=[*callbacks, display], say=display.say
+    )
+    if not resume:
+        path = Path(run) if run else None
+        return start(Loaded(task, None, {}), run=path, checkpoint_every=checkpoint_every, **common)[0]
+    if run is None:
+        raise RunError("resume=True without a run", expected="run= the folder to go on with")
+    return go_on(Path(run), task=task, **common)[0]
+
+
+def start(
+    loaded: Loaded,
+    *,
+    run: Path | None = None,
+    plan: Plan | None = None,
+    device: str | None = None,
+    workers: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    stop_after: str | None = None,
+    checkpoint_every: str = "auto",
+    callbacks: Sequence[Callback] = (),
+    say: Say = lambda line: None,
+) -> tuple[Run, Ended]:
+    """Starts a new run of a loaded Task."""
+    began = time.monotonic()
+    task = _overridden(loaded.task, overrides)
+    Cadence.parse(checkpoint_every)
+    stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
+    path = run or _free(Path("runs") / f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    Run.check_new(path)
+    Steering.of(
+        task.monitor, task.goal, task.roles.validation is not None
+    )  # what can't be watched shows before an hour
+    plan = _with_device(plan or Plan(), device)
+    plan = plan if workers is None else plan.with_axes(workers=workers)
+    program = lower(task, plan)
+    record = RunRecord(
+        name=task.name,
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        source=loaded.record,
+        overrides=dict(overrides or {}),
+        facts=facts_of(program, loaded.record.digest if loaded.record else ""),
+        classes=list(task.classes or task.roles.classes),
+        note=task.roles.note,
+        checkpoint_every=checkpoint_every,
+        versions=versions(),
+    )
+    handle = Run.create(path, record, plan, loaded.files)
+    if task.roles.note:
+        say(task.roles.note)
+    stop_after_s = None if stop_after_s is None else stop_after_s - (time.monotonic() - began)
+    return handle, _train(handle, task, plan, False, stop_after_s, callbacks, say, program)
+
+
+def go_on(
+    path: Path,
+    *,
+    task: Task | None = None,
+    plan: Plan | None = None,
+    device: str | None = None,
+    workers: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    stop_after: str | None = None,
+    checkpoint_every: str | None = None,
+    callbacks: Sequence[Callback] = (),
+    say: Say = lambda line: None,
+) -> tuple[Run, Ended]:
+    """Goes on with a run where it was stopped or killed."""
+    handle = Run.open(path)
+    if checkpoint_every is not None:
+        Cadence.parse(checkpoint_every)
+        handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})
+    stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
+    before = task_of(handle, task)
+    _check_overrides(handle, before, overrides or {})
+    handle.record = handle.record.model_copy(update={"overrides": {**handle.record.overrides, **(overrides or {})}})
+    task = _overridden(before, overrides)
+    if (final := handle.final) is not None and len(handle.epochs) >= _last_epoch(handle, task, final):
+        say(f"{path} is finished already; --epochs with a larger number goes on with it")
+        return handle, Ended("finished", True, [], final)
+    if task.schedule is not None and task.epochs != before.epochs:
+        say(f"the learning-rate schedule was laid out for {before.epochs} epochs: look at what it does after them")
+    then = handle.record.versions
+    if other := [
+        f"{name} {then[name]} then, {now} now" for name, now in versions().items() if then.get(name, now) != now
+    ]:
+        say(f"{', '.join(other)}: the result may differ in its last bits")
+    wanted = handle.plan if plan is None else plan
+    wanted = _with_device(wanted, device) if device is not None else wanted
+    wanted = wanted if workers is None else wanted.with_axes(workers=workers)
+    return handle, _train(handle, task, wanted, True, stop_after_s, callbacks, say, None)
+
+
+def _check_overrides(handle: Run, task: Task, overrides: Mapping[str, Any]) -> None:
+    """Only how long to train may change: all else decides which samples come next, so the run would be neither one."""
+    fixed = {"batch_size": handle.record.facts.batch_size, "seed": task.seed}
+    for name, value in fixed.items():
+        if overrides.get(name, value) != value:
+            raise RunError(
+                f"{name}={overrides[name]} would change the order of the data in the middle of the run",
+                expected=f"{name}={value}, as it was started with",
+                fix="leave it out, or start a new run",
+            )
+
+
+def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
+    """The epoch at which the run is over: an early stop counts as the end."""
+    return task.epochs if final["reason"] == "finished" else len(handle.epochs)
+
+
+def _train(
+    handle: Run,
+    task: Task,
+    plan: Plan,
+    resume: bool,
+    stop_after_s: float | None,
+    callbacks: Sequence[Callback],
+    say: Say,
+    program: Program | None,
+) -> Ended:
+    ready = [program] if program is not None else []
+
+    def relower() -> Program:
+        return ready.pop() if ready else lower(task, plan)
+
+    handle.lock()
+    before, events = Run.open(handle.path), len(handle.journal())
+    try:
+        changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every")}
+        handle.keep(plan=plan, record=before.record.model_copy(update=changed))
+        handle.task = task
+        return train_loop(
+            relower,
+            handle,
+            resume=resume,
+            stop_after_s=stop_after_s,
+            callbacks=[*task.callbacks, draw_curves, *_tensorboard(task, say), *callbacks],
+            say=say,
+        )
+    except RunError:
+        if len(handle.journal()) == events:  # what couldn't even begin leaves the run as it was
+            handle.keep(plan=before.plan, record=before.record)
+        raise
+    finally:
+        handle.unlock()
+
+
+def _tensorboard(task: Task, say: Say) -> list[Callback]:
+    """A writer for TensorBoard, if it is installed; the graph is drawn for models that take a batch's inputs."""
+    if not tensorboard.installed():
+        return []
+    graph = (lambda: (task.build_model(), inputs_of(peek(task.roles)))) if task.loss is not None else None
+    return [tensorboard.TensorBoard(graph, say)]
+
+
+def load_model(
+    run: Run | str | Path,
+    *,
+    task: Task | None = None,
+    device: str = "cpu",
+    weights: Weights = "best",
+    say: Say = warnings.warn,
+) -> nn.Module:
+    """The trained model of a run, in evaluation mode.
+
+    Args:
+        run: a run, or its folder.
+        task: the Task, for a run that was trained from Python in another process.
+        device: where to put it.
+        weights: `best`, by validation (without it, the last), or `last`. Averaged weights, if the Task has them.
+        say: is told of a damaged checkpoint that was passed over.
+
+    Raises:
+        RunError: no run, or it has no good checkpoint.
+        CheckpointError: the weights are another model's.
+    """
+    handle = _opened(run)
+    state = choose_weights(handle, weights, say).state
+    return trained_model(task_of(handle, task), state, check_device(device))
+
+
+def predict(
+    run: Run | str | Path,
+    x: Any,
+    *,
+    task: Task | None = None,
+    device: str | None = None,
+    weights: Weights = "best",
+    say: Say = warnings.warn,
+    progress: Progress | None = None,
+) -> np.ndarray | dict[str, np.ndarray]:
+    """What the trained model of a run says of new inputs.
+
+    Args:
+        x: an array or tensor (N, ...) of raw inputs, as those of the training data before the Task's `prepare`; a tuple
+            of several, or a dict of them where the Task's data is one; or the path of a .npy or .npz file with them.
+        device: where to compute; default this machine's accelerator, else the CPU.
+        task, weights, say: see `load_model`.
+        progress: is told `(samples done, of how many)`.
+
+    Returns:
+        The model's output, or that of the Task's `predict`: (N, ...), floating-point numbers as float32. Of an output
+        with `logits` these alone; of other dicts and tuples a dict of arrays.
+
+    Raises:
+        DataError: x is empty, holds NaN, or is nothing that the model can take.
+    """
+    handle = _opened(run)
+    owner = task_of(handle, task)
+    place = check_device(_with_device(Plan(), device).device)
+    model = trained_model(owner, choose_weights(handle, weights, say).state, place)
+    return answers_to(owner, model, x, handle.record.facts, place, progress)
+
+
+def evaluate(
+    run: Run | str | Path,
+    *,
+    on: str | None = None,
+    data: Any = None,
+    task: Task | None = None,
+    device: str | None = None,
+    weights: Weights = "best",
+    say: Say = warnings.warn,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Loss and metrics of a run's trained model; for a classification also its confusions and worst mistakes.
+
+    Computed in eager fp32, whatever the plan that the run was trained with.
+
+    Args:
+        on: `test`, `validation` or `train`; default `test`, or `validation` without test data. Choosing a network by
+            its figures on test data makes them too good to be true: choose by `validation`.
+        data: data of one's own instead, raw: `(x, y)`, a data set or a DataLoader.
+        device, task, weights, say, progress: see `predict`.
+
+    Raises:
+        DataError: there is no such data.
+    """
+    handle = _opened(run)
+    plan = _with_device(Plan(workers=handle.plan.workers), device)
+    chosen = choose_weights(handle, weights, say)
+    program = lower(task_of(handle, task), plan)
+    try:
+        return evaluate_weights(
+            program, chosen, run=str(handle.path), on=on, data=data, classes=handle.record.classes, progress=progress
+        )
+    finally:
+        program.close()
+
+
+def export(
+    run: Run | str | Path,
+    to: str | Path,
+    *,
+    task: Task | None = None,
+    weights: Weights = "best",
+    prepare: bool = True,
+    batch_size: int | None = None,
+    say: Say = warnings.warn,
+) -> Exported:
+    """Writes the trained model of a run to a file for use without hotloop.
+
+    The file is read back and run on real samples, and takes its name only if it answers as the model does.
+
+    Args:
+        to: its suffix tells the format: `.pt2` (torch.export) and `.onnx` run by themselves, and take what `predict`
+            takes; `.pt` and `.safetensors` hold the `state_dict`.
+        prepare: put the Task's `prepare` into a `.pt2` or `.onnx` file; otherwise it takes prepared inputs.
+        batch_size: the only number of samples that a `.pt2` or `.onnx` file takes; default any.
+        task, weights, say: see `load_model`.
+
+    Raises:
+        ExportError: an unknown format, a model that can't be captured, or a file that answers differently.
+    """
+    handle = _opened(run)
+    owner = task_of(handle, task)
+    chosen = choose_weights(handle, weights, say)
+    model = trained_model(owner, chosen.state, torch.device("cpu"))
+    options: dict[str, Any] = dict(prepare=prepare, batch_size=batch_size, versions=versions())
+    return export_weights(owner, model, chosen, Path(to), run=str(handle.path), **options)
+
+
+def _opened(run: Run | str | Path) -> Run:
+    return run if isinstance(run, Run) else Run.open(Path(run))
+
+
+def _free(path: Path) -> Path:
+    """`path`, or where that is taken `path` with a number."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
+
+
+def task_of(run: Run, task: Task | None = None) -> Task:
+    """The Task of a run: the one given, the one it was just trained with, or the copy of its source in the folder."""
+    task = task or run.task
+    if task is None:
+        if run.record.source is None:
+            raise TaskError(
+                f"{run.path} was trained from Python, so the folder has no file with its Task",
+                expected="the Task",
+                fix="pass it from Python: hotloop.fit(task, run=..., resume=True), hotloop.predict(..., task=task)",
+            )
+        task = load_from_run(run.source, run.record.source)
+    return _overridden(task, run.record.overrides)
+
+
+def _overridden(task: Task, overrides: Mapping[str, Any] | None) -> Task:
+    changed = {key: value for key, value in (overrides or {}).items() if getattr(task, key) != value}
+    return replace(task, **changed) if changed else task
+
+
+def _with_device(plan: Plan, device: str | None) -> Plan:
+    """The plan on the device asked for; without a word, on this machine's accelerator if there is one."""
+    if device is None and "device" not in plan.model_fields_set:
+        device = next((name for name in devices() if name != "cpu"), "cpu")
+    return plan.with_axes(device=str(check_device(plan.device if device is None else device)))
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    return {
+        "hotloop": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }

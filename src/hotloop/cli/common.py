@@ -1,0 +1,179 @@
+"""What every command does the same way: where it prints, and how it fails.
+
+A person's words go to stderr, through `console`; a machine's document goes to stdout, through `print_json`.
+A command ends with 0 when it did what was asked, 1 with one line when the user can put it right
+(`HotloopError`), 2 with one line when it was called wrongly, 130 when stopped by Ctrl-C. Anything else is a
+bug in hotloop and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from enum import StrEnum
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+
+from hotloop.errors import HotloopError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FAILED = 1
+INTERRUPTED = 130  # what shells report for SIGINT
+READER_GONE = 141  # what shells report for SIGPIPE
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no name of its own for it
+
+console = Console(stderr=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, mps or xpu.", show_default="the accelerator, else cpu")
+]
+
+
+class Weights(StrEnum):
+    """Of a run."""
+
+    best = "best"
+    last = "last"
+
+
+WhichWeights = Annotated[
+    Weights, typer.Option(help="Those of the best epoch by validation (without it, the last), or the last.")
+]
+
+
+def say(line: str) -> None:
+    """Shows a person a line, as it is."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def bar(doing: str, after_s: float = 2.0) -> Iterator[Callable[[int, int | None], None]]:
+    """A progress bar for work that lasts longer than `after_s`; it is told `(samples done, of how many)`."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn("samples"), TimeRemainingColumn())
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    work = shown.add_task("", total=None)
+    started = time.monotonic()
+
+    def progress(done: int, total: int | None) -> None:
+        shown.update(work, completed=done, total=total)
+        if time.monotonic() - started > after_s:
+            shown.start()
+
+    try:
+        yield progress
+    finally:
+        shown.stop()
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Prints the one JSON document of a command on stdout.
+
+    JSON has no NaN and no infinity: such numbers become null.
+    """
+    print(json.dumps(_finite(document), indent=2, allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+@contextmanager
+def stdout_for(as_json: bool) -> Iterator[None]:
+    """With `--json`, sends what the user's own code prints to stderr: stdout is for the one document alone."""
+    if not as_json:
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def run(app: typer.Typer) -> None:
+    """Runs the command line in `sys.argv`; a wrong call fails as anything else does, in one line."""
+    try:
+        code = app(prog_name="hotloop", standalone_mode=False)
+    except UsageError as error:
+        if not sys.argv[1:]:
+            error.show()  # a bare `hotloop` explains itself
+        else:
+            _report("UsageError", _usage(error), "--json" in sys.argv)
+        sys.exit(error.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> str:
+    message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
+    command = error.ctx.command_path if error.ctx is not None else "hotloop"
+    stop = "" if message.endswith("?") else "."
+    return f"{message[:1].lower()}{message[1:]}{stop} See: {command} --help"
+
+
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
+    """Turns the failures that a user can put right into one line and an exit code.
+
+    Goes on a command function that takes `as_json: AsJson = False`: with `--json` the failure is also the one
+    document on stdout, `{"error": {"kind": ..., "message": ...}}`.
+    """
+    if "as_json" not in inspect.signature(command).parameters:
+        raise TypeError(f"the command {command.__name__} must take `as_json: AsJson = False`")
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        as_json = bool(kwargs.get("as_json"))
+        try:
+            try:
+                return command(*args, **kwargs)
+            except HotloopError as error:
+                _report(type(error).__name__, str(error), as_json)
+                raise typer.Exit(FAILED) from error
+            except KeyboardInterrupt as error:
+                _report("Interrupted", "stopped by Ctrl-C", as_json)
+                raise typer.Exit(INTERRUPTED) from error
+        except BrokenPipeError as error:
+            _silence_stdout()
+            raise typer.Exit(READER_GONE) from error
+
+    return run
+
+
+def _report(kind: str, message: str, as_json: bool) -> None:
+    say(f"error: {message}")
+    if as_json:
+        print_json({"error": {"kind": kind, "message": message}})
+
+
+def _silence_stdout() -> None:
+    """Nobody reads stdout any more: keep Python from failing once more when it flushes at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def pairs(texts: list[str]) -> dict[str, str]:
+    """`["a=1", "b=x"]` as a dict.
+
+    Raises:
+        typer.BadParameter: one has no equals sign.
+    """
+    for text in texts:
+        if "=" not in text:
+            raise typer.BadParameter(f"{text!r} is not of the form name=value")
+    return {name.strip(): value.strip() for name, _, value in (text.partition("=") for text in texts)}

@@ -1,0 +1,70 @@
+"""`hotloop evaluate`: figures of a trained network, and its mistakes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hotloop.cli.common import AsJson, Device, Weights, WhichWeights, bar, console, guarded, print_json, say, stdout_for
+
+
+class Part(StrEnum):
+    """Of the Task's data."""
+
+    test = "test"
+    validation = "validation"
+    train = "train"
+
+
+@guarded
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
+    on: Annotated[
+        Part | None, typer.Option(help="Which data.", show_default="test, or validation without test data")
+    ] = None,
+    weights: WhichWeights = Weights.best,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show loss and metrics of a trained network, and for a classification its mistakes.
+
+    \b
+    hotloop evaluate runs/first
+    hotloop evaluate runs/first --on validation
+
+    Writes RUN/evaluation/: evaluation.json, and for a classification confusion.html and mistakes.html.
+
+    Test data is meant to be read once. Whoever evaluates again and again on it, and keeps what does best there,
+    selects by it: the figure is then better than the network. Choose by --on validation.
+    """
+    from hotloop import api
+    from hotloop.files import write_atomic
+    from hotloop.report.classes import class_tables
+    from hotloop.report.confusion import write_confusion
+    from hotloop.report.mistakes import write_mistakes
+
+    with stdout_for(as_json), bar("evaluating") as progress:
+        found = api.evaluate(run, on=on, weights=weights.value, device=device, say=say, progress=progress)
+    folder = run / "evaluation"
+    files = {"evaluation": folder / "evaluation.json"}
+    write_atomic(files["evaluation"], found.model_dump_json(indent=2))
+    if found.confusion:
+        files["confusion"] = folder / "confusion.html"
+        write_confusion(found, files["confusion"])
+    if found.classes:
+        files["mistakes"] = folder / "mistakes.html"
+        write_mistakes(found, files["mistakes"])
+    if as_json:
+        print_json({**found.model_dump(), "files": {name: str(path) for name, path in files.items()}})
+        return
+    if found.confusion:
+        console.print(class_tables(found))
+    figures = {"loss": found.loss, **found.metrics}
+    say(f"{found.on}: " + "  ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+    say(f"{found.samples:,} samples, {found.weights} weights (epoch {found.epoch})")
+    if found.note:
+        say(found.note)
+    say("written: " + "  ".join(map(str, files.values())))

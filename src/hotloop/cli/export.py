@@ -1,0 +1,63 @@
+"""`hotloop export`: a trained network as a file for use elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hotloop.cli.common import AsJson, Weights, WhichWeights, guarded, print_json, say, stdout_for
+
+
+@guarded
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
+    to: Annotated[
+        Path, typer.Option("--to", help="File to write; .pt2, .onnx, .pt or .safetensors.", show_default=False)
+    ],
+    weights: WhichWeights = Weights.best,
+    without_prepare: Annotated[
+        bool, typer.Option("--without-prepare", help="Leave the Task's prepare out: the file takes prepared inputs.")
+    ] = False,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="The only number of samples that the file takes at a time.", show_default="any number"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a trained network to a file that needs no hotloop.
+
+    \b
+    hotloop export runs/first --to model.pt2            torch.export.load("model.pt2").module()(images)
+    hotloop export runs/first --to model.onnx           for other runtimes; pip install "hotloop[onnx]"
+    hotloop export runs/first --to model.safetensors    the weights alone, as model.state_dict()
+    hotloop export runs/first --to model.pt             the same, for torch.load
+
+    A .pt2 or .onnx file takes what `hotloop predict` takes: the Task's `prepare` is in it. Each file is read back and
+    run on real samples; one that answers differently is not written.
+    """
+    from hotloop import api
+
+    if not as_json:
+        say("writing, reading back and comparing ...")
+    with stdout_for(as_json):
+        done = api.export(run, to, weights=weights.value, prepare=not without_prepare, batch_size=batch_size, say=say)
+    if as_json:
+        print_json(done.model_dump())
+        return
+    for what, ports in (("takes", done.inputs), ("gives", done.outputs)):
+        if ports:
+            say(
+                f"{what} "
+                + ", ".join(f"{port.name}: {port.dtype} ({', '.join(map(str, port.shape))})" for port in ports)
+            )
+    if done.prepare is not None:
+        say(
+            "the Task's prepare is in the file"
+            if done.prepare
+            else "without the Task's prepare: inputs must be prepared"
+        )
+    sizes = ", ".join(map(str, done.batch_sizes))
+    say(f"read back and run on batches of {sizes}: differs from the model by {done.difference:.2g} at most")
+    say(f"written: {done.file} ({done.size_bytes / 1e6:.2f} MB), {done.weights} weights (epoch {done.epoch})")

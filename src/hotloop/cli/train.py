@@ -1,0 +1,102 @@
+"""`hotloop train`: trains a Task, or goes on with a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hotloop.cli.common import AsJson, console, guarded, pairs, print_json, stdout_for
+from hotloop.sources import file_named, split
+
+
+@guarded
+def train(
+    task: Annotated[
+        str | None,
+        typer.Argument(
+            help="file.py, file.py:name or package.module:name; the name is `task` if left out.", show_default=False
+        ),
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="New folder for the run; default runs/<name>-<date>-<time>.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run, exactly where it was stopped or killed.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random, instead of the Task's.")] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option("--param", "-p", help="name=value for a task(...) that is a function; repeatable."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default the accelerator, else cpu.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that load samples of a map-style data set.")] = None,
+    stop_after: Annotated[
+        str | None, typer.Option(help="Stop cleanly after this time, such as 90s, 5m or 11h.")
+    ] = None,
+    checkpoint_every: Annotated[
+        str | None,
+        typer.Option(
+            help="auto (at most 1 % of the time), a number of steps, or a time such as 5m.", show_default="auto"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a Task, or go on with a run.
+
+    \b
+    hotloop train examples/fashion.py --epochs 5 --run runs/first
+    hotloop train --resume runs/first
+    hotloop train examples/fashion.py --stop-after 11h      stops cleanly, resumable
+    hotloop train examples/fashion.py -p width=0.5          sets a parameter of the file's task(width=...)
+
+    Ctrl-C and SIGTERM save and stop. Exit code 0: finished, or stopped by --stop-after.
+    """
+    if (task is None) == (resume is None):
+        raise typer.BadParameter("give either a Task, or --resume with a run's folder")
+    if resume is not None and (run is not None or param):
+        raise typer.BadParameter("--run and --param are for a new run; --resume keeps those of the run")
+    given = pairs(param or [])
+    if task is not None:
+        file_named(split(task)[0])  # a wrong path shows at once, before the seconds that importing torch takes
+
+    from hotloop import api
+    from hotloop.report.progress import Display
+    from hotloop.taskfile import load_task
+
+    display = Display(console)
+    overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size, seed=seed).items() if v is not None}
+    common: dict[str, Any] = dict(
+        overrides=overrides, device=device, workers=workers, stop_after=stop_after, callbacks=[display], say=display.say
+    )
+    with stdout_for(as_json):
+        try:
+            if resume is not None:
+                handle, ended = api.go_on(resume, checkpoint_every=checkpoint_every, **common)
+            else:
+                assert task is not None
+                loaded = load_task(task, given)
+                handle, ended = api.start(loaded, run=run, checkpoint_every=checkpoint_every or "auto", **common)
+        finally:
+            display.close()
+    shown = {name: value for name, value in (ended.final or {}).items() if isinstance(value, float)}
+    if shown:
+        display.say("  ".join([f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items()]))
+    display.say(f"run: {handle.path}   learning curves: {handle.path / 'curves.html'}")
+    if as_json:
+        print_json(
+            {
+                "run": str(handle.path),
+                "plan": handle.plan.model_dump(),
+                "epochs": handle.epochs,
+                "final": ended.final,
+                "reason": ended.reason,
+            }
+        )
+    if ended.reason == "SIGINT":
+        raise typer.Exit(130)
+    if ended.reason == "SIGTERM":
+        raise typer.Exit(143)

@@ -1,0 +1,48 @@
+"""Whether a run can be gone on with: under the data, and the schedule, that it was started with."""
+
+from __future__ import annotations
+
+from hotloop.errors import RunError
+from hotloop.lowering import Program
+from hotloop.records import TaskFacts
+
+_REMEDY = "use the Task that the run was started with, or start a new run"
+
+
+def check_data(facts: TaskFacts, program: Program) -> None:
+    """A position means something only in the data, and the batches, that it was reached in.
+
+    Raises:
+        RunError: samples, batch size, order or what is held out differ from `facts`, the run's own.
+    """
+    roles = program.parts.roles
+    samples = roles.order.samples if roles.order else None
+    if (facts.samples, facts.batch_size) != (samples, roles.batch_size):
+        raise RunError(
+            f"the Task has {samples} samples in batches of {roles.batch_size}",
+            expected=f"{facts.samples} in batches of {facts.batch_size}, as when the run was started",
+            fix=_REMEDY,
+        )
+    if facts.order != roles.digest:
+        raise RunError(
+            "the Task's seed, shuffle, drop_last or validation is not what the run was started with",
+            expected="the same order of the data, and the same samples held out",
+            fix=_REMEDY,
+        )
+
+
+def check_schedule(program: Program) -> None:
+    """A schedule laid out for fewer steps would fail at its end, hours later.
+
+    Raises:
+        RunError: the Task's epochs take more steps than the restored schedule has left.
+    """
+    task, position, left = program.parts.task, program.position, program.schedule_left()
+    epochs = task.epochs - position.epoch
+    needed = epochs if task.schedule_every == "epoch" else epochs * (program.feed.batches or 0) - position.batch
+    if left is not None and needed > left:
+        raise RunError(
+            f"the learning-rate schedule has {left} steps left, and going on to epoch {task.epochs} takes {needed}",
+            expected="no more epochs than it was laid out for",
+            fix="leave --epochs out, or start a new run",
+        )

@@ -1,0 +1,298 @@
+"""The data sets that need no code: Fashion-MNIST, MNIST, and scikit-learn's digits.
+
+The first two are looked for in the folder given, else in the system's folder, else in the user's cache;
+failing that they are downloaded into the cache, each file checked by its SHA-256. The digits come with
+scikit-learn.
+
+The validation set is split off the training set by the seed alone: the same samples on every machine and with
+every version of every library.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pooch
+import torch
+from torch import Tensor
+
+from hotloop.data.bundle import Bundle, Pair, Standardize
+from hotloop.data.download import download_files
+from hotloop.data.idx import read_idx
+from hotloop.errors import DataError
+
+SIDE = 28
+DIGITS_TEST = 297
+DIGITS_VALIDATION = 200
+
+
+@dataclass(frozen=True)
+class IdxSet:
+    """One published data set of four IDX files.
+
+    Args:
+        name: what it is called.
+        key: its folder's name in the cache.
+        system: where the system's package puts it.
+        package: the Debian package that has it, or "".
+        urls: folders on the web that hold the four files, tried in turn; each ends in "/".
+        sha256: file name -> hex digest, in the order training images, labels, test images, labels.
+        pixel_sum: sum of all pixels of the training images, which tells it from other data in the same form.
+        classes: the name of each label.
+    """
+
+    name: str
+    key: str
+    system: Path
+    package: str
+    urls: tuple[str, ...]
+    sha256: dict[str, str]
+    pixel_sum: int
+    classes: tuple[str, ...]
+
+
+# Xiao, Rasul, Vollgraf: Fashion-MNIST, arXiv:1708.07747; https://github.com/zalandoresearch/fashion-mnist.
+FASHION_MNIST = IdxSet(
+    name="Fashion-MNIST",
+    key="fashion-mnist",
+    system=Path("/usr/share/datasets/fashion-mnist"),
+    package="dataset-fashion-mnist",
+    urls=(
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
+    ),
+    sha256={
+        "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    },
+    pixel_sum=3_431_114_169,
+    classes=(
+        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    ),
+)
+
+# LeCun, Cortes, Burges: the MNIST database of handwritten digits, http://yann.lecun.com/exdb/mnist/.
+MNIST = IdxSet(
+    name="MNIST",
+    key="mnist",
+    system=Path("/usr/share/datasets/mnist"),
+    package="",
+    urls=(
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    sha256={
+        "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    },
+    pixel_sum=1_567_298_545,
+    classes=tuple("0123456789"),
+)
+
+
+def fashion_mnist(
+    folder: str | Path | None = None,
+    *,
+    validation: int = 5000,
+    seed: int = 0,
+    download: bool = True,
+    otherwise: Literal["digits"] | None = None,
+) -> Bundle:
+    """Fashion-MNIST: 28x28 grey pictures of clothes in 10 classes.
+
+    By default 55,000 to train, 5,000 to validate and 10,000 to test.
+
+    Args:
+        folder: where the four IDX files lie, packed by gzip or not; only this folder is looked in.
+        validation: how many training samples to hold back for validation; 0 for none.
+        seed: decides which samples are held back, and nothing else.
+        download: whether to download what is nowhere on this machine.
+        otherwise: "digits" to get the small digits, with a note that says so, where the data can't be had.
+
+    Returns:
+        Images uint8 (N, 28, 28) and labels int64 (N,), in the files' order. `prepare` standardises by the
+        mean and std of all images of the training file, those held back among them.
+
+    Raises:
+        DataError: the data isn't there and can't be downloaded, or a file isn't what it should be.
+        DiskError: the disk is full.
+    """
+    return load(FASHION_MNIST, folder, validation, seed, download, otherwise)
+
+
+def mnist(
+    folder: str | Path | None = None,
+    *,
+    validation: int = 5000,
+    seed: int = 0,
+    download: bool = True,
+    otherwise: Literal["digits"] | None = None,
+) -> Bundle:
+    """MNIST: 28x28 grey pictures of handwritten digits; all else is as with `fashion_mnist`."""
+    return load(MNIST, folder, validation, seed, download, otherwise)
+
+
+def digits(*, validation: int = DIGITS_VALIDATION, seed: int = 0) -> Bundle:
+    """scikit-learn's handwritten digits, which need no download.
+
+    By default 1,300 to train, 200 to validate and 297 to test. The 8x8 pixels of 0..16 become uint8 of
+    0..255, each a block of 3x3, within a border of 2: 28x28, so that the same models run as on MNIST. All of
+    it is integer arithmetic, hence the same everywhere.
+
+    Args:
+        validation: how many samples to hold back for validation; 0 for none. The test set stays.
+        seed: decides which samples are held back for test and validation, and nothing else.
+
+    Returns:
+        Images uint8 (N, 28, 28) and labels int64 (N,). `prepare` standardises by the mean and std of all
+        images but those of the test set.
+
+    Raises:
+        DataError: `validation` or `seed` is out of range.
+    """
+    from sklearn.datasets import load_digits  # here, as it takes a second to import
+
+    raw = load_digits()
+    small = torch.from_numpy(raw.images.astype(np.int64)) * 255 // 16
+    blocks = small.to(torch.uint8).repeat_interleave(3, dim=1).repeat_interleave(3, dim=2)
+    x = torch.nn.functional.pad(blocks, [2] * 4)
+    y = torch.from_numpy(raw.target.astype(np.int64))
+    _check_request(validation, seed, len(y) - DIGITS_TEST)
+    tested, held, rest = _split(len(y), (DIGITS_TEST, validation), seed)
+    return Bundle(
+        name="digits",
+        train=(x[rest], y[rest]),
+        validation=(x[held], y[held]) if validation else None,
+        test=(x[tested], y[tested]),
+        classes=tuple("0123456789"),
+        prepare=_standardize(x[torch.cat([held, rest])]),
+    )
+
+
+def load(
+    spec: IdxSet, folder: str | Path | None, validation: int, seed: int, download: bool, otherwise: str | None
+) -> Bundle:
+    """The data set of `spec`, as told by `fashion_mnist`."""
+    if otherwise not in (None, "digits"):
+        raise DataError(f"otherwise={otherwise!r}", expected="None or 'digits'", fix="Pass otherwise='digits'")
+    if folder is not None:
+        return _read(spec, _given(spec, Path(folder).expanduser()), validation, seed)
+    try:
+        place = _find(spec, download)
+    except DataError as error:
+        if otherwise is None:
+            raise
+        note = f"these are scikit-learn's digits, 1,797 small pictures, as {error.given}"
+        return replace(digits(validation=min(validation, DIGITS_VALIDATION), seed=seed), note=note)
+    return _read(spec, place, validation, seed)
+
+
+def _given(spec: IdxSet, folder: Path) -> Path:
+    if lacking := _lacking(spec, folder):
+        raise DataError(
+            f"{folder} lacks {', '.join(lacking)}" if folder.is_dir() else f"{folder} isn't a folder",
+            expected=f"the four IDX files of {spec.name}, with or without .gz",
+            fix="Give the folder that holds them, or leave folder out to have them found or downloaded",
+        )
+    return folder
+
+
+def _find(spec: IdxSet, download: bool) -> Path:
+    """The folder that holds all four files, after downloading them if need be."""
+    cache = Path(pooch.os_cache("hotloop")) / spec.key
+    for place in (spec.system, cache):
+        if not _lacking(spec, place):
+            return place
+    sought = f"{spec.name} is neither in {spec.system} nor in {cache}"
+    install = f"install the Debian package {spec.package}, " if spec.package else ""
+    remedy = f"{install}give folder= with the four IDX files, or pass otherwise='digits' to use small digits"
+    if not download:
+        raise DataError(f"{sought}, and downloading is off", fix=f"Pass download=True, {remedy}")
+    if failure := download_files(spec.urls, spec.sha256, cache):
+        raise DataError(f"{sought}, and {failure}", fix=f"Check the network, {remedy}")
+    return cache
+
+
+def _lacking(spec: IdxSet, folder: Path) -> list[str]:
+    return [name for name in spec.sha256 if not _file(folder, name).is_file()]
+
+
+def _file(folder: Path, name: str) -> Path:
+    packed = folder / name
+    return packed if packed.is_file() else folder / name.removesuffix(".gz")
+
+
+def _read(spec: IdxSet, folder: Path, validation: int, seed: int) -> Bundle:
+    images, labels, test_images, test_labels = (_file(folder, name) for name in spec.sha256)
+    x, y = _pair(spec, images, labels)
+    _check_request(validation, seed, len(y))
+    held, rest = _split(len(y), (validation,), seed)
+    prepare = _standardize(x)
+    published = prepare.mean == spec.pixel_sum / x.numel() / 255
+    return Bundle(
+        name=spec.name,
+        train=(x[rest], y[rest]),
+        validation=(x[held], y[held]) if validation else None,
+        test=_pair(spec, test_images, test_labels),
+        classes=spec.classes,
+        prepare=prepare,
+        note="" if published else f"the images in {folder} are not those published as {spec.name}",
+    )
+
+
+def _pair(spec: IdxSet, images: Path, labels: Path) -> Pair:
+    x, y = read_idx(images), read_idx(labels)
+    again = f"Give the folder of a sound copy of {spec.name}"
+    if x.dtype != np.uint8 or x.shape[1:] != (SIDE, SIDE) or not len(x):
+        raise DataError(
+            f"{images} holds {x.dtype} of shape {x.shape}", expected=f"uint8 (N, {SIDE}, {SIDE})", fix=again
+        )
+    if y.dtype != np.uint8 or y.shape != x.shape[:1]:
+        raise DataError(
+            f"{labels} holds {y.dtype} of shape {y.shape}",
+            expected=f"one uint8 label for each of the {len(x):,} images",
+            fix=again,
+        )
+    if y.max() >= len(spec.classes):
+        raise DataError(
+            f"{labels} holds the label {y.max()}",
+            expected=f"labels from 0 to {len(spec.classes) - 1}",
+            fix=again,
+        )
+    return torch.from_numpy(x), torch.from_numpy(y.astype(np.int64))
+
+
+def _check_request(validation: int, seed: int, available: int) -> None:
+    if not (isinstance(validation, int) and 0 <= validation < available):
+        raise DataError(
+            f"validation={validation!r}",
+            expected=f"a whole number from 0 to {available - 1}",
+            fix="Hold back fewer samples; some must be left to train on",
+        )
+    if not (isinstance(seed, int) and seed >= 0):
+        raise DataError(f"seed={seed!r}", expected="a whole number, 0 or more", fix="Pass seed=0, for one")
+
+
+def _split(samples: int, counts: tuple[int, ...], seed: int) -> list[Tensor]:
+    """Random disjoint sets of `counts` positions, then the rest; each in ascending order."""
+    # NumPy promises to keep RandomState's numbers for ever, which its newer generators and torch's don't.
+    order = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed))).permutation(samples)
+    return [torch.from_numpy(np.sort(part)) for part in np.split(order, np.cumsum(counts))]
+
+
+def _standardize(images: Tensor) -> Standardize:
+    """By mean and std of these uint8 images, exact: from a histogram, in integers."""
+    values, counts = range(256), torch.bincount(images.flatten(), minlength=256).tolist()
+    total = sum(value * count for value, count in zip(values, counts, strict=True))
+    squares = sum(value**2 * count for value, count in zip(values, counts, strict=True))
+    n = images.numel()
+    return Standardize(total / n / 255, math.sqrt(n * squares - total**2) / n / 255, (SIDE, SIDE))

@@ -1,0 +1,331 @@
+"""Batches in the Task's order, from each form of data, on the device.
+
+A feed's `epoch(epoch, start)` yields `(batch, samples)` from batch number `start` on. What it yields follows from
+(seed, epoch, start) alone, so that a run resumes anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hotloop.data.augment import Draws
+from hotloop.data.order import Order
+from hotloop.data.roles import Roles
+from hotloop.data.source import Samples, Stream, Table
+from hotloop.data.tree import apply_to_inputs, batch_length, map_tensors, to_device
+from hotloop.errors import DataError, HotloopError, blame, calling
+from hotloop.rng import Streams, preserved, seed_for
+
+
+class Feed(Protocol):
+    batches: int | None
+    """Batches in an epoch; None where only running it tells."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        """`(batch, samples)` of one epoch from batch `start` on."""
+
+    def close(self) -> None:
+        """Ends worker processes."""
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What happens to a batch on its way: `prepare` (always), `augment` (training only), the device."""
+
+    device: torch.device
+    seed: int
+    prepare: Callable[[Any], Any] | None = None
+    augment: Callable[[Any, Draws], Any] | None = None
+
+    @cached_property
+    def none(self) -> bool:
+        """Whether batches that are on the CPU stay as they are."""
+        return self.device.type == "cpu" and self.prepare is None and self.augment is None
+
+    def __call__(self, batch: Any, epoch: int, number: int, samples: Tensor) -> Any:
+        batch = to_device(batch, self.device)
+        if self.prepare is not None:
+            prepare = self.prepare
+            batch = apply_to_inputs(lambda inputs: calling("prepare", prepare, inputs), batch)
+        if self.augment is not None:
+            augment, draws = self.augment, Draws(self.seed, epoch, samples.to(self.device))
+            # For one that draws by torch.rand and the like instead of `draws`.
+            Streams(self.seed, self.device).reseed("augment", epoch, number)
+            batch = apply_to_inputs(lambda inputs: calling("augment", augment, inputs, draws), batch)
+        return batch
+
+
+@dataclass
+class TableFeed:
+    """Cuts batches out of arrays in memory."""
+
+    table: Table
+    order: Order
+    treatment: Treatment
+
+    def __post_init__(self) -> None:
+        self.batches: int | None = self.order.batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        permutation = self.order.epoch(epoch)
+        for number in range(start, self.order.batches):
+            index = self.order.batch(permutation, number)
+            batch = self.table.take(index)
+            yield batch if self.treatment.none else self.treatment(batch, epoch, number, index), len(index)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class SamplesFeed:
+    """Loads a map-style data set, here or in workers; each sample's random draws follow from (seed, epoch, sample).
+
+    One loader serves all epochs, so that workers start once and go on loading across the end of an epoch.
+    """
+
+    samples: Samples
+    order: Order
+    treatment: Treatment
+    workers: int | None = None
+    endless: bool = True
+    _batches: Any = field(default=None, init=False)
+    _next: tuple[int, int] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.batches: int | None = self.order.batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        if self._next != (epoch, start):
+            self._start(epoch, start)
+        permutation = self.order.epoch(epoch)
+        for number in range(start, self.order.batches):
+            index = self.order.batch(permutation, number)
+            self._next = (epoch, number + 1) if number + 1 < self.order.batches else self._after(epoch)
+            yield self.treatment(self._load(), epoch, number, index), len(index)
+
+    def _after(self, epoch: int) -> tuple[int, int] | None:
+        return (epoch + 1, 0) if self.endless else None
+
+    def _start(self, epoch: int, start: int) -> None:
+        self.close()
+        workers = self.samples.workers if self.workers is None else self.workers
+        options = self.samples.loader_options if workers else {}
+        seed = self.treatment.seed
+        loader = DataLoader(
+            _Seeded(self.samples.dataset, seed),
+            batch_sampler=_Keys(self.order, epoch, start, self.endless),
+            num_workers=workers,
+            collate_fn=self.samples.collate,
+            generator=torch.Generator().manual_seed(seed_for(seed, "workers")),
+            **options | {"worker_init_fn": _InWorker(options.get("worker_init_fn"))},
+        )
+        self._batches = iter(loader)
+
+    def _load(self) -> Any:
+        try:
+            return next(self._batches)
+        except Exception as error:
+            self.close()
+            raise _of_data(error) from error
+
+    def close(self) -> None:
+        # An error under way holds the loader's iterator, whose deletion alone would end the workers.
+        getattr(self._batches, "_shutdown_workers", lambda: None)()
+        self._batches = self._next = None
+
+
+@dataclass
+class StreamFeed:
+    """Runs a user's loader as it is; resuming skips the batches already seen."""
+
+    stream: Stream
+    treatment: Treatment
+
+    def __post_init__(self) -> None:
+        self.batches: int | None = self.stream.batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        loader, streams = self.stream.loader, Streams(self.treatment.seed)
+        seed = seed_for(self.treatment.seed, "stream", epoch)
+        streams.reseed("stream", epoch)
+        names = ("dataset", "sampler", "batch_sampler")
+        for part in [loader, *(getattr(loader, name, None) for name in names)]:
+            if isinstance(getattr(part, "generator", None), torch.Generator):
+                part.generator.manual_seed(seed)
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        done = seen = 0
+        for number, batch in enumerate(_guarded(loader, lambda number: streams.reseed("stream", epoch, number))):
+            done, size = number + 1, batch_length(batch)
+            if number >= start:  # a sample's place in the stream is its number
+                yield self.treatment(batch, epoch, number, torch.arange(seen, seen + size)), size
+            seen += size
+        if done < max(start, 1):
+            again = epoch or start
+            raise DataError(
+                f"epoch {epoch + 1} of the data has {done} batches" if again else "data is empty",
+                expected=f"{start} or more" if start else "one batch or more",
+                fix="give data that can be run through again and again" if again else "check what it iterates over",
+            )
+
+    def close(self) -> None:
+        pass
+
+
+def _guarded(loader: Any, before: Callable[[int], None]) -> Iterator[Any]:
+    """The batches of a user's loader, with `before(number)` called before each; its error becomes one line."""
+    try:
+        batches = iter(loader)
+        for number in itertools.count():
+            before(number)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+    except Exception as error:
+        raise _of_data(error) from error
+
+
+_SAMPLE = "in sample "
+
+
+def lost_worker(error: Exception) -> DataError | None:
+    """What to say if the error is that a worker died; torch raises that wherever the program happens to be."""
+    if not str(error).startswith("DataLoader worker") and not _torn_off(error):
+        return None
+    return DataError(
+        "a worker process that loads the data died",
+        expected="workers that live until training ends",
+        fix="see what happens with --workers 0; lack of memory is a common cause",
+    )
+
+
+def _torn_off(error: Exception) -> bool:
+    """Whether a batch broke off on its way from a worker: it died while its tensors were being fetched."""
+    frames = traceback.extract_tb(error.__traceback__)
+    broke = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
+    return broke and any(frame.name == "_try_get_data" for frame in frames)
+
+
+def _of_data(error: Exception) -> HotloopError:
+    """One line for what a data set raised, here or in a worker process."""
+    # What a worker caught arrives as text alone, in an error of the same class.
+    if isinstance(error, HotloopError) and not error.given.startswith("Caught "):
+        return error
+    if (lost := lost_worker(error)) is not None:
+        return lost
+    last = (getattr(error, "__notes__", None) or str(error).splitlines() or [""])[-1]
+    where, remedy = (f" {last}", ", or leave that sample out") if last.startswith(_SAMPLE) else ("", "")
+    return DataError(f"the data set raised {blame(error)}{where}", fix=f"mend the data set{remedy}")
+
+
+@dataclass(frozen=True)
+class _InWorker:
+    """What a worker process does first: it makes sure of its parent, and leaves Ctrl-C and SIGTERM to it.
+
+    torch's workers end with the process that they find as their parent; one killed while they start is not found.
+    The signals reach all processes of a terminal or a batch job, but training still needs data for its last steps, and then
+    ends its workers itself.
+    """
+
+    then: Callable[[int], None] | None = None
+    parent: int = field(default_factory=os.getpid)
+
+    def __call__(self, worker: int) -> None:
+        if os.getppid() != self.parent:
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _once_ignored)
+        if self.then is not None:
+            self.then(worker)
+
+
+def _once_ignored(number: int, frame: FrameType | None) -> None:
+    """Lets the next signal of this kind end the process, as nothing else would a worker that hangs."""
+    signal.signal(number, signal.SIG_DFL)
+
+
+class _Seeded(torch.utils.data.Dataset):
+    """The user's data set, asked for `(epoch, sample)` with the global generators reseeded for just that sample."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        streams = Streams(self.seed)
+        items = []
+        for epoch, sample in keys:
+            streams.reseed("sample", epoch, sample)
+            try:
+                items.append(self.dataset[sample])
+            except Exception as error:
+                error.add_note(f"{_SAMPLE}{sample}")  # crosses from a worker as the last line of its traceback
+                raise
+        return items
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self.__getitems__([key])[0]
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """`(epoch, sample)` keys, batch by batch, from a position on; for one epoch or without end."""
+
+    order: Order
+    first_epoch: int
+    start: int
+    endless: bool
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        start = self.start
+        for epoch in itertools.count(self.first_epoch):
+            permutation = self.order.epoch(epoch)
+            for number in range(start, self.order.batches):
+                yield [(epoch, sample) for sample in self.order.batch(permutation, number).tolist()]
+            if not self.endless:
+                return
+            start = 0
+
+
+def open_feed(
+    source: Table | Samples | Stream,
+    order: Order | None,
+    treatment: Treatment,
+    *,
+    workers: int | None = None,
+    endless: bool = True,
+) -> Feed:
+    """The feed for one form of data; `order` is None for a stream, which has its own."""
+    if isinstance(source, Stream):
+        return StreamFeed(source, treatment)
+    assert order is not None
+    if isinstance(source, Table):
+        if source.prepared:
+            treatment = Treatment(treatment.device, treatment.seed, None, treatment.augment)
+        return TableFeed(source, order, treatment)
+    return SamplesFeed(source, order, treatment, workers, endless)
+
+
+def peek(roles: Roles, samples: int = 2) -> Any:
+    """The first samples of the training data, prepared, on the CPU, as a batch; no position moves, and no generator."""
+    treatment = Treatment(torch.device("cpu"), roles.seed, roles.prepare)
+    order = None
+    if not isinstance(roles.train, Stream):
+        order = Order(len(roles.train), min(samples, len(roles.train)), roles.seed, shuffle=False)
+    with preserved():
+        batch, size = next(open_feed(roles.train, order, treatment, workers=0, endless=False).epoch(0))
+    return map_tensors(lambda tensor: tensor[:samples] if tensor.ndim and len(tensor) == size else tensor, batch)

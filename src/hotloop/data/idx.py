@@ -1,0 +1,88 @@
+"""Reader of IDX files, the format of MNIST and its kin.
+
+An IDX file is two zero bytes, a byte for the type, a byte for the number of dimensions, each dimension as a
+big-endian uint32, then the values, big-endian, last dimension fastest. Source: the description at the foot of
+http://yann.lecun.com/exdb/mnist/.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from hotloop.errors import DataError
+
+DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+GZIP = b"\x1f\x8b"
+AGAIN = "Delete it and fetch it again, or give the folder of a sound copy"
+
+
+def read_idx(path: str | Path) -> np.ndarray:
+    """The array of one IDX file, packed by gzip or not (told by the content, not by the name).
+
+    Args:
+        path: the file.
+
+    Returns:
+        A writable array of the file's shape, in this machine's byte order: uint8, int8, int16, int32, float32
+        or float64.
+
+    Raises:
+        DataError: the file is missing, unreadable, torn, corrupt, or not IDX.
+    """
+    path = Path(path)
+    content = _unpacked(path)
+    dtype, shape, start = _header(path, content)
+    wanted = math.prod(shape) * dtype.itemsize
+    if len(content) - start != wanted:
+        raise DataError(
+            f"{path} holds {len(content) - start:,} bytes of values",
+            expected=f"{wanted:,} for shape {shape} of {dtype.name}",
+            fix=AGAIN,
+        )
+    return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if content.startswith(GZIP) else content
+    except FileNotFoundError as error:
+        raise DataError(f"{path} doesn't exist", expected="an IDX file", fix="Check the path") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path} is a gzip file that is torn or corrupt ({error})",
+            expected="a whole gzip file with an IDX file in it",
+            fix=AGAIN,
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"{path} can't be read ({error.strerror})",
+            expected="a readable IDX file",
+            fix="Check the path and its permissions",
+        ) from error
+
+
+def _header(path: Path, content: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
+    """Dtype as stored, shape, and where the values start."""
+    known = len(content) >= 4 and content[:2] == b"\0\0" and content[2] in DTYPES
+    if not known:
+        codes = ", ".join(f"{code:02x}" for code in DTYPES)
+        raise DataError(
+            f"{path} begins with the bytes {content[:4].hex(' ') or '(none: it is empty)'}",
+            expected=f"an IDX file: 00 00, a type ({codes}), a number of dimensions",
+            fix=AGAIN,
+        )
+    start = 4 + 4 * content[3]
+    if len(content) < start:
+        raise DataError(
+            f"{path} ends after {len(content)} bytes, within its header",
+            expected=f"{start} bytes of header for {content[3]} dimensions",
+            fix=AGAIN,
+        )
+    return np.dtype(DTYPES[content[2]]), struct.unpack(f">{content[3]}I", content[4:start]), start

@@ -1,0 +1,77 @@
+"""Which samples make up which batch: a function of (seed, epoch) alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotloop.errors import DataError
+from hotloop.rng import generator_for
+
+
+@dataclass(frozen=True)
+class Order:
+    """The Task's order of samples, the same whatever the plan, the device or the number of workers.
+
+    Attributes:
+        samples: how many there are.
+        batch_size: samples in a batch; the last one of an epoch may be smaller.
+        seed: the Task's.
+        shuffle: a new permutation each epoch, or the order of the data.
+        drop_last: leave an incomplete last batch out.
+    """
+
+    samples: int
+    batch_size: int
+    seed: int
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"batch_size={self.batch_size}", expected="1 or more", fix="choose a larger batch_size")
+        if self.batch_size > self.samples:
+            raise DataError(
+                f"batch_size={self.batch_size} is larger than the data ({self.samples} samples)",
+                expected=f"at most {self.samples}",
+                fix="choose a smaller batch_size",
+            )
+
+    @property
+    def batches(self) -> int:
+        """Batches in an epoch."""
+        return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
+
+    def epoch(self, epoch: int) -> Tensor:
+        """Sample numbers of one epoch in their order: int64 (samples,)."""
+        if not self.shuffle:
+            return torch.arange(self.samples)
+        return torch.randperm(self.samples, generator=generator_for(self.seed, "order", epoch))
+
+    def batch(self, permutation: Tensor, number: int) -> Tensor:
+        """Sample numbers of batch `number` of an epoch's `permutation`: int64 (batch,)."""
+        return permutation[number * self.batch_size : (number + 1) * self.batch_size]
+
+
+def split(samples: int, share: float | int, seed: int) -> tuple[Tensor, Tensor]:
+    """Sample numbers for training and for validation, drawn by seed.
+
+    Args:
+        samples: how many there are.
+        share: a fraction in (0, 1), or a number of samples.
+        seed: the Task's.
+
+    Returns:
+        Two sorted int64 tensors, (training,) and (validation,), that share no number.
+    """
+    held_out = round(samples * share) if isinstance(share, float) else share
+    if not 0 < held_out < samples:
+        raise DataError(
+            f"validation={share!r} of {samples} samples",
+            expected=f"a share such as 0.1, or a number from 1 to {samples - 1}, that leaves some for both",
+            fix="choose another share",
+        )
+    permutation = torch.randperm(samples, generator=generator_for(seed, "validation"))
+    return permutation[held_out:].sort().values, permutation[:held_out].sort().values

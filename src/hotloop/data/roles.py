@@ -1,0 +1,156 @@
+"""Which data trains, which steers and which is read once at the end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hotloop.data.bundle import Bundle
+from hotloop.data.checks import check_finite
+from hotloop.data.order import Order, split
+from hotloop.data.source import DEFAULT_BATCH_SIZE, Given, Source, Stream, Table, as_source
+from hotloop.errors import DataError
+
+
+@dataclass(frozen=True)
+class Roles:
+    """A Task's data by role.
+
+    Attributes:
+        train: what the model learns from.
+        validation: what steers (early stop, best checkpoint); None if there is none.
+        order: the Task's order of the training samples; None for a stream, which has its own.
+        batch_size: samples in a step.
+        prepare: deterministic preprocessing of a batch's inputs.
+        classes: names of the classes, where known.
+        note: a line the user should read about the data.
+        collate: turns a list of samples into a batch, where the Task says how.
+        raw_test: the test data, not prepared yet.
+    """
+
+    train: Source
+    validation: Source | None
+    order: Order | None
+    batch_size: int
+    seed: int
+    prepare: Callable[[Any], Any] | None
+    classes: tuple[str, ...]
+    note: str
+    collate: Callable | None = None
+    raw_test: Source | None = None
+
+    @cached_property
+    def test(self) -> Source | None:
+        """Data that is read once, at the end: prepared only when asked for."""
+        return None if self.raw_test is None else ready(self.raw_test, "test", self.prepare)
+
+    @property
+    def has_test(self) -> bool:
+        return self.raw_test is not None
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in an epoch of the training data; None for a stream that doesn't say."""
+        return self.train.batches if isinstance(self.train, Stream) else self.order.batches if self.order else None
+
+    @property
+    def digest(self) -> str:
+        """Hash of what decides the order of the data and which of it is held out; empty for a stream."""
+        if self.order is None:
+            return ""
+        held_out = None if self.validation is None or isinstance(self.validation, Stream) else len(self.validation)
+        return hashlib.sha256(repr((self.order, held_out)).encode()).hexdigest()
+
+    @property
+    def exact(self) -> bool:
+        """Whether order and draws follow from the seed alone; a user's own sampler or stream can't promise that."""
+        return self.order is not None
+
+
+def assign_roles(
+    data: Any,
+    validation: Any,
+    test: Any,
+    *,
+    batch_size: int | None,
+    seed: int,
+    prepare: Callable[[Any], Any] | None,
+    collate: Callable | None,
+    shuffle: bool | None = None,
+) -> Roles:
+    """Brings the data of a Task in, checks it, splits off validation, and prepares what fits in memory.
+
+    Raises:
+        DataError: the data can't be used; the message says which part and why.
+    """
+    classes: tuple[str, ...] = ()
+    note = ""
+    if isinstance(data, Bundle):
+        prepare, classes, note = prepare or data.prepare, data.classes, data.note
+        validation = data.validation if validation is None else validation
+        test = data.test if test is None else test
+        data = data.train
+    given = as_source(data, "data", collate=collate, batch_size=batch_size)
+    train, held_out = _split_off(given.source, validation, seed, collate)
+    raw_test = None if test is None else as_source(test, "test", collate=collate).source
+    if isinstance(raw_test, Table):
+        check_finite(raw_test.columns, "test")  # now, rather than after hours of training
+    size = _batch_size(batch_size, given, train)
+    order = None
+    if not isinstance(train, Stream):
+        shuffled = shuffle if shuffle is not None else given.shuffle is not False
+        order = Order(len(train), size, seed, shuffled, given.drop_last)
+    return Roles(
+        train=ready(train, "data", prepare),
+        validation=ready(held_out, "validation", prepare) if held_out is not None else None,
+        order=order,
+        batch_size=size,
+        seed=seed,
+        prepare=prepare,
+        classes=classes,
+        note=note,
+        collate=collate,
+        raw_test=raw_test,
+    )
+
+
+def _split_off(source: Source, validation: Any, seed: int, collate: Callable | None) -> tuple[Source, Source | None]:
+    if validation is None:
+        return source, None
+    if isinstance(validation, bool):
+        raise DataError(f"validation={validation}", expected="data, a share such as 0.1, or a number of samples")
+    if not isinstance(validation, int | float):
+        return source, as_source(validation, "validation", collate=collate).source
+    if isinstance(source, Stream):
+        raise DataError(
+            f"validation={validation} asks for a share of data that has an order of its own",
+            expected="validation data",
+            fix="give validation a data set of its own",
+        )
+    training, held_out = split(len(source), validation, seed)
+    return source.subset(training), source.subset(held_out)
+
+
+def _batch_size(asked: int | None, given: Given, train: Source) -> int:
+    if asked is not None and given.batch_size is not None and asked != given.batch_size:
+        raise DataError(
+            f"batch_size={asked} but the DataLoader has batch_size={given.batch_size}",
+            expected="one batch size",
+            fix="leave batch_size out of the Task, or make both equal",
+        )
+    default = DEFAULT_BATCH_SIZE if isinstance(train, Stream) else min(DEFAULT_BATCH_SIZE, len(train))
+    return asked or given.batch_size or default
+
+
+def ready(source: Source, name: str, prepare: Callable[[Any], Any] | None) -> Source:
+    """The source, checked, and prepared where that fits in memory."""
+    if not isinstance(source, Table):
+        return source
+    check_finite(source.columns, name)
+    prepared = source.apply(prepare)
+    if prepare is not None and prepared.prepared:
+        check_finite(prepared.columns, name, prepared=True)
+    return prepared

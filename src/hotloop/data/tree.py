@@ -1,0 +1,94 @@
+"""Batches are trees: a tensor, or tuples, lists and dicts of them. Leaves that are not tensors pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def map_tensors(
+    function: Callable[[Tensor], Tensor], tree: Any, others: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
+    """`tree` with `function` applied to each tensor, and `others` to each other leaf; containers keep their types."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, PackedSequence):  # a tuple whose tensors don't all belong on one device
+        return others(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, item, others) for item in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_tensors(function, item, others) for item in tree)
+    if isinstance(tree, Mapping):
+        return _same_mapping(tree, {key: map_tensors(function, item, others) for key, item in tree.items()})
+    return others(tree)
+
+
+def _same_mapping(original: Mapping, items: dict) -> Any:
+    """A mapping of the original's class (tokenizers return their own, with attribute access), or a plain dict."""
+    try:
+        return type(original)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a tree, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors(item)
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from tensors(item)
+
+
+def named_columns(columns: Any, name: str) -> list[tuple[str, Tensor]]:
+    """The columns of a table, each with what to call it in an error: `data[0]`, `data['x']`, or `data` if alone."""
+    if isinstance(columns, Mapping):
+        return [(f"{name}[{key!r}]", column) for key, column in columns.items()]
+    if isinstance(columns, tuple | list):
+        return [(f"{name}[{place}]", column) for place, column in enumerate(columns)]
+    return [(name, columns)]
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """`tree` on `device`; what is already there is not copied. Leaves of other kinds move by their own `to`, if any."""
+    if isinstance(tree, Tensor):
+        return tree.to(device, non_blocking=True)
+    return map_tensors(
+        lambda tensor: tensor.to(device, non_blocking=True),
+        tree,
+        lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf,
+    )
+
+
+def batch_length(tree: Any) -> int:
+    """Samples in a batch: the length of its first tensor, else of its first sized item."""
+    for tensor in tensors(tree):
+        return tensor.shape[0] if tensor.ndim else 1
+    first = next(iter(tree.values())) if isinstance(tree, Mapping) else tree
+    return len(first) if hasattr(first, "__len__") else 1
+
+
+def inputs_of(batch: Any) -> Any:
+    """What the model sees of an `(inputs..., target)` batch: one input alone, or a tuple of several."""
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return batch[0] if len(batch) == 2 else tuple(batch[:-1])
+    return batch
+
+
+def with_inputs(batch: Any, inputs: Any) -> Any:
+    """`batch` with its inputs replaced; the inverse of `inputs_of`."""
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return (inputs, batch[-1]) if len(batch) == 2 else (*inputs, batch[-1])
+    return inputs
+
+
+def apply_to_inputs(function: Callable[[Any], Any], batch: Any) -> Any:
+    """`batch` with `function` applied to its inputs."""
+    return with_inputs(batch, function(inputs_of(batch)))

@@ -1,0 +1,155 @@
+"""Every error that hotloop raises on purpose, as one tree.
+
+Catch `HotloopError` to catch them all. Each message is one line in three parts: what was given, what was
+expected, what to do about it.
+
+    HotloopError
+    ├── TaskError             the Task, or the file that should hold it, can't be used
+    ├── DataError             the data can't be used: unequal lengths, NaN, labels out of range, empty, not found
+    ├── PlanError             an axis, a value or a combination that doesn't exist
+    │   └── DeviceError       the device isn't there, or tensors live on different devices
+    ├── RunError              a folder that isn't a run, is one already, is in use, or can't be written
+    │   ├── CheckpointError   a checkpoint that is torn, tampered with, or of another model
+    │   └── DiskError         the disk is full, or files may not grow any more
+    ├── TrainingError         training can't go on
+    │   ├── NonFiniteError    a loss, output, gradient or parameter became NaN or infinite
+    │   └── MemoryExhausted   the device or the machine ran out of memory
+    └── ExportError           the model can't be written in the form asked for
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_FRAME = re.compile(r'  File "(.+)", line (\d+), in ')
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|Cannot allocate memory|DefaultCPUAllocator: not enough memory|std::bad_alloc"
+    r"|_ALLOC_FAILED|Invalid buffer size",
+    re.IGNORECASE,
+)
+_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parent))
+
+
+class HotloopError(Exception):
+    """Base of all errors raised on purpose.
+
+    Args:
+        given: what was found, in plain words, without a full stop at the end.
+        expected: what would have been right.
+        fix: what the user can do now, beginning with a verb.
+    """
+
+    def __init__(self, given: str, *, expected: str = "", fix: str = "") -> None:
+        self.given, self.expected, self.fix = given, expected, fix
+        parts = [given + (f"; expected {expected}" if expected else ""), fix[:1].upper() + fix[1:]]
+        super().__init__(". ".join(" ".join(part.split()).rstrip(".") for part in parts if part))
+
+
+class TaskError(HotloopError):
+    """The Task, or the file that should hold it, can't be used."""
+
+
+class DataError(HotloopError):
+    """The data can't be used as given."""
+
+
+class PlanError(HotloopError):
+    """An axis, a value, or a combination of values that a Plan can't have."""
+
+
+class DeviceError(PlanError):
+    """A device that isn't there, or tensors on different devices in one operation."""
+
+
+class RunError(HotloopError):
+    """A folder that isn't a run, already is one, is in use, or can't be written."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that is torn, tampered with, or belongs to another model."""
+
+
+class DiskError(RunError):
+    """The disk is full, or a quota or file-size limit was reached."""
+
+
+class TrainingError(HotloopError):
+    """Training can't go on."""
+
+
+class NonFiniteError(TrainingError):
+    """A loss, output, gradient or parameter became NaN or infinite."""
+
+
+class MemoryExhausted(TrainingError):
+    """The device or the machine ran out of memory."""
+
+
+class ExportError(HotloopError):
+    """The model can't be written in the form asked for."""
+
+
+def kind(value: object) -> str:
+    """`None`, `an int`, `a Linear`: what a value is, for a message."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def blame(error: BaseException) -> str:
+    """`ValueError: message (file.py:12)`: an error of the user's own code in one line, with the user's innermost line.
+
+    A worker process sends its traceback as text; then the original error is what follows that text's last frame.
+    """
+    text = (error.given if isinstance(error, HotloopError) else str(error)).strip() or "no message"
+    if text.startswith("Caught ") and "Traceback (" in text:
+        summary, frames = _read(text)
+    else:
+        summary = f"{type(error).__name__}: {text.splitlines()[0]}"
+        frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [(path, line) for path, line in frames if not _library(path)]
+    return f"{summary} ({Path(own[-1][0]).name}:{own[-1][1]})" if own else summary
+
+
+def calling(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function of the user's; its error becomes one line that shows it.
+
+    Raises:
+        TaskError: it raised something; running out of memory passes as it is, since that's not the function's fault.
+    """
+    try:
+        return function(*arguments)
+    except HotloopError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise TaskError(f"{what} raised {blame(error)}", fix="mend it there") from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the machine or a device had no memory left: Python's error, torch's, or the words of an allocator."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch isn't imported here
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def _read(text: str) -> tuple[str, list[tuple[str, int]]]:
+    """The last line that names an error, and the frames, of a traceback's text."""
+    lines = text.splitlines()
+    matches = [(number, _FRAME.match(line)) for number, line in enumerate(lines)]
+    frames = [(number, match) for number, match in matches if match]
+    after = [line for line in lines[frames[-1][0] + 1 :] if line[:1].strip()] if frames else lines[-1:]
+    return (after or lines[-1:])[0], [(match[1], int(match[2])) for _, match in frames]
+
+
+def _library(path: str) -> bool:
+    """Whether a file belongs to Python, to an installed package, or to hotloop."""
+    return path.startswith("<frozen") or any(part in path for part in _LIBRARIES)

@@ -1,0 +1,73 @@
+"""Writing files so that a reader, or a kill at any instant, never meets half of one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hotloop.errors import DiskError, RunError
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns the operating system's refusal to write below `path` into one clear line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            free = shutil.disk_usage(_existing_parent(path)).free
+            raise DiskError(
+                f"{path} can't be written: {error.strerror} ({free / 1e6:.0f} MB free on the disk)",
+                expected="room for it",
+                fix="free some space, then go on from the last good checkpoint with --resume",
+            ) from error
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            raise RunError(
+                f"no permission to write {path}",
+                expected="a folder that you may write",
+                fix="choose another with --run",
+            ) from error
+        raise RunError(f"{path} can't be written: {error.strerror or error}", fix="check the path") from error
+
+
+def _existing_parent(path: Path) -> Path:
+    return next((folder for folder in [path, *path.parents] if folder.exists()), Path.cwd())
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Writes `content` to `path`: afterwards it holds all of it, durably, or what it held before.
+
+    Raises:
+        DiskError: the disk is full; nothing is left behind.
+        RunError: the folder can't be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with explained(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames and removals in `folder` durable, where the system can (Windows can't and needn't)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,49 @@
+"""Hearing Ctrl-C, SIGTERM and the clock, so that training stops between two steps and saves."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupts:
+    """Whether to stop, and why.
+
+    Attributes:
+        stop_after_s: stop this long after `start`; None for never.
+    """
+
+    def __init__(self, stop_after_s: float | None = None) -> None:
+        self.stop_after_s = stop_after_s
+        self._start = time.monotonic()
+        self._signal: signal.Signals | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Notes SIGINT and SIGTERM instead of dying of them; a second SIGINT does interrupt."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may set handlers; whoever runs the thread hears the signals
+            return
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = signal.Signals(number)
+
+    def reason(self, reserve_s: float = 0.0) -> str | None:
+        """`SIGINT`, `SIGTERM`, `stop-after`, or None; `reserve_s` is the time that saving will take."""
+        if self._signal is not None:
+            return self._signal.name
+        if self.stop_after_s is not None and time.monotonic() - self._start + reserve_s >= self.stop_after_s:
+            return "stop-after"
+        return None

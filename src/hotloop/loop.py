@@ -1,0 +1,376 @@
+"""The training loop: spans of steps, epochs, checkpoints, stopping and going on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hotloop.checkpoint import Best, Checkpoint, all_finite
+from hotloop.continuing import check_data, check_schedule
+from hotloop.data.source import Source
+from hotloop.errors import HotloopError, TaskError, blame
+from hotloop.evaluation import evaluate
+from hotloop.interrupts import Interrupts
+from hotloop.lowering import Program
+from hotloop.pacing import Cadence, Pace
+from hotloop.records import EpochRecord
+from hotloop.rng import preserved
+from hotloop.run import Run
+from hotloop.state import Position, State
+from hotloop.steering import Steering
+from hotloop.task import Task
+from hotloop.trouble import explained, find_nonfinite, nonfinite_figure
+from hotloop.view import Callback, Event, View
+
+_BYTES_PER_S = 300e6
+"""What a disk is taken to write until the first checkpoint has told; only the first one's date depends on it."""
+
+FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a call of `train_loop` ended.
+
+    Attributes:
+        reason: `finished`, `SIGINT`, `SIGTERM`, `stop-after`, or what stopped it early.
+        finished: whether there is nothing left to do.
+        final: figures on the test data; None if it was interrupted.
+    """
+
+    reason: str
+    finished: bool
+    history: list[EpochRecord]
+    final: dict[str, Any] | None
+
+
+def train_loop(
+    relower: Callable[[], Program],
+    run: Run,
+    *,
+    resume: bool = False,
+    stop_after_s: float | None = None,
+    callbacks: Sequence[Callback] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> Ended:
+    """Trains to the end of the Task's epochs, or until something stops it; either way the run can be gone on with.
+
+    Args:
+        relower: makes the Program; called again when a trouble must be replayed from the last good State.
+        run: the run's folder, locked by the caller.
+        resume: go on from the newest good checkpoint.
+        stop_after_s: stop cleanly after so many seconds.
+        callbacks: see each `View`.
+        say: shows a line to the user.
+
+    Raises:
+        NonFiniteError, MemoryExhausted, DiskError, TaskError: training can't go on; the last good checkpoint stays.
+    """
+    interrupts = Interrupts(stop_after_s)  # the clock runs while data are prepared, too
+    program = relower()
+    with preserved(program.device):
+        loop = _Loop(program, run, relower, interrupts, callbacks, say)
+        try:
+            with loop.interrupts.listening():
+                loop.begin(resume)
+                return loop.end(loop.train())
+        finally:
+            loop.program.close()
+
+
+@dataclass
+class _Loop:
+    program: Program
+    run: Run
+    relower: Callable[[], Program]
+    interrupts: Interrupts
+    callbacks: Sequence[Callback]
+    say: Callable[[str], None]
+    history: list[EpochRecord] = field(default_factory=list)
+    best: Best | None = None
+    pace: Pace = field(default_factory=Pace)
+
+    def __post_init__(self) -> None:
+        task = self.task
+        self.cadence = Cadence.parse(self.run.record.checkpoint_every)
+        self.steering = Steering.of(
+            task.monitor,
+            task.goal,
+            self.program.parts.roles.validation is not None,
+            stop_below=task.stop_below,
+            patience=task.patience,
+        )
+        self._best_state: State | None = None  # the best epoch's weights, until the next checkpoint writes them
+        self._saved: Position | None = None
+        self._shown: tuple[EpochRecord, ...] = ()
+        self._loss: float | None = None
+        self._begin_epoch()
+
+    @property
+    def task(self) -> Task:
+        return self.program.parts.task
+
+    def begin(self, resume: bool) -> None:
+        """Starts, or goes back to the newest good checkpoint."""
+        if resume:
+            self._go_back()
+        else:
+            self.run.log("start", step=0)
+        self.run.mark(self.program.position.step)
+        self.run.write_metrics(self.history)
+        self.cadence.cost_s = _state_bytes(self.program) / _BYTES_PER_S
+        self._tell("start")
+
+    def _go_back(self) -> None:
+        check_data(self.run.record.facts, self.program)
+        found = self.run.checkpoints.newest(self.say)
+        if found is not None:
+            checkpoint, path = found
+            self.program.restore(checkpoint.state)
+            self.history, self.best = list(checkpoint.history), checkpoint.best
+            sums = self.program.read_sums()
+            self._read = sums["loss"], sums["weight"]
+            self._saved = self.program.position
+            check_schedule(self.program)
+        else:
+            lacking = "no checkpoint is good" if self.run.checkpoints.files() else "no checkpoint yet"
+            self.say(f"{lacking}: starting from the beginning")
+        if found is not None and self.program.parts.roles.order is None:
+            self.say("the data has an order of its own: what was seen is skipped, and the result may come out another")
+        step = self.program.position.step
+        repeated = max(0, self.run.reached() - step)
+        self.run.log("resume", step=step, file=path.name if found else None, repeated_at_most=repeated)
+
+    def train(self) -> str:
+        """Runs spans until something says stop; returns why."""
+        while True:
+            at_epoch_start = self.program.position.batch == 0
+            if at_epoch_start and self.program.position.epoch >= self.task.epochs:
+                return FINISHED
+            if at_epoch_start and (verdict := self.steering.verdict(self.history)):
+                return verdict
+            if reason := self.interrupts.reason(2 * self.cadence.cost_s):
+                return reason
+            self._span()
+
+    def end(self, reason: str) -> Ended:
+        """Saves; reads the test data if training is over."""
+        interrupted = reason in ("SIGINT", "SIGTERM", "stop-after")
+        if self._saved != self.program.position or self._best_state is not None:
+            self._save()
+        final = None if interrupted else self._final(reason)
+        self.run.log("stop", step=self.program.position.step, reason=reason)
+        if final is not None:
+            self.run.log("final", **final)
+        self._tell("stop", reason=reason)
+        if final is not None:
+            self._tell("final", final=final)
+        return Ended(reason, not interrupted, self.history, final)
+
+    def _span(self) -> None:
+        before = self.program.position
+        steps = self.pace.steps()
+        if (left := self.cadence.steps_left(before.step)) is not None:
+            steps = min(steps, left)
+        self.run.mark(before.step + steps)
+        started = time.perf_counter()
+        try:
+            outcome = self.program.advance(steps)
+            sums = self.program.read_sums()
+        except Exception as error:
+            raise self._explained(error) from error
+        elapsed = time.perf_counter() - started
+        self.pace.ran(outcome.steps, elapsed)
+        self._train_s += elapsed
+        self._samples += outcome.samples
+        if not math.isfinite(sums["loss"]):
+            raise self._nonfinite(self.program.position.step)
+        self._loss = self._recent(sums)
+        if outcome.ended:
+            self._end_epoch(sums)
+        else:
+            self._tell("progress")
+        if self.program.position != self._saved and self.cadence.due(self.program.position.step):
+            self._save()
+
+    def _end_epoch(self, sums: dict[str, float]) -> None:
+        position = self.program.position
+        learning_rate = self.learning_rate
+        validation: dict[str, float] = {}
+        started = time.perf_counter()
+        if (source := self.program.parts.roles.validation) is not None:
+            validation = self._evaluated(source, "validation")
+        weight = sums["weight"] or 1.0
+        train = {name: value / weight for name, value in sums.items() if name not in ("weight", "samples")}
+        record = EpochRecord(
+            epoch=position.epoch + 1,
+            step=position.step,
+            train=train,
+            validation=validation,
+            learning_rate=learning_rate,
+            samples=int(sums["samples"]),
+            seconds=self._train_s + time.perf_counter() - started,
+            samples_per_s=self._rate,
+        )
+        self._check_figure(record)
+        self.history.append(record)
+        self.program.end_epoch(self.steering.value(record))
+        self.run.add_metrics(record)
+        if self.steering.best(self.history) is record:
+            self._note_best(record)
+        self._begin_epoch()
+        self._tell("epoch")
+
+    def _evaluated(self, source: Source, name: str) -> dict[str, float]:
+        """Figures of the validation or test data; one that is no number is told."""
+        try:
+            values = evaluate(self.program, source).values
+        except Exception as error:
+            raise self._explained(error, name) from error
+        for figure, value in values.items():
+            if not math.isfinite(value):
+                self.say(f"the {name} {figure} is {value} after step {self.program.position.step}")
+        return values
+
+    def _check_figure(self, record: EpochRecord) -> None:
+        """What steers must be a number."""
+        value = self.steering.value(record)
+        if math.isfinite(value):
+            return
+        if not all_finite(self.program.state()):
+            raise self._nonfinite(record.step)
+        source = self.program.parts.roles.validation
+        raise nonfinite_figure(self.program, source, self.steering.figure, value, self._saved_step)
+
+    def _note_best(self, record: EpochRecord) -> None:
+        """Keeps the best weights in memory; they are written with the next checkpoint, which refers to them."""
+        self._best_state = self.program.weights()
+        self.best = Best(record.epoch, self.steering.value(record), file="")
+
+    def _save(self) -> None:
+        started = time.perf_counter()
+        state = self.program.state()
+        if not all_finite(state):
+            raise self._nonfinite(state.position.step)
+        if self._best_state is not None and self.best is not None:
+            file = self.run.checkpoints.save_best(self._best_state, self.history)
+            self.best = Best(self.best.epoch, self.best.figure, file)
+            self._best_state = None
+        path = self.run.checkpoints.save(Checkpoint(state, self.history, self.best))
+        self._saved = state.position
+        seconds = round(time.perf_counter() - started, 4)
+        self.run.log("checkpoint", step=state.position.step, file=path.name, seconds=seconds)
+        self.cadence.wrote(time.perf_counter() - started)
+        self._tell("checkpoint")
+
+    def _final(self, reason: str) -> dict[str, Any]:
+        """Figures of the chosen weights: the best epoch's where validation steers, else the last."""
+        roles = self.program.parts.roles
+        chosen = "last"
+        if roles.validation is not None and self.best is not None:
+            best = self.run.checkpoints.load_best(self.best)
+            self.program.restore_weights(best.state)
+            chosen = "best"
+        epoch = self.best.epoch if chosen == "best" and self.best else self.program.position.epoch
+        figures: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
+        if (test := roles.test) is not None:
+            values = self._evaluated(test, "test")
+            figures |= {f"test_{name}": value for name, value in values.items()}
+        return {**figures, "weights": chosen, "epoch": epoch, "reason": reason}
+
+    def _recent(self, sums: dict[str, float]) -> float | None:
+        """Mean training loss since the last look."""
+        loss, weight = sums["loss"] - self._read[0], sums["weight"] - self._read[1]
+        self._read = sums["loss"], sums["weight"]
+        return loss / weight if weight else self._loss
+
+    def _begin_epoch(self) -> None:
+        self._read = (0.0, 0.0)
+        self._train_s = 0.0
+        self._samples = 0
+
+    @property
+    def _saved_step(self) -> int | None:
+        return self._saved.step if self._saved else None
+
+    def _explained(self, error: Exception, during: str = "") -> HotloopError:
+        return explained(error, self.program, self._saved_step, during)
+
+    def _nonfinite(self, reached: int) -> HotloopError:
+        """Replays from the last good State to name the step and the module."""
+        found = self.run.checkpoints.newest(self.say)
+        self.program.close()
+        self.program.optimizer.state.clear()  # makes room for the second program
+        self.say("the loss or a parameter is no longer finite; replaying from the last good state to find the place")
+        self.program = self.relower()
+        if found is not None:
+            self.program.restore(found[0].state)
+        figures = {record.epoch - 1: self.steering.value(record) for record in self.history}
+        losses = [record.train["loss"] for record in self.history] + ([] if self._loss is None else [self._loss])
+        return find_nonfinite(self.program, reached, figures, losses)
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.program.optimizer.param_groups[0]["lr"])
+
+    @property
+    def _rate(self) -> float:
+        return self._samples / self._train_s if self._train_s else 0.0
+
+    def _remaining_s(self) -> float | None:
+        batches, step_s = self.program.feed.batches, self.pace.step_s
+        if batches is None or step_s is None:
+            return None
+        position = self.program.position
+        evaluation_s = sum(r.seconds - r.samples / r.samples_per_s for r in self.history[-1:] if r.samples_per_s)
+        epochs = self.task.epochs - position.epoch
+        return max(0.0, (epochs * batches - position.batch) * step_s + epochs * max(0.0, evaluation_s))
+
+    def _tell(self, event: Event, *, reason: str = "", final: dict | None = None) -> None:
+        position = self.program.position
+        # Copies, so that nothing that a callback does to them reaches training.
+        self._shown += tuple(record.model_copy(deep=True) for record in self.history[len(self._shown) :])
+        view = View(
+            event=event,
+            run=self.run.path,
+            epoch=position.epoch,
+            epochs=self.task.epochs,
+            step=position.step,
+            batch=position.batch,
+            batches=self.program.feed.batches,
+            loss=self._loss,
+            samples_per_s=self._rate,
+            remaining_s=self._remaining_s(),
+            learning_rate=self.learning_rate,
+            history=self._shown,
+            reason=reason,
+            final=None if final is None else dict(final),
+        )
+        for callback in self.callbacks:
+            try:
+                callback(view)
+            except Exception as error:
+                raise self._of_callback(callback, event, error) from error
+
+    def _of_callback(self, callback: Callback, event: Event, error: Exception) -> Exception:
+        """Saves what was trained before a callback's error ends it; an error of hotloop's own stays as it is."""
+        self.callbacks = ()  # none is to hear of that checkpoint
+        position = self.program.position
+        if position.step and self._saved != position:
+            self._save()
+        if isinstance(error, HotloopError) or str(callback.__module__).startswith("hotloop."):
+            return error
+        name = getattr(callback, "__name__", type(callback).__name__)
+        trained = "what was trained is saved" if position.step else "nothing was trained yet"
+        return TaskError(
+            f"the callback {name} raised {blame(error)} at the event {event!r} after step {position.step}",
+            fix=f"mend it there; {trained}",
+        )
+
+
+def _state_bytes(program: Program) -> int:
+    """Roughly what a checkpoint will hold: parameters, and optimizer state of twice their size."""
+    return 3 * sum(value.nbytes for value in program.model.parameters())

@@ -1,0 +1,169 @@
+"""What a step is made of, before and after the transforms of `order.py`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hotloop.data.checks import check_labels
+from hotloop.data.feed import peek
+from hotloop.data.roles import Roles
+from hotloop.data.source import Table
+from hotloop.data.tree import inputs_of, tensors
+from hotloop.errors import DataError, TaskError, calling, kind
+from hotloop.foreign import is_built
+from hotloop.plan import Plan
+from hotloop.task import Task, forward
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """Model, objective and data of one Task under one Plan.
+
+    Attributes:
+        task: with a loss of its own on the device, if the loss is a module.
+        model: on the device.
+        weigh: `(batch, samples)` -> what the batch's loss counts.
+    """
+
+    task: Task
+    plan: Plan
+    roles: Roles
+    device: torch.device
+    model: nn.Module
+    weigh: Callable[[Any, int], Any]
+
+    @classmethod
+    def of(cls, task: Task, plan: Plan) -> Ingredients:
+        """The Task as it stands: eager, fp32, on the CPU."""
+        roles = task.roles
+        _check_loss(task)
+        model = built_model(task)
+        _check_output(task, roles, model)
+        return cls(task, plan, roles, torch.device("cpu"), model, _weigher(task, roles))
+
+
+def built_model(task: Task) -> nn.Module:
+    """A new model on the CPU with all its parameters; those of lazy modules come into being on a first batch."""
+    model = task.build_model()
+    if _unbuilt(model):
+        _run_once(task, model, peek(task.roles))
+    return model
+
+
+def placed(parts: Ingredients, device: torch.device) -> Ingredients:
+    """Model and loss moved to `device`; the loss is copied, since it may have buffers that training changes."""
+    task = parts.task
+    if isinstance(task.loss, nn.Module):
+        task = replace(task, loss=copy.deepcopy(task.loss).to(device))
+        vars(task)["roles"] = parts.roles
+    weigh = _samples if parts.weigh is _samples else task.weight_of  # with the class weights on the device
+    return replace(parts, task=task, device=device, model=parts.model.to(device), weigh=weigh)
+
+
+def _unbuilt(model: nn.Module) -> bool:
+    """Whether parameters come into being only when the model first runs."""
+    values = list(model.parameters())
+    return any(map(is_lazy, values)) or not values or not all(map(is_built, model.modules()))
+
+
+def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
+    """The output for one small batch; buffers are put back, so that nothing has happened."""
+    buffers = {name: value.clone() for name, value in model.named_buffers() if not is_lazy(value)}
+    model.eval()
+    with torch.no_grad():
+        if task.step is not None:
+            result = calling("the step", task.compute, model, batch)
+        else:
+            result = calling("the model", forward, model, inputs_of(batch))
+        for name, value in model.named_buffers():
+            if name in buffers:
+                value.copy_(buffers[name])
+    return result
+
+
+def _check_loss(task: Task) -> None:
+    """A loss with weights to learn would never learn them."""
+    if not isinstance(task.loss, nn.Module):
+        return
+    learning = [name for name, value in task.loss.named_parameters() if value.requires_grad]
+    if learning:
+        raise TaskError(
+            f"the loss has a trainable parameter {learning[0]!r}, which the optimizer doesn't get",
+            expected="all that is trained in the model",
+            fix="put the loss into the model, and give a step(model, batch) that calls it",
+        )
+
+
+def _check_output(task: Task, roles: Roles, model: nn.Module) -> None:
+    """For a classification of arrays in memory: every label is one that the model can put out."""
+    if not task.objective.cross_entropy or not isinstance(roles.train, Table):
+        return
+    targets = _targets(roles.train)
+    if targets is None or (targets.is_floating_point() and targets.ndim > 1):  # probabilities of classes
+        return
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise DataError(
+            f"the targets have dtype {str(targets.dtype).removeprefix('torch.')}",
+            expected="whole numbers from 0, the classes, for a cross entropy",
+            fix="turn them into integers, such as y.astype('int64') or y.long()",
+        )
+    output = _run_once(task, model, peek(roles))
+    if not isinstance(output, Tensor) or output.ndim < 2:
+        raise TaskError(
+            f"the model's output for a batch of 2 is {_shape(output)}",
+            expected="a tensor (batch, classes, ...) for a cross entropy",
+            fix="check the model's last layer",
+        )
+    if (targets.shape[1:]) != output.shape[2:]:
+        raise DataError(
+            f"the targets of a sample have shape {tuple(targets.shape[1:])} and its outputs {tuple(output.shape[1:])}",
+            expected=f"targets of shape {tuple(output.shape[2:])} for a cross entropy",
+            fix="reshape the targets, or check the model's last layer",
+        )
+    ignored = task.objective.ignore_index
+    for name, source in (("data", roles.train), ("validation", roles.validation), ("test", roles.raw_test)):
+        target = _targets(source) if isinstance(source, Table) else None
+        if target is not None and not target.is_floating_point():
+            check_labels(target, output.shape[1], name, ignore_index=ignored)
+
+
+def _shape(output: Any) -> str:
+    return f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else kind(output)
+
+
+def _targets(table: Table) -> Tensor | None:
+    columns = table.columns
+    return columns[-1] if isinstance(columns, tuple) and len(columns) > 1 else None
+
+
+def _weigher(task: Task, roles: Roles) -> Callable[[Any, int], Any]:
+    """`Task.weight_of`, or the plain number of samples where a look at the data shows that none is ignored."""
+    plain = task.weight is None and task.objective.class_weights is None
+    if plain and isinstance(roles.train, Table):
+        target = _targets(roles.train)
+        ignored = task.objective.ignore_index
+        if target is None or ignored is None or not bool((target == ignored).any()):
+            return _samples
+    return task.weight_of
+
+
+def _samples(batch: Any, samples: int) -> int:
+    return samples
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """(all, trainable) numbers of parameters; shared ones count once."""
+    values = list(model.parameters())
+    return sum(v.numel() for v in values), sum(v.numel() for v in values if v.requires_grad)
+
+
+def input_shapes(batch: Any) -> list[list[int]]:
+    """Shapes of one sample's tensors, without the batch dimension."""
+    return [list(tensor.shape[1:]) for tensor in tensors(batch)]

@@ -1,0 +1,217 @@
+"""Program: a Plan lowered onto a Task, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotloop.data.feed import Feed
+from hotloop.data.tree import batch_length, to_device
+from hotloop.errors import CheckpointError
+from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.step import EagerStep
+from hotloop.rng import preserved
+from hotloop.state import (
+    Position,
+    State,
+    capture_model,
+    capture_optimizer,
+    copy_into,
+    host_copy,
+    restore_model,
+    restore_optimizer,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call of `advance` did.
+
+    Attributes:
+        steps, samples: how many were run.
+        ended: whether the epoch's last batch is done.
+    """
+
+    steps: int
+    samples: int
+    ended: bool
+
+
+class Program:
+    """Runs the steps of a Task under a Plan; losses and sums stay on the device until they are read."""
+
+    def __init__(self, parts: Ingredients, step: EagerStep, feed: Feed) -> None:
+        self.parts = parts
+        self.feed = feed
+        self.position = Position()
+        self._step = step
+        self._batches: Iterator[tuple[Any, int]] | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parts.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._step.optimizer
+
+    @property
+    def average(self) -> dict[str, Tensor]:
+        """Averaged weights by parameter name; empty if the Task has no average."""
+        return self._step.average
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts.device
+
+    def advance(self, steps: int) -> Outcome:
+        """Runs up to `steps` steps from the present position, not past the end of the epoch."""
+        epoch, first = self.position.epoch, self.position.batch
+        number = start = self.position.step
+        if self._batches is None:
+            self._batches = self.feed.epoch(epoch, first)
+        self.model.train()
+        samples = 0
+        try:
+            for batch, size in islice(self._batches, steps):
+                self._step(batch, size, number)
+                number += 1
+                samples += size
+        finally:
+            done = number - start
+            self.position = Position(number, epoch, first + done)
+        # A stream's own word on its length may be wrong: it has ended when nothing comes any more.
+        ended = done < steps or (self.parts.roles.exact and first + done == self.feed.batches)
+        return Outcome(done, samples, ended)
+
+    def step(self, batch: Any) -> Tensor:
+        """Runs one step on a batch of the caller's, for a loop of one's own; returns the loss, 0-dim, detached.
+
+        The batch is moved to the device; `prepare`, `augment` and `end_epoch` are the caller's affair. The caller's
+        random generators stay as they are, since the step's draws come from streams of its own.
+        """
+        self.model.train()
+        with preserved(self.device):
+            batch = to_device(batch, self.device)
+            loss = self._step(batch, batch_length(batch), self.position.step)
+        self.position = Position(self.position.step + 1, self.position.epoch, self.position.batch + 1)
+        return loss
+
+    def read_sums(self) -> dict[str, float]:
+        """The epoch's sums so far as numbers; waits for the device."""
+        return {name: float(value) for name, value in self._step.sums.items()}
+
+    def end_epoch(self, figure: float | None = None) -> None:
+        """Goes on to the next epoch; `figure` is the monitored one, which plateau schedulers watch."""
+        self._step.end_epoch(figure)
+        self.position = Position(self.position.step, self.position.epoch + 1, 0)
+        self._batches = None
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        """The model in evaluation mode, without gradients, with averaged weights if the Task has them."""
+        loss = self.parts.task.loss
+        modules = [self.model, loss] if isinstance(loss, nn.Module) else [self.model]
+        for module in modules:
+            module.eval()
+        with torch.no_grad():
+            self._swap_average()
+            try:
+                yield self.model
+            finally:
+                self._swap_average()
+                for module in modules:
+                    module.train()
+
+    def _swap_average(self) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, average in self._step.average.items():
+            live = parameters[name].data
+            parameters[name].data, self._step.average[name] = average, live
+
+    def weights(self) -> State:
+        """What an evaluation depends on, copied to the CPU."""
+        return State(
+            **capture_model(self.model),
+            average=host_copy(self._step.average),
+            loss=host_copy(self._loss_buffers()),
+            position=self.position,
+        )
+
+    def state(self) -> State:
+        """Everything that training changes, copied to the CPU."""
+        return replace(
+            self.weights(),
+            optimizer=capture_optimizer(self.optimizer, self.model),
+            schedule=host_copy(_schedule_state(self._step.schedule)),
+            sums=_plain_counts(host_copy(self._step.sums)),
+        )
+
+    def _loss_buffers(self) -> dict[str, Tensor]:
+        loss = self.parts.task.loss
+        return dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {}
+
+    def restore(self, state: State) -> None:
+        """Goes to a State, bit by bit.
+
+        Raises:
+            CheckpointError: it belongs to another model or optimizer.
+        """
+        self.restore_weights(state)
+        restore_optimizer(self.optimizer, self.model, state.optimizer)
+        _restore_schedule(self._step.schedule, state.schedule)
+        self._step.reset_sums()
+        self._step.sums.update(to_device(host_copy(state.sums), self.device))
+        self.position = state.position
+        self._batches = None
+
+    def restore_weights(self, state: State) -> None:
+        """Goes to what an evaluation depends on alone.
+
+        Raises:
+            CheckpointError: it belongs to another model or loss.
+        """
+        restore_model(self.model, state)
+        copy_into(self._step.average, state.average, "averaged parameter")
+        copy_into(self._loss_buffers(), state.loss, "buffer of the loss")
+
+    def schedule_left(self) -> int | None:
+        """Steps that the learning-rate schedule can still take; None if it has no end."""
+        total = getattr(self._step.schedule, "total_steps", None)
+        return None if total is None else total - self._step.schedule.last_epoch
+
+    def close(self) -> None:
+        """Ends worker processes."""
+        self._batches = None
+        self.feed.close()
+
+
+def _schedule_state(schedule: Any) -> dict[str, Any]:
+    """A scheduler's state without its functions, which are the Task's; empty without a scheduler."""
+    saved = schedule.state_dict() if schedule is not None else {}
+    return {key: value for key, value in saved.items() if not callable(value)}
+
+
+def _restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
+    now = _schedule_state(schedule)
+    missing = [key for key in now.keys() - saved.keys() if not key.startswith("_")]  # torch adds private ones
+    if missing or (saved and schedule is None):
+        what = f"a {type(schedule).__name__}" if schedule is not None else "none"
+        raise CheckpointError(
+            f"the checkpoint is of another learning-rate schedule: the Task has {what}",
+            expected=f"the one with {', '.join(sorted(saved))}" if saved else "none",
+            fix="use the Task that the run was started with",
+        )
+    if schedule is not None:
+        schedule.load_state_dict(host_copy(saved))
+
+
+def _plain_counts(sums: dict[str, Any]) -> dict[str, Any]:
+    """Counts as numbers, whether they were added up here or on the device."""
+    return sums | {"weight": sums["weight"].item()} if isinstance(sums["weight"], Tensor) else sums

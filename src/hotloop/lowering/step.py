@@ -1,0 +1,195 @@
+"""The one builder of the step: reseed, forward, backward, clip, update, schedule, average, sums."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from hotloop.errors import TaskError, kind
+from hotloop.lowering.ingredients import Ingredients
+from hotloop.objective import weighted
+from hotloop.rng import Streams
+from hotloop.task import Computed
+
+
+class EagerStep:
+    """One training step, operation by operation.
+
+    Attributes:
+        optimizer, schedule: made by the Task's factories.
+        average: exponential average by parameter name; empty without one.
+        sums: over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
+            `samples`.
+    """
+
+    def __init__(self, parts: Ingredients) -> None:
+        task, model = parts.task, parts.model
+        self.parts = parts
+        self.optimizer = task.build_optimizer(model)
+        self.schedule = task.build_schedule(self.optimizer, parts.roles.batches)
+        self._trainable = [value for group in self.optimizer.param_groups for value in group["params"]]
+        self._check_ownership()
+        self._filled = [value for value in model.parameters() if value.requires_grad]
+        self._clears_itself = type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
+        self.average: dict[str, Tensor] = {}
+        if task.average is not None:
+            self.average = {n: v.detach().clone() for n, v in model.named_parameters() if v.requires_grad}
+            self._update_average = get_ema_multi_avg_fn(task.average)
+            self._averaged = [v for v in model.parameters() if v.requires_grad]
+        self._streams = Streams(task.seed, parts.device)
+        self._needs_closure = _needs_closure(self.optimizer)
+        self._checked = False
+        self.sums: dict[str, Any] = {}
+        self.reset_sums()
+
+    def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
+        """Runs step number `step`; returns the loss, 0-dim, on the device."""
+        if self._needs_closure:
+            computed = self._closure_step(batch, step)
+        else:
+            computed = self._backward(batch, step)
+            self.optimizer.step()
+        if self.schedule is not None and self._each_step:
+            self.schedule.step()
+        if self.average:
+            self._update_average(list(self.average.values()), self._averaged, None)
+        loss = computed.loss.detach()
+        self._add(loss, computed, self.parts.weigh(batch, samples))
+        self.sums["samples"] += samples
+        return loss
+
+    def _backward(self, batch: Any, step: int) -> Computed:
+        self._streams.reseed("step", step, 0)
+        self._clear_gradients()
+        first = not self._checked
+        computed = self._compute_first(batch) if first else self._compute(batch)
+        computed.loss.backward()
+        if first:
+            self._check_clipping()
+        task = self.parts.task
+        if task.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._trainable, task.clip_norm)
+        if task.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self._trainable, task.clip_value)
+        return computed
+
+    def _clear_gradients(self) -> None:
+        """Of all that backward fills, whether the optimizer holds it or not; torch's `zero_grad` takes 14 us more."""
+        if self._clears_itself:
+            self.optimizer.zero_grad()
+        for value in self._filled:
+            value.grad = None
+
+    def _compute(self, batch: Any) -> Computed:
+        return self.parts.task.compute(self.parts.model, batch)
+
+    def _compute_first(self, batch: Any) -> Computed:
+        """The first forward pass: what would train, but on something wrong, is refused."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Using a target size")
+            try:
+                computed = self._compute(batch)
+            except UserWarning as warning:
+                target, output, *_ = re.findall(r"\[([\d, ]*)\]", str(warning))
+                raise TaskError(
+                    f"the loss got outputs of shape ({output}) and targets of shape ({target})",
+                    expected="equal shapes: torch would compare each output with each target",
+                    fix="reshape one of them, such as y[:, None] or model(x).flatten()",
+                ) from warning
+        self._check_loss(computed.loss)
+        return computed
+
+    def _closure_step(self, batch: Any, step: int) -> Computed:
+        """For optimizers such as LBFGS, which ask for the loss several times; each time the draws are the same."""
+        first: list[Computed] = []
+
+        def closure() -> Tensor:
+            computed = self._backward(batch, step)
+            first.append(computed)
+            return computed.loss
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+        return first[0]
+
+    def _add(self, loss: Tensor, computed: Computed, weight: Any) -> None:
+        sums, wide = self.sums, self.sums["loss"].dtype
+        if isinstance(weight, Tensor):
+            sums["loss"] += weighted(loss.to(wide), weight)
+        else:
+            sums["loss"].add_(loss, alpha=weight)
+        sums["weight"] += weight
+        for name, value in computed.scalars.items():
+            sums[name] = sums.get(name, 0.0) + weighted(value.detach().to(wide), weight)
+
+    def reset_sums(self) -> None:
+        """Begins the sums of an epoch."""
+        device = self.parts.device
+        wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+        self.sums = {"loss": torch.zeros((), dtype=wide, device=device), "weight": 0, "samples": 0}
+
+    def end_epoch(self, figure: float | None) -> None:
+        """Steps a scheduler that steps by epoch; `figure` is the monitored one, which plateau schedulers watch."""
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            if figure is None:
+                raise TaskError(
+                    "end_epoch() without a figure, and the schedule is a ReduceLROnPlateau",
+                    expected="the figure that it watches",
+                    fix="call end_epoch(loss)",
+                )
+            self.schedule.step(figure)
+        elif self.schedule is not None and not self._each_step:
+            self.schedule.step()
+        self.reset_sums()
+
+    @property
+    def _each_step(self) -> bool:
+        return self.parts.task.schedule_every == "step" and not isinstance(self.schedule, ReduceLROnPlateau)
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind(loss)
+            fixed = isinstance(loss, Tensor) and not loss.ndim
+            raise TaskError(
+                f"the loss is {shape}" + (" that depends on no trainable parameter" if fixed else ""),
+                expected="a 0-dim tensor to differentiate",
+                fix="return the mean over the batch" if not fixed else "check detach() and requires_grad",
+            )
+        self._checked = True
+
+    def _check_clipping(self) -> None:
+        """Refuses what torch can't clip."""
+        task, values = self.parts.task, self._trainable
+        sparse = any(value.grad is not None and value.grad.is_sparse for value in values)
+        if sparse and (task.clip_norm is not None or task.clip_value is not None):
+            raise TaskError(
+                "the Task clips gradients, and some are sparse",
+                expected="dense gradients, which torch can clip",
+                fix="leave out clip_norm and clip_value, or sparse=True of the embedding",
+            )
+        if task.clip_value is not None and any(value.is_complex() for value in values):
+            raise TaskError(
+                "clip_value with complex parameters", expected="an order to cut by", fix="use clip_norm instead"
+            )
+
+    def _check_ownership(self) -> None:
+        own = {id(value) for value in self.parts.model.parameters()}
+        if any(id(value) not in own for value in self._trainable):
+            raise TaskError(
+                "the optimizer holds a parameter that is not the model's",
+                expected="parameters of the model alone",
+                fix="make it part of the module that the model factory returns",
+            )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step` can't be called without a closure, as LBFGS's can't."""
+    step = inspect.unwrap(type(optimizer).step)
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

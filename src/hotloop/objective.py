@@ -1,0 +1,64 @@
+"""What a loss says of itself: whether it is a cross entropy, which targets it leaves out, and how it weighs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+_IGNORED = -100
+"""What torch's cross entropies leave out unless told otherwise."""
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """A loss of torch's own, or of the same attributes; of any other, nothing is known.
+
+    Attributes:
+        cross_entropy: whether it compares class scores (batch, classes, ...) with class numbers (batch, ...).
+        ignore_index: the target that it leaves out; None if there is no such thing.
+        class_weights: what each class counts, (classes,); None if all count the same.
+        reduction: `mean`, `sum`, `none` or another's word.
+    """
+
+    cross_entropy: bool
+    ignore_index: int | None
+    class_weights: Tensor | None
+    reduction: str
+
+    @classmethod
+    def of(cls, loss: Any) -> Objective:
+        """What is known of `loss`: a module, a function, or a `functools.partial` of a function."""
+        function = loss.func if isinstance(loss, partial) else loss
+        is_function = any(function is known for known in _FUNCTIONS)
+
+        def said(name: str, otherwise: Any) -> Any:
+            return loss.keywords.get(name, otherwise) if function is not loss else getattr(loss, name, otherwise)
+
+        ignore_index = said("ignore_index", _IGNORED if is_function else None)
+        weights = said("weight", None) if ignore_index is not None else None
+        return cls(
+            cross_entropy=is_function or isinstance(loss, _MODULES),
+            ignore_index=ignore_index,
+            class_weights=weights if isinstance(weights, Tensor) else None,
+            reduction=str(said("reduction", "mean")),
+        )
+
+    def weight_of(self, target: Any, samples: int) -> Any:
+        """By what a mean over `target` was divided, up to a constant: a number, or a 0-dim tensor."""
+        if self.ignore_index is None or not isinstance(target, Tensor) or target.is_floating_point():
+            return samples  # probabilities of classes, too, are averaged over the samples
+        counted = target != self.ignore_index
+        return counted.sum() if self.class_weights is None else self.class_weights[target[counted]].sum()
+
+
+def weighted(mean: Tensor, weight: Any) -> Tensor:
+    """`mean * weight`; 0 where nothing counts, since a mean over no target is NaN."""
+    total = mean * weight
+    return torch.where(weight == 0, 0.0, total) if isinstance(weight, Tensor) else total

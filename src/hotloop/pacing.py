@@ -1,0 +1,94 @@
+"""How many steps to run before looking up, and when to write a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from dataclasses import dataclass, field
+
+from hotloop.errors import PlanError
+
+_SPAN_S = 0.1
+"""Long enough that looking up costs nothing, short enough that a bar moves and Ctrl-C is heard."""
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(text: str, name: str) -> float:
+    """`90s`, `5m`, `11h`, `1.5h`, `1h30m` or a plain number of seconds.
+
+    Raises:
+        PlanError: the text is none of these.
+    """
+    parts = re.findall(r"([\d.]+)([smhd])", text)
+    try:
+        if parts and "".join(number + unit for number, unit in parts) == text:
+            value = sum(float(number) * _UNITS[unit] for number, unit in parts)
+        else:
+            value = float(text)
+        if 0 < value < math.inf:
+            return value
+    except ValueError:
+        pass
+    raise PlanError(f"{name}={text!r}", expected="a time above zero, such as 90s, 5m, 11h or 1h30m")
+
+
+@dataclass
+class Pace:
+    """Chooses spans of about a tenth of a second from the measured time of a step."""
+
+    step_s: float | None = None
+
+    def steps(self) -> int:
+        return 1 if self.step_s is None else max(1, int(_SPAN_S / max(self.step_s, 1e-7)))
+
+    def ran(self, steps: int, elapsed_s: float) -> None:
+        if steps:
+            now = elapsed_s / steps
+            self.step_s = now if self.step_s is None else 0.7 * self.step_s + 0.3 * now
+
+
+@dataclass
+class Cadence:
+    """When a checkpoint is due.
+
+    Attributes:
+        steps: each so many steps; or
+        seconds: each so many seconds; or, with neither, as often as costs at most `share` of the run's time.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    share: float = 0.01
+    cost_s: float = 0.0
+    _last: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def parse(cls, text: str) -> Cadence:
+        """`auto`, a number of steps such as `500`, or a time such as `90s`."""
+        if text == "auto":
+            return cls()
+        if text.isdigit() and int(text) > 0:
+            return cls(steps=int(text))
+        if text[-1:] in _UNITS:
+            return cls(seconds=seconds(text, "checkpoint-every"))
+        raise PlanError(f"checkpoint-every={text!r}", expected="auto, a number of steps, or a time such as 90s")
+
+    def steps_left(self, step: int) -> int | None:
+        """Steps until one is due; None if that goes by time."""
+        return None if self.steps is None else self.steps - step % self.steps
+
+    def due(self, step: int) -> bool:
+        if self.steps is not None:
+            return step % self.steps == 0
+        return time.monotonic() - self._last >= self.interval_s
+
+    @property
+    def interval_s(self) -> float:
+        return self.seconds if self.seconds is not None else max(2.0, self.cost_s / self.share)
+
+    def wrote(self, cost_s: float) -> None:
+        """Notes what a checkpoint cost, from the State's copy to the durable file."""
+        self.cost_s = cost_s if not self.cost_s else max(cost_s, 0.5 * (cost_s + self.cost_s))
+        self._last = time.monotonic()

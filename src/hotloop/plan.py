@@ -1,0 +1,95 @@
+"""Plan: *how* to run a Task, as a small frozen value.
+
+One field group per axis. A Plan imports no torch, asks no machine, and serialises to TOML and back without loss, so
+that it can be written, compared and kept anywhere.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hotloop.errors import PlanError
+
+
+class Plan(BaseModel):
+    """How to run the training step.
+
+    Attributes:
+        engine: what computes the step. `eager`: PyTorch, operation by operation.
+        device: where it runs, as torch names it: `cpu`, `cuda:0`, `mps`, `xpu:0`.
+        precision: the number format of the arithmetic.
+        workers: processes that load samples of a map-style data set; None keeps the DataLoader's own number, else 0.
+        threads: threads of one operation on the CPU; None leaves torch's choice.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: Literal["eager"] = "eager"
+    device: str = "cpu"
+    precision: Literal["fp32"] = "fp32"
+    workers: int | None = Field(default=None, ge=0)
+    threads: int | None = Field(default=None, ge=1)
+
+    def __init__(self, **axes: Any) -> None:
+        """Raises PlanError naming the axis and what it allows."""
+        try:
+            super().__init__(**axes)
+        except ValidationError as error:
+            raise _explain(error) from None
+
+    def with_axes(self, **axes: Any) -> Plan:
+        """This plan with some axes changed."""
+        return Plan(**{**self.model_dump(), **axes})
+
+    def to_toml(self) -> str:
+        """The plan as TOML; axes left to their default None are left out, since TOML has no null."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+    @classmethod
+    def from_toml(cls, text: str, *, source: str = "plan") -> Self:
+        try:
+            return cls(**tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise _not_toml(source, str(error)) from None
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The plan in a TOML file."""
+        if not path.is_file():
+            raise PlanError(f"no plan file at {path}", expected="a TOML file", fix="check the path")
+        try:
+            return cls.from_toml(path.read_text(encoding="utf-8"), source=str(path))
+        except UnicodeDecodeError:
+            raise _not_toml(str(path), "its bytes are no text in UTF-8") from None
+
+
+BASELINE = Plan()
+"""Eager fp32 on the CPU, as a textbook would write it."""
+
+
+def _not_toml(source: str, why: str) -> PlanError:
+    return PlanError(f"{source} is not TOML ({why})", expected='lines such as device = "cpu"', fix="mend that line")
+
+
+def _explain(error: ValidationError) -> PlanError:
+    first = error.errors()[0]
+    axis = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return PlanError(
+            f"unknown axis {axis!r} of a plan",
+            expected="one of " + ", ".join(Plan.model_fields),
+            fix="check the spelling",
+        )
+    limits = first.get("ctx", {})
+    if "ge" in limits:
+        allowed = f"{limits['ge']} or more"
+    elif first["type"].startswith("int_"):
+        allowed = "a whole number"
+    else:
+        allowed = limits.get("expected") or first["msg"].removeprefix("Input should be ")
+    return PlanError(f"{axis}={first['input']!r} in the plan", expected=str(allowed))

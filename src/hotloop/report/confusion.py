@@ -1,0 +1,91 @@
+"""Which class is taken for which: as a picture, and in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import plotly.graph_objects as go
+
+from hotloop.records import Evaluation
+from hotloop.report.page import INK, styled, write_page
+
+_WRITTEN_OUT = 20
+"""With more classes than this, cells are too small for their numbers."""
+
+_SCALE = [(0.0, "#ffffff"), (0.02, "#e3eef8"), (0.1, "#a6cde4"), (0.4, "#4a98c9"), (1.0, "#08306b")]
+"""Steep at first: the confusions, not the right answers, are to be seen."""
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """`samples` of the class `true` were taken for `predicted`: that `share` of the class."""
+
+    true: str
+    predicted: str
+    samples: int
+    share: float
+
+
+def most_frequent(evaluation: Evaluation, count: int = 5) -> list[Confusion]:
+    """The most frequent confusions, most frequent first."""
+    names = evaluation.classes
+    found = [
+        Confusion(names[true], names[predicted], samples, samples / sum(row))
+        for true, row in enumerate(evaluation.confusion)
+        for predicted, samples in enumerate(row)
+        if samples and true != predicted
+    ]
+    return sorted(found, key=lambda confusion: -confusion.samples)[:count]
+
+
+def confusion(evaluation: Evaluation) -> go.Figure:
+    """The confusion matrix: a row for each true class, coloured by the share of its samples."""
+    names = [escape(name) for name in evaluation.classes]
+    shares = [[samples / max(1, sum(row)) for samples in row] for row in evaluation.confusion]
+    places = list(range(len(names)))
+    written = len(names) <= _WRITTEN_OUT
+    figure = go.Figure(
+        go.Heatmap(
+            z=shares,
+            x=places,
+            y=places,
+            customdata=[
+                [(names[true], names[predicted], samples, sum(row)) for predicted, samples in enumerate(row)]
+                for true, row in enumerate(evaluation.confusion)
+            ],
+            text=[[str(samples or "") for samples in row] for row in evaluation.confusion],
+            texttemplate="%{text}" if written else None,
+            hovertemplate=(
+                "%{customdata[0]} taken for %{customdata[1]}<br>%{customdata[2]:,} of %{customdata[3]:,} (%{z:.1%})"
+                "<extra></extra>"
+            ),
+            colorscale=_SCALE,
+            zmin=0,
+            zmax=1,
+            xgap=1 if written else 0,
+            ygap=1 if written else 0,
+            colorbar={"tickformat": ".0%", "thickness": 14, "outlinewidth": 0},
+        )
+    )
+    ticks = {"tickvals": places, "ticktext": names} if len(names) <= 60 else {"showticklabels": False}
+    axis = {"showgrid": False, "zeroline": False, "constrain": "domain", "color": INK, **ticks}
+    side = 420 if len(names) <= 10 else min(900, 260 + 22 * len(names))
+    styled(figure, f"Confusions on {evaluation.on} data", _summary(evaluation))
+    figure.update_xaxes(title_text="predicted", **axis)
+    figure.update_yaxes(title_text="true", autorange="reversed", scaleanchor="x", automargin=True, **axis)
+    figure.update_layout(height=side + 150, width=side + 220, plot_bgcolor="#e4e7eb" if written else "white")
+    return figure
+
+
+def _summary(evaluation: Evaluation) -> str:
+    right = sum(row[place] for place, row in enumerate(evaluation.confusion))
+    total = sum(map(sum, evaluation.confusion))
+    share = f"{right / total:.2%} right, " if total else ""
+    return f"{share}{total:,} samples; a row is one true class, its colours are shares of it"
+
+
+def write_confusion(evaluation: Evaluation, path: Path) -> None:
+    """Writes the matrix as a page."""
+    write_page(path, f"Confusions: {evaluation.run}", confusion(evaluation))

@@ -1,0 +1,119 @@
+"""A training as one watches it: a bar that moves, a line per epoch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from hotloop.view import View
+
+
+class Display:
+    """A callback that shows progress on a terminal or in a notebook; elsewhere a line per epoch."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._progress: Progress | None = None
+        self._bar: TaskID | None = None
+
+    def say(self, line: str) -> None:
+        """Shows a line, above the bar if there is one."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def __call__(self, view: View) -> None:
+        if view.event in ("start", "progress", "epoch"):
+            self._move(view)
+        if view.event == "epoch":
+            self.say(epoch_line(view))
+        if view.event == "stop":
+            self.close()
+            self.say(stop_line(view))
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _move(self, view: View) -> None:
+        if not (_has_widgets() if self.console.is_jupyter else self.console.is_terminal):
+            return
+        if view.epoch == view.epochs:  # nothing comes after the last epoch: the bar stays full
+            return
+        if self._progress is None:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                _Figures(),
+                console=self.console,
+                transient=True,
+                auto_refresh=not self.console.is_jupyter,
+            )
+            self._progress.start()
+            self._bar = self._progress.add_task("", total=view.batches)
+        assert self._bar is not None
+        self._progress.update(
+            self._bar,
+            description=f"epoch {view.epoch + 1}/{view.epochs}",
+            completed=view.batch,
+            total=view.batches,
+            figures=figures(view),
+            refresh=self.console.is_jupyter,
+        )
+
+
+def _has_widgets() -> bool:
+    """A bar in a notebook is a widget; without ipywidgets a line per epoch has to do."""
+    return importlib.util.find_spec("ipywidgets") is not None
+
+
+class _Figures(ProgressColumn):
+    """Stays in one line: where the terminal is narrow, the bar gives way."""
+
+    def get_table_column(self) -> Column:
+        return Column(no_wrap=True)
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("figures", ""))
+
+
+def figures(view: View) -> str:
+    """Step, speed, loss and remaining time in a line."""
+    parts = [f"step {view.batch}/{view.batches or '?'}"]
+    if view.samples_per_s:
+        parts.append(f"{view.samples_per_s:,.0f} samples/s")
+    if view.loss is not None:
+        parts.append(f"loss {view.loss:.4f}")
+    if view.remaining_s is not None:
+        parts.append(f"{duration(view.remaining_s)} left")
+    return "  ".join(parts)
+
+
+def epoch_line(view: View) -> str:
+    """What an epoch came to."""
+    record = view.history[-1]
+    parts = [f"epoch {record.epoch}/{view.epochs}", f"train loss {record.train['loss']:.4f}"]
+    parts += [f"validation {name} {value:.4f}" for name, value in record.validation.items()]
+    return "  ".join([*parts, f"{record.samples_per_s:,.0f} samples/s", duration(record.seconds)])
+
+
+def stop_line(view: View) -> str:
+    """How training ended, and what to do next."""
+    if view.reason in ("SIGINT", "SIGTERM", "stop-after"):
+        return f"stopped ({view.reason}) at step {view.step}, saved; go on with: hotloop train --resume {view.run}"
+    return f"{view.reason} after {len(view.history)} epoch{'' if len(view.history) == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """`0.8s`, `42s`, `3m12s`, `2h05m`."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"

@@ -1,0 +1,191 @@
+"""The files that a Task is made of: which they are, and how a run's copies of them are imported."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hotloop.errors import TaskError
+
+
+def split(reference: str) -> tuple[str, str]:
+    """`(file or module, name)` of what a user typed; the colon of `C:\\task.py` belongs to the file."""
+    where, colon, attribute = reference.rpartition(":")
+    if not colon or "/" in attribute or "\\" in attribute or attribute.endswith(".py"):
+        return reference, "task"
+    return where, attribute or "task"
+
+
+def file_named(where: str) -> Path | None:
+    """The file that a reference names; None if it names a module.
+
+    Raises:
+        TaskError: there is no such file, or it holds no Python.
+    """
+    path = Path(where)
+    if not where.endswith(".py") and not path.is_file():
+        return None
+    if not path.is_file():
+        raise TaskError(f"no file {path}", expected="a Python file that holds a Task", fix="check the path")
+    if path.suffix != ".py":
+        raise TaskError(f"{path} is not a Python file", expected="file.py, or file.py:name", fix="check the path")
+    return path
+
+
+def digest_of(files: Mapping[str, bytes]) -> str:
+    """SHA-256 over names and contents."""
+    total = hashlib.sha256()
+    for name in sorted(files):
+        total.update(f"{name}\0{len(files[name])}\0".encode() + files[name])
+    return total.hexdigest()
+
+
+def module_name(path: Path) -> str:
+    """The name under which a file is imported: its own, unless an installed module has that one."""
+    return f"_{path.stem}_task" if _is_taken(path.stem) else path.stem
+
+
+def _is_taken(name: str) -> bool:
+    if name in sys.stdlib_module_names or name in ("__main__", "hotloop"):
+        return True
+    return PathFinder.find_spec(name, [entry for entry in sys.path if _is_installed(entry)]) is not None
+
+
+def _is_installed(path: str) -> bool:
+    return "site-packages" in path or "dist-packages" in path
+
+
+def make_importable(folder: Path) -> None:
+    """Puts `folder` before the installed packages, but after Python's own modules, which all else relies on."""
+    if str(folder) not in sys.path:
+        installed = (place for place, entry in enumerate(sys.path) if _is_installed(entry))
+        sys.path.insert(next(installed, len(sys.path)), str(folder))
+
+
+def local_sources(module: ModuleType, root: Path) -> dict[str, bytes]:
+    """The module's file and those below `root` that it imports, now or later, directly or not."""
+    files: dict[str, bytes] = {}
+    waiting = [(module.__name__, Path(str(module.__file__)).resolve())]
+    while waiting:
+        name, path = waiting.pop()
+        relative = path.relative_to(root).as_posix()
+        if relative in files:
+            continue
+        files[relative] = path.read_bytes()
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        try:
+            tree = ast.parse(files[relative])
+        except (SyntaxError, ValueError):  # Python met it and went on without it, or never will
+            continue
+        others = _imported(tree, package) | _prefixes(name)
+        waiting += [(other, found) for other in others if (found := _local_file(other, root)) is not None]
+    return files
+
+
+def _imported(tree: ast.Module, package: str) -> set[str]:
+    """Names of the modules that a file of `package` may import."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".") if package else []
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            start = ".".join([*base, node.module] if node.module else base)
+            names |= {start} | {f"{start}.{alias.name}" for alias in node.names}
+    return {prefix for name in names for prefix in _prefixes(name)}
+
+
+def _prefixes(name: str) -> set[str]:
+    """`a`, `a.b` and `a.b.c` of `a.b.c`."""
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+
+
+def _local_file(name: str, root: Path) -> Path | None:
+    """The file below `root` of a module that is loaded, or that would be if it were imported now."""
+    module = sys.modules.get(name)
+    if module is not None:
+        return _file_of(module) if _is_below(module, root) else None
+    stem = root / name.replace(".", "/")
+    return next((path for path in (stem / "__init__.py", stem.with_name(f"{stem.name}.py")) if path.is_file()), None)
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    """Where a module's code lies, whatever its `__file__` says."""
+    spec = getattr(module, "__spec__", None)
+    file = getattr(spec, "origin", None) or getattr(module, "__file__", None)
+    return Path(file).resolve() if file and file.endswith(".py") else None
+
+
+def _is_below(module: ModuleType, root: Path) -> bool:
+    path = _file_of(module)
+    if path is None or _is_installed(str(path)) or path.is_relative_to(Path(__file__).resolve().parent):
+        return False
+    return path.is_relative_to(root)
+
+
+class _Copy(SourceFileLoader):
+    """Loads a copy of a file; while it runs and after, its `__file__` is the original's, beside which its data lies."""
+
+    def __init__(self, name: str, path: Path, original: Path) -> None:
+        super().__init__(name, str(path))
+        self.original = original
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self.original.parent.is_dir():
+            module.__file__ = str(self.original)
+        super().exec_module(module)
+
+
+@dataclass(frozen=True, eq=False)
+class Copies(MetaPathFinder):
+    """Finds modules among a run's copies, before any of the same names elsewhere.
+
+    Attributes:
+        folder: of the copies.
+        origin: the folder that they were taken from.
+        files: their paths, relative to both.
+    """
+
+    folder: Path
+    origin: Path
+    files: frozenset[str]
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        stem = fullname.replace(".", "/")
+        return next((self.spec(fullname, f) for f in (f"{stem}/__init__.py", f"{stem}.py") if f in self.files), None)
+
+    def spec(self, name: str, file: str) -> ModuleSpec:
+        """What importing `file` as module `name` takes."""
+        loader = _Copy(name, self.folder / file, self.origin / file)
+        spec = importlib.util.spec_from_file_location(name, self.folder / file, loader=loader)
+        assert spec is not None
+        return spec
+
+    def install(self) -> None:
+        """Makes these the copies in use, and drops modules of their names that were loaded from elsewhere."""
+        forget_copies()
+        for file in self.files:
+            name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            if not _is_taken(name.partition(".")[0]):
+                sys.modules.pop(name, None)
+        sys.meta_path.insert(0, self)
+        make_importable(self.folder)
+
+
+def forget_copies() -> None:
+    """Undoes `Copies.install`, so that originals can be imported again."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Copies)]
+    for name, module in list(sys.modules.items()):
+        if isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _Copy):
+            del sys.modules[name]

@@ -1,0 +1,248 @@
+"""State: everything that training changes, free of any plan, and its bitwise round trip."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotloop.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the data training stands.
+
+    Attributes:
+        step: steps done since the beginning.
+        epoch: the current epoch, from 0.
+        batch: batches of it that are done.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that training changes, on the CPU, by qualified name.
+
+    Attributes:
+        parameters, buffers: the model's; buffers include those that its `state_dict` leaves out.
+        extra: what modules give as `get_extra_state`, by module name.
+        optimizer: `{"name": class, "state": {parameter: {key: value}}, "groups": [{..., "params": [names]}]}`.
+        schedule: the learning-rate scheduler's `state_dict`.
+        average: exponential average of the parameters.
+        loss: buffers of a loss that is a module.
+        sums: sums over the current epoch: loss, weight, further scalars.
+        position: where in the data.
+    """
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    extra: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] = field(default_factory=dict)
+    average: dict[str, Tensor] = field(default_factory=dict)
+    loss: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Any] = field(default_factory=dict)
+    position: Position = field(default_factory=Position)
+
+    def nbytes(self) -> int:
+        tree = [self.parameters, self.buffers, self.extra, self.optimizer, self.average, self.loss]
+        return sum(tensor.nbytes for _, tensor in leaves(tree) if isinstance(tensor, Tensor))
+
+
+def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+    """`(path, value)` of all leaves of nested dicts, lists and tuples."""
+    if isinstance(tree, dict):
+        return [leaf for key, value in tree.items() for leaf in leaves(value, f"{path}/{key}")]
+    if isinstance(tree, list | tuple):
+        return [leaf for place, value in enumerate(tree) for leaf in leaves(value, f"{path}/{place}")]
+    return [(path, tree)]
+
+
+def differences(one: State, other: State) -> list[str]:
+    """Paths at which two States differ in any bit; empty when they are the same."""
+    a, b = (dict(leaves(vars(state) | {"position": vars(state.position)})) for state in (one, other))
+    paths = sorted(a.keys() ^ b.keys())
+    return paths + [path for path in a.keys() & b.keys() if not _same(a[path], b[path])]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and _bits(a).equal(_bits(b))
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, so that NaN equals NaN and -0.0 differs from 0.0."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def host_copy(value: Any) -> Any:
+    """A copy on the CPU that training no longer changes."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, Counter):  # MultiStepLR counts its milestones
+        return Counter(value)
+    if isinstance(value, dict):
+        return {key: host_copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [host_copy(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def capture_model(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Parameters, buffers and extra state of a module, as host copies."""
+    return {
+        "parameters": {name: host_copy(value) for name, value in model.named_parameters()},
+        "buffers": {name: host_copy(value) for name, value in model.named_buffers()},
+        "extra": {name: host_copy(module.get_extra_state()) for name, module in _with_extra_state(model)},
+    }
+
+
+@torch.no_grad()
+def restore_model(model: nn.Module, state: State) -> None:
+    """Copies a State into a module, bit by bit.
+
+    Raises:
+        CheckpointError: it belongs to another model; the first difference is named.
+    """
+    copy_into(dict(model.named_parameters()), state.parameters, "parameter")
+    _resize_buffers(model, state.buffers)
+    copy_into(dict(model.named_buffers()), state.buffers, "buffer")
+    for name, module in _with_extra_state(model):
+        if name in state.extra:
+            module.set_extra_state(host_copy(state.extra[name]))
+
+
+def _resize_buffers(model: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Gives buffers the saved shapes: some, such as the cached angles of a rotary embedding, grow in training."""
+    for name, buffer in list(model.named_buffers()):
+        value = saved.get(name)
+        if value is not None and value.shape != buffer.shape and value.dtype == buffer.dtype:
+            owner, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(owner), own_name, buffer.new_empty(value.shape))
+
+
+@torch.no_grad()
+def copy_into(target: dict[str, Tensor], source: dict[str, Tensor], kind: str) -> None:
+    """Copies tensors by name into existing ones of the same shapes and dtypes."""
+    for name in itertools.chain(target, source):
+        if name not in source or name not in target:
+            holder, lacking = ("model", "checkpoint") if name in target else ("checkpoint", "model")
+            raise CheckpointError(
+                f"the checkpoint is of another model: the {holder} has a {kind} {name!r}, the {lacking} has none",
+                expected="the model that wrote it",
+                fix="use the Task that the run was started with, or start a new run",
+            )
+    for name, tensor in target.items():
+        value = source[name]
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {kind} {name!r} is {describe(value)} in the checkpoint and"
+                f" {describe(tensor)} in the model",
+                expected="the same shapes",
+                fix="use the Task that the run was started with, or start a new run",
+            )
+        tensor.copy_(value)
+
+
+def describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+
+def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """An optimizer's state by qualified parameter name, as host copies."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    groups = [
+        {key: host_copy(value) for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": [names[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state, own = {}, {}
+    holders: dict[Any, Any] = optimizer.state
+    for holder, values in holders.items():
+        if isinstance(holder, Tensor):
+            state[names[id(holder)]] = host_copy(dict(values))
+        else:  # what belongs to no parameter, such as a count of all steps
+            own[holder] = host_copy(values)
+    return {"name": type(optimizer).__name__, "state": state, "own": own, "groups": groups}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
+    """Puts an optimizer's state back, bit by bit; `load_state_dict` would cast it to the parameters' dtype."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    groups = saved["groups"]
+    now = capture_groups(optimizer, model)
+    if saved["name"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: {saved['name']}, where the Task has {type(optimizer).__name__}",
+            expected="the same optimizer",
+            fix="use the Task that the run was started with",
+        )
+    if [group["params"] for group in groups] != now:
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: its groups hold {[len(group['params']) for group in groups]}"
+            f" parameters, the Task's {[len(names) for names in now]}",
+            expected="the same parameter groups",
+            fix="use the Task that the run was started with",
+        )
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in values.items():
+            if key == "params":
+                continue
+            if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                group[key].copy_(value)  # a learning rate held as a tensor may be captured: keep its identity
+            else:
+                group[key] = host_copy(value)
+    optimizer.state.clear()
+    optimizer.state.update(host_copy(saved.get("own", {})))
+    for group in optimizer.param_groups:
+        on_host = not (group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            values = saved["state"].get(names[id(parameter)])
+            if values is not None:
+                optimizer.state[parameter] = {
+                    key: _placed(value, parameter, on_host=key == "step" and on_host) for key, value in values.items()
+                }
+
+
+def capture_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Qualified names of the parameters of each group."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _placed(value: Any, parameter: Tensor, *, on_host: bool) -> Any:
+    """A fresh copy of saved values, tensors on the parameter's device or on the host.
+
+    What has the parameter's shape also gets its strides: fused optimizers walk through both in the order of memory.
+    """
+    if isinstance(value, Tensor):
+        if on_host:
+            return value.to("cpu", copy=True)
+        if value.shape == parameter.shape:
+            return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+        return value.to(parameter.device, copy=True)
+    if isinstance(value, dict):
+        return {key: _placed(item, parameter, on_host=on_host) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_placed(item, parameter, on_host=on_host) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

@@ -1,0 +1,172 @@
+"""An exception out of a step or an evaluation, told as one of hotloop's errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotloop.data.feed import lost_worker
+from hotloop.data.order import Order
+from hotloop.data.tree import tensors
+from hotloop.errors import DataError, DeviceError, HotloopError, TaskError, TrainingError, blame, out_of_memory
+from hotloop.lowering import Program
+from hotloop.trouble import devices, dtypes
+from hotloop.trouble.memory import exhausted
+from hotloop.trouble.place import batch_at, local_at, module_at, named, saved, step_under_way, stray_at
+from hotloop.trouble.samples import user_numbers
+
+
+def explained(error: Exception, program: Program, saved_step: int | None, during: str = "") -> HotloopError:
+    """The error that tells a user what happened, where, and what to do; one of hotloop's own passes as it is.
+
+    The program is used up by this: after a lack of memory, small batches are run on it to see what would fit.
+
+    Args:
+        error: what came out of `advance` or an evaluation.
+        program: where it stood then.
+        saved_step: the step of the last good checkpoint, if there is one.
+        during: `validation` or `test`; empty for a training step.
+    """
+    if isinstance(error, HotloopError):
+        return error
+    if (lost := lost_worker(error)) is not None:
+        return lost
+    position = program.position
+    place = f"{during} after step {position.step}" if during else step_under_way(position)
+    trouble = _Trouble(error, program, place, saved_step, during)
+    if out_of_memory(error):
+        return exhausted(error, program, place, training=not during)
+    return next((found for recognise in _KINDS if (found := recognise(trouble))), None) or _any(trouble)
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    error: Exception
+    program: Program
+    place: str
+    saved_step: int | None
+    during: str
+
+    @property
+    def text(self) -> str:
+        return " ".join(str(self.error).split())
+
+    @property
+    def model(self) -> nn.Module:
+        return self.program.model
+
+    @property
+    def module(self) -> str:
+        """The title of the module in which it happened; empty outside of the model."""
+        module = module_at(self.error, self.model)
+        return named(self.model)[id(module)] if module is not None else ""
+
+    @property
+    def line(self) -> str:
+        """` (file.py:12)`: the innermost line of the user's own, where there is one."""
+        found = re.search(r" \([^()]+:\d+\)$", blame(self.error))
+        return found[0] if found else ""
+
+    @property
+    def where(self) -> str:
+        return (f" in {self.module}" if self.module else "") + self.line
+
+
+def _any(trouble: _Trouble) -> HotloopError:
+    """The user's own code raised something."""
+    where = f", in {trouble.module}" if trouble.module else ""
+    given = f"{trouble.place} raised {blame(trouble.error)}{where}"
+    if trouble.program.position.step == 0 and not trouble.during:
+        return TaskError(given, fix="check that the Task's model, loss and data fit together; nothing was trained yet")
+    return TrainingError(given, fix=f"mend it there; {saved(trouble.saved_step)}")
+
+
+def _other_device(trouble: _Trouble) -> HotloopError | None:
+    device = str(trouble.program.device)
+    if devices.asks_for_missing(trouble.text):
+        return DeviceError(
+            f"{trouble.place} asks for a device that isn't here{trouble.where}: {trouble.text}",
+            expected=f"tensors on {device}, the plan's device",
+            fix="take the device from a tensor at hand, such as x.device, instead of naming it",
+        )
+    found = devices.mismatch(trouble.text, device)
+    if found is None:
+        return None
+    stray = stray_at(trouble.error, trouble.model)
+    return DeviceError(
+        f"{trouble.place}: tensors on {' and '.join(found)} meet{trouble.where}"
+        + (f", which runs a {type(stray).__name__} that is no registered part of it" if stray is not None else ""),
+        expected=f"all on {device}",
+        fix="keep modules as attributes or in an nn.ModuleList"
+        if stray is not None
+        else "keep a module's constant tensors by self.register_buffer(...), make new ones with device=x.device",
+    )
+
+
+def _label(trouble: _Trouble) -> HotloopError | None:
+    found = re.match(r"Target (-?\d+) is out of bounds", trouble.text)
+    if found is None:
+        return None
+    output, label = local_at(trouble.error, "output"), int(found[1])
+    classes = output.shape[1] if isinstance(output, Tensor) and output.ndim > 1 else None
+    return DataError(
+        f"{trouble.place}: the {' '.join([trouble.during, 'data']).strip()} has label {label}"
+        f"{_sample_with(trouble, label)}"
+        + (f", but the model has {classes} outputs" if classes else ", which is none of the loss's classes"),
+        expected=f"labels from 0 to {classes - 1}" if classes else "labels from 0 to the number of classes less one",
+        fix="check the labels, or the width of the model's last layer",
+    )
+
+
+def _sample_with(trouble: _Trouble, label: int) -> str:
+    """` in sample 57`, by its number in the user's data; empty where that can't be told."""
+    batch, order, position = batch_at(trouble.error), trouble.program.parts.roles.order, trouble.program.position
+    target = batch[-1] if isinstance(batch, tuple | list) else None
+    if trouble.during or not isinstance(order, Order) or not isinstance(target, Tensor) or target.ndim == 0:
+        return ""
+    rows = (target.reshape(len(target), -1) == label).any(dim=1).nonzero().flatten()
+    numbers = user_numbers(trouble.program, position)
+    return f" in sample {int(numbers[rows[0]])}" if len(rows) and numbers is not None else ""
+
+
+def _index(trouble: _Trouble) -> HotloopError | None:
+    if "device-side assert" in trouble.text:
+        return DataError(
+            f"{trouble.place}: an index or label was out of range on {trouble.program.device}, which doesn't say where",
+            fix="run it with --device cpu, which names the place",
+        )
+    module = module_at(trouble.error, trouble.model)
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not isinstance(trouble.error, IndexError):
+        return None
+    return DataError(
+        f"{trouble.place}: an index is out of range{trouble.where}, which has {module.num_embeddings} rows",
+        expected=f"indices from 0 to {module.num_embeddings - 1}",
+        fix="check the indices in the data, or give the embedding more rows",
+    )
+
+
+def _dtype(trouble: _Trouble) -> HotloopError | None:
+    if not dtypes.is_mismatch(trouble.text):
+        return None
+    held = [tensor.dtype for tensor in tensors(batch_at(trouble.error))]
+    own = {parameter.dtype for parameter in trouble.model.parameters()}
+    from_data = bool((dtypes.named_in(trouble.text) - own) & set(held))
+    holds = f"; the batch holds {' and '.join(dict.fromkeys(map(_short, held)))}" if held else ""
+    kind: Callable[..., HotloopError] = DataError if from_data else TaskError
+    return kind(
+        f"{trouble.place}: dtypes that don't go together{trouble.where}: {trouble.text}{holds}",
+        fix=dtypes.remedy(trouble.text, from_data=from_data),
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_KINDS: tuple[Callable[[Any], HotloopError | None], ...] = (_other_device, _label, _index, _dtype)
+"""Each recognises one kind of mistake."""

@@ -1,0 +1,204 @@
+"""Finds where a loss, gradient or parameter turned NaN or infinite, by replaying the steps up to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotloop.errors import HotloopError, NonFiniteError, blame
+from hotloop.lowering import Program
+from hotloop.state import Position
+from hotloop.trouble.place import saved, step_under_way
+from hotloop.trouble.samples import bad_rows, blamed_samples, parts_of
+from hotloop.trouble.watch import Event, Watch
+
+_ROSE = 10.0
+"""A loss, or a largest weight, that grew so many times before the end had been running away."""
+
+_HUGE = 1e6
+"""No weight of a training that goes well is as large."""
+
+_OUTPUT = "look for a log, sqrt or division by 0 in it, or an exp that overflows, and add an eps or clamp its input"
+_LOSS = "look for a log, sqrt or division by 0 in the loss, or an exp that overflows, and add an eps or clamp its input"
+_GRADIENT = "look for a sqrt, norm, log or division at 0, whose derivative torch.where doesn't stop; add an eps inside"
+
+
+def find_nonfinite(
+    program: Program, reached: int, figures: Mapping[int, float] | None = None, losses: Sequence[float] = ()
+) -> NonFiniteError:
+    """The error that names the step and the first value in it that was not finite.
+
+    Args:
+        program: restored to the last good State, or fresh if there is none; it is used up.
+        reached: the trouble came up in this step (counted from 1) or before.
+        figures: the monitored figure of each epoch done, by its number from 0, for schedulers that watch it.
+        losses: what is known of the training loss before that State, in order.
+    """
+    replay = _Replay(program, reached, figures or {}, list(losses))
+    try:
+        return replay.run()
+    except Exception as error:
+        what = str(error) if isinstance(error, HotloopError) else blame(error)
+        return NonFiniteError(
+            f"by step {reached} the loss or a parameter became NaN or infinite; replaying it for the place failed in"
+            f" {step_under_way(program.position)}: {what}",
+            fix=replay.saved,
+        )
+
+
+@dataclass
+class _Replay:
+    program: Program
+    reached: int
+    figures: Mapping[int, float]
+    losses: list[float]
+    weights: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.start = self.program.position.step
+        self.saved = saved(self.start)
+        self.watch = Watch(self.program.model)
+
+    def run(self) -> NonFiniteError:
+        program = self.program
+        if (name := _bad_parameter(program.model)) is not None:
+            return NonFiniteError(
+                f"parameter {name!r} holds NaN or infinity before step {self.start + 1}",
+                fix="check how the model is initialised",
+            )
+        self.weights.append(_largest_weight(program.model))
+        with self.watch.listening():
+            self._sight()
+            while program.position.step < self.reached:
+                start = program.position
+                left = self.reached - start.step
+                for batch, _ in islice(program.feed.epoch(start.epoch, start.batch), left):
+                    if (error := self._step(batch)) is not None:
+                        return error
+                if program.position.step < self.reached:
+                    program.end_epoch(self.figures.get(start.epoch, math.nan))
+        return self._stayed_finite()
+
+    def _sight(self) -> None:
+        """Sees what is usual in a step on a neighbouring batch, in case the first step to replay is the bad one."""
+        program, state = self.program, self.program.state()
+        place = state.position.batch - 1 if state.position.batch else 1
+        if program.parts.roles.order is None or place >= program.parts.roles.order.batches:
+            return
+        batch, _ = next(iter(program.feed.epoch(state.position.epoch, place)))
+        self.watch.begin(batch)
+        if math.isfinite(float(program.step(batch))):
+            self.watch.settle()
+        program.restore(state)
+
+    def _step(self, batch: Any) -> NonFiniteError | None:
+        """Runs one step; what went wrong in it, if anything did."""
+        program, position = self.program, self.program.position
+        self.watch.begin(batch)
+        loss = float(program.step(batch))
+        self.losses.append(loss)
+        self.weights.append(_largest_weight(program.model))
+        bad_sum = not math.isfinite(program.read_sums()["loss"])
+        if math.isfinite(loss) and math.isfinite(self.weights[-1]) and not bad_sum:
+            self.watch.settle()
+            return None
+        event = self.watch.first(loss_finite=math.isfinite(loss))
+        if event is None:
+            given, fix = self._no_event(batch, loss)
+        elif event.kind == "batch":
+            given, fix = self._of_batch(event, position, batch)
+        else:
+            given, fix = self._of_model(event)
+        return NonFiniteError(f"{step_under_way(position)}: {given}{self._growth()}", fix=f"{fix}; {self.saved}")
+
+    def _of_batch(self, event: Event, position: Position, batch: Any) -> tuple[str, str]:
+        values = dict(parts_of(batch))[event.name]
+        given, fix = blamed_samples(self.program, position, event.name, bad_rows(values))
+        return f"{given} {_noun(event)} in its {event.name}", fix
+
+    def _of_model(self, event: Event) -> tuple[str, str]:
+        if event.kind == "output":
+            return f"{event.name} became {event.state}", self._slower() or _OUTPUT
+        before = self.watch.finite_before(event)
+        given = f"{event.name} became {event.state}"
+        if before is not None:
+            given += f", right after {before.name}, which was finite"
+        elif " output " in event.name:
+            given += ", from the loss function's derivative"
+        return given, self._slower() or _GRADIENT
+
+    def _no_event(self, batch: Any, loss: float) -> tuple[str, str]:
+        """No value of the model is to blame: it's the loss, its weight, or the update."""
+        program = self.program
+        task, state = program.parts.task, "NaN" if math.isnan(loss) else "infinite"
+        if not math.isfinite(loss):
+            known = type(task.loss).__name__ if isinstance(task.loss, nn.Module) else getattr(task.loss, "__name__", "")
+            given = f"the loss itself{f' ({known})' if known else ''} became {state}; no output of a module is to blame"
+            return given, self._slower() or _LOSS
+        if (name := _bad_parameter(program.model)) is None:
+            return "the loss is finite but what it counts is not", "check what the Task's weight(batch) returns"
+        rate, optimizer = program.optimizer.param_groups[0]["lr"], type(program.optimizer).__name__
+        return (
+            f"the update by {optimizer} made parameter {name!r} NaN or infinite, from finite gradients",
+            f"lower the learning rate (now {float(rate):g}), or raise the optimizer's eps",
+        )
+
+    def _growth(self) -> str:
+        """What had been running away in the steps before, if anything."""
+        if (rise := _rise(self.losses[:-1])) is not None:
+            return f", after the loss had risen from {rise[0]:.4g} to {rise[1]:.4g}"
+        if (rise := _rise(self.weights[:-1])) is not None:
+            return f", after the largest weight had grown from {rise[0]:.4g} to {rise[1]:.4g}"
+        return f", with a weight as large as {self.weights[-2]:.4g}" if self.weights[-2] > _HUGE else ""
+
+    def _slower(self) -> str:
+        """The advice for a training that had been running away; empty if it hadn't."""
+        if not self._growth():
+            return ""
+        rate = float(self.program.optimizer.param_groups[0]["lr"])
+        clip = "" if self.program.parts.task.clip_norm else " or set clip_norm"
+        return f"lower the learning rate (now {rate:g}){clip}"
+
+    def _stayed_finite(self) -> NonFiniteError:
+        roles = self.program.parts.roles
+        reason = (
+            "a module with a state beside its buffers, an operator that isn't deterministic, or faulty hardware"
+            if roles.exact
+            else "data with an order of its own, which can't be replayed"
+        )
+        return NonFiniteError(
+            f"by step {self.reached} the loss or a parameter became NaN or infinite, but stayed finite when the steps"
+            f" from {self.start + 1} on were replayed, which points to {reason}",
+            fix=f"go on with --resume; {self.saved}",
+        )
+
+
+def _rise(values: list[float]) -> tuple[float, float] | None:
+    """The smallest and the last value, if it grew a lot from the one to the other."""
+    low = min((value for value in values if value > 0), default=math.inf)
+    return (low, values[-1]) if values and values[-1] > _ROSE * low else None
+
+
+def _noun(event: Event) -> str:
+    return "NaN" if event.state == "NaN" else "infinity"
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    named = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    return {name: value for name, value in named.items() if value.numel()}
+
+
+def _largest_weight(model: nn.Module) -> float:
+    values = list(_trained(model).values())
+    return float(torch.nn.utils.get_total_norm(values, math.inf)) if values else 0.0
+
+
+def _bad_parameter(model: nn.Module) -> str | None:
+    named = _trained(model).items()
+    return next((name for name, value in named if not bool(torch.isfinite(value).all())), None)

@@ -1,0 +1,344 @@
+"""A file imports only what stands before it, so the project can be read from top to bottom.
+
+The order is `ORDER`, here and nowhere else. Source is read, not run: imports inside functions and under
+`if TYPE_CHECKING` count as well. Each rule is also shown to catch its own breach, planted in a copy.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "hotloop"
+
+# One entry per module; `folder/` stands for every file below the folder, in any order without cycles.
+ORDER = (
+    "errors",
+    "plan",
+    "hardware",
+    "records",
+    "files",
+    "npy",
+    "rng",
+    "data/tree",
+    "data/bundle",
+    "data/idx",
+    "data/download",
+    "data/builtin",
+    "data/augment",
+    "data/order",
+    "data/source",
+    "data/checks",
+    "data/roles",
+    "data/feed",
+    "data/__init__",
+    "foreign",
+    "objective",
+    "task",
+    "sources",
+    "taskfile",
+    "state",
+    "probe/",
+    "lowering/",
+    "facts",
+    "checkpoint",
+    "run",
+    "view",
+    "steering",
+    "pacing",
+    "interrupts",
+    "evaluation",
+    "inference",
+    "trouble/",
+    "answers",
+    "continuing",
+    "loop",
+    "formats",
+    "exporting",
+    "report/",
+    "api",
+    "cli/common",
+    "cli/devices",
+    "cli/train",
+    "cli/evaluate",
+    "cli/predict",
+    "cli/export",
+    "cli/__init__",
+)
+
+# These tie the project together: they may import anything, and nothing may import them.
+WIRING = ("__init__", "__main__")
+
+# Importing these, and so all that they import at once, must not import torch.
+TORCH_FREE = ("__init__", "__main__", "errors", "plan", "hardware", "records", "report/", "cli/")
+
+MAX_LINES = 400
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name imported by a file."""
+
+    line: int
+    module: str  # absolute and dotted: `hotloop.data.order`, `torch.nn`
+    name: str  # of `from module import name`; empty for `import module`
+    at_once: bool  # runs when the file is imported: not in a function, not under TYPE_CHECKING
+
+
+class Imports(ast.NodeVisitor):
+    """Collects the imports of one file."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self.found: list[Import] = []
+        self._at_once = True
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(node, alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        module = node.module or ""
+        if node.level:
+            parents = self.package.split(".")
+            module = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [module])])
+        for alias in node.names:
+            self._add(node, module, alias.name)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if called in ("import_module", "__import__") and node.args and isinstance(node.args[0], ast.Constant):
+            self._add(node, str(node.args[0].value))
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        with self._later():
+            self.generic_visit(node)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" not in (getattr(node.test, "attr", ""), getattr(node.test, "id", "")):
+            self.generic_visit(node)
+            return
+        with self._later():
+            for statement in node.body:
+                self.visit(statement)
+        for statement in node.orelse:
+            self.visit(statement)
+
+    @contextmanager
+    def _later(self) -> Iterator[None]:
+        before, self._at_once = self._at_once, False
+        yield
+        self._at_once = before
+
+    def _add(self, node: ast.stmt | ast.expr, module: str, name: str = "") -> None:
+        self.found.append(Import(node.lineno, module, name, self._at_once))
+
+
+@cache  # by content: copies of the tree with one breach each are read at the price of the breach
+def imports_of(text: str, package: str) -> list[Import]:
+    """All imports in the text of a file that belongs to the package."""
+    visitor = Imports(package)
+    visitor.visit(ast.parse(text))
+    return visitor.found
+
+
+class Tree:
+    """All files of one source tree, by key: `errors`, `data/order`, `data/__init__`."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.py")}
+        self.imports = {
+            key: imports_of(path.read_text(encoding="utf-8"), ".".join(["hotloop", *key.split("/")[:-1]]))
+            for key, path in self.paths.items()
+        }
+
+    def target(self, found: Import) -> str | None:
+        """The key of the project's file that an import reads, None when it isn't the project's."""
+        if found.module.split(".")[0] != "hotloop":
+            return None
+        if found == Import(found.line, "hotloop", "__version__", found.at_once):
+            return None  # the one value that belongs to the package itself
+        key = "/".join(found.module.split(".")[1:])
+        inside = "/".join(filter(None, [key, found.name]))
+        for candidate in (inside, f"{inside}/__init__", key, f"{key}/__init__".lstrip("/")):
+            if candidate in self.paths:
+                return candidate
+        return key
+
+    def targets(self, key: str, *, at_once: bool = False) -> Iterator[tuple[int, str]]:
+        """Line and key of each file of the project that a file imports."""
+        for found in self.imports[key]:
+            target = self.target(found)
+            if target is not None and target != key and (found.at_once or not at_once):
+                yield found.line, target
+
+
+def place(key: str) -> int | None:
+    """Where a file stands in ORDER; None when nowhere."""
+    for index, entry in enumerate(ORDER):
+        if key == entry or (entry.endswith("/") and key.startswith(entry)):
+            return index
+    return None
+
+
+def out_of_order(tree: Tree) -> Iterator[str]:
+    """Files without a place, and imports of what doesn't stand before the importing file."""
+    for key in sorted(set(tree.paths) - set(WIRING)):
+        here = place(key)
+        if here is None:
+            yield f"{key}.py has no place in ORDER"
+            continue
+        for line, target in tree.targets(key):
+            there = place(target)
+            same_folder = here == there and ORDER[here].endswith("/")
+            if there is None or (there >= here and not same_folder):
+                yield f"{key}.py:{line} imports {target}, which doesn't stand before it"
+
+
+def cycles(tree: Tree) -> Iterator[str]:
+    """A circle of imports, if there is one."""
+    try:
+        TopologicalSorter({key: {to for _, to in tree.targets(key)} for key in tree.paths}).prepare()
+    except CycleError as error:
+        yield f"imports in a circle: {' <- '.join(error.args[1])}"
+
+
+def imports_of_torch(tree: Tree) -> Iterator[str]:
+    """Torch-free files that import torch at once, themselves or through others."""
+    for start in sorted(tree.paths):
+        if not any(start == entry or (entry.endswith("/") and start.startswith(entry)) for entry in TORCH_FREE):
+            continue
+        reached = [start]
+        for key in reached:  # grows while it is read
+            if any(found.at_once and found.module.split(".")[0] == "torch" for found in tree.imports[key]):
+                yield f"{start}.py imports torch through {key}.py"
+            packages = [f"{parent}/__init__" for parent in _parents(key)]
+            reads = [*packages, *(target for _, target in tree.targets(key, at_once=True))]
+            reached += [read for read in dict.fromkeys(reads) if read in tree.paths and read not in reached]
+
+
+def _parents(key: str) -> list[str]:
+    parts = key.split("/")[:-1]
+    return ["/".join(parts[: n + 1]) for n in range(len(parts))]
+
+
+def misshapen(tree: Tree) -> Iterator[str]:
+    """Files that are too long, and names that say nothing."""
+    for key, path in sorted(tree.paths.items()):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MAX_LINES:
+            yield f"{key}.py has {lines} lines, more than {MAX_LINES}"
+        if {"util", "utils"} & set(key.split("/")):
+            yield f"{key}.py: a name such as utils doesn't say what is inside"
+
+
+RULES = (out_of_order, cycles, imports_of_torch, misshapen)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_source_keeps_the_rule(rule) -> None:
+    tree = Tree(SRC)
+    assert "errors" in tree.paths, f"nothing to check in {SRC}"
+    assert list(rule(tree)) == []
+
+
+def test_every_entry_of_the_order_exists() -> None:
+    tree = Tree(SRC)
+    empty = [entry for entry in ORDER if not any(key == entry or key.startswith(entry) for key in tree.paths)]
+    assert empty == []
+
+
+BREACHES = {
+    "absolute": (out_of_order, "errors.py", "import hotloop.plan"),
+    "absolute, from": (out_of_order, "errors.py", "from hotloop.plan import Plan"),
+    "relative": (out_of_order, "errors.py", "from .plan import Plan"),
+    "relative, of a module": (out_of_order, "errors.py", "from . import plan"),
+    "relative, from a folder below": (out_of_order, "data/order.py", "from ..cli import common"),
+    "in a function": (out_of_order, "errors.py", "def late():\n    from hotloop.plan import Plan"),
+    "in a nested function": (
+        out_of_order,
+        "errors.py",
+        "class A:\n    async def late(self):\n        def later():\n            import hotloop.plan",
+    ),
+    "in an if of a function": (
+        out_of_order,
+        "errors.py",
+        "def late():\n    if 1:\n        import hotloop.plan",
+    ),
+    "for types only": (
+        out_of_order,
+        "errors.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hotloop.plan import Plan",
+    ),
+    "by name": (out_of_order, "errors.py", "import importlib\nimportlib.import_module('hotloop.plan')"),
+    "through the package": (out_of_order, "plan.py", "from hotloop import fit"),
+    "of what isn't there": (out_of_order, "plan.py", "import hotloop.nowhere"),
+    "within a folder": (out_of_order, "data/order.py", "import hotloop.data.feed"),
+    "new file": (out_of_order, "stray.py", ""),
+    "new file in a folder": (out_of_order, "data/stray.py", ""),
+    "circle": (cycles, "lower/first.py", "from hotloop.lower import second"),
+    "torch": (imports_of_torch, "errors.py", "import torch.nn as nn"),
+    "torch, from": (
+        imports_of_torch,
+        "plan.py",
+        "try:\n    from torch import nn\nexcept ImportError:\n    pass",
+    ),
+    "torch, through another": (imports_of_torch, "cli/common.py", "import hotloop.rng"),
+    "too long": (misshapen, "errors.py", "\n" * MAX_LINES + "x = 1"),
+    "utils": (misshapen, "data/utils.py", ""),
+    "utils folder": (misshapen, "utils/text.py", ""),
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_a_planted_breach_is_caught(breach: str, tmp_path: Path) -> None:
+    rule, file, code = BREACHES[breach]
+    root = tmp_path / "hotloop"
+    shutil.copytree(SRC, root, ignore=shutil.ignore_patterns("__pycache__"))
+    _append(root / "lower/first.py")
+    _append(root / "lower/second.py", "import hotloop.lower.first")
+    before = set(rule(Tree(root)))
+    _append(root / file, code)
+    assert set(rule(Tree(root))) - before
+
+
+ALLOWED = {
+    "what stands before": ("plan.py", "from .errors import PlanError\nimport hotloop.errors"),
+    "the version": (
+        "errors.py",
+        "def version():\n    from hotloop import __version__\n    return __version__",
+    ),
+    "torch inside a function": ("cli/common.py", "def late():\n    import torch"),
+    "torch for types only": (
+        "errors.py",
+        "import typing\nif typing.TYPE_CHECKING:\n    from torch import Tensor",
+    ),
+    "other libraries": ("errors.py", "import hotloopless\nfrom torchless import x"),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_what_is_allowed_is_not_caught(case: str, tmp_path: Path) -> None:
+    file, code = ALLOWED[case]
+    root = tmp_path / "hotloop"
+    shutil.copytree(SRC, root, ignore=shutil.ignore_patterns("__pycache__"))
+    before = {problem for rule in RULES for problem in rule(Tree(root))}
+    _append(root / file, code)
+    assert {problem for rule in RULES for problem in rule(Tree(root))} <= before
+
+
+def _append(path: Path, code: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"\n{code}\n")

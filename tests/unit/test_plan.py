@@ -1,0 +1,142 @@
+"""A Plan is a value: frozen, comparable, and the same after a trip through TOML."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotloop.errors import HotloopError, PlanError
+from hotloop.plan import BASELINE, Plan
+
+# Text that TOML can hold: any but lone surrogates, which are no text in UTF-8.
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+def values_of(annotation: Any) -> st.SearchStrategy:
+    """Values that an axis of this type takes."""
+    if options := get_args(annotation):
+        literal = not any(isinstance(option, type) for option in options)
+        return st.sampled_from(options) if literal else st.one_of(*map(values_of, options))
+    return {
+        str: TEXT,
+        int: st.integers(1, 2**40),
+        float: st.floats(0.1, 1e9),
+        bool: st.booleans(),
+        type(None): st.none(),
+    }[annotation]
+
+
+PLANS = st.fixed_dictionaries(
+    {}, optional={name: values_of(field.annotation) for name, field in Plan.model_fields.items()}
+).map(lambda axes: Plan(**axes))
+
+
+@given(PLANS)
+def test_toml_keeps_every_axis(plan: Plan) -> None:
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+@given(PLANS)
+def test_toml_names_every_axis_so_that_another_default_later_changes_nothing(plan: Plan) -> None:
+    assert tomllib.loads(plan.to_toml()) == {name: v for name, v in plan.model_dump().items() if v is not None}
+
+
+@given(PLANS, PLANS)
+def test_plans_are_equal_exactly_when_their_toml_is(one: Plan, other: Plan) -> None:
+    assert (one == other) == (one.to_toml() == other.to_toml())
+    assert len({one, other}) == (1 if one == other else 2)
+
+
+@given(PLANS, st.integers(0, 64))
+def test_changing_one_axis_leaves_the_others_and_the_original(plan: Plan, workers: int) -> None:
+    before = plan.model_dump()
+    changed = plan.with_axes(workers=workers)
+    assert changed.model_dump() == before | {"workers": workers}
+    assert plan.model_dump() == before
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        BASELINE.device = "cuda"  # type: ignore[misc]
+
+
+def test_the_baseline_is_eager_fp32_on_the_cpu() -> None:
+    assert (BASELINE.engine, BASELINE.precision, BASELINE.device) == ("eager", "fp32", "cpu")
+
+
+@pytest.mark.parametrize("make", [Plan, BASELINE.with_axes], ids=["new", "changed"])
+@pytest.mark.parametrize(
+    ("axes", "says"),
+    [
+        ({"precison": "fp32"}, ["unknown axis 'precison'", "precision", "Check the spelling"]),
+        ({"precision": "fp33"}, ["precision='fp33'", "'fp32'"]),
+        ({"engine": "steam"}, ["engine='steam'", "'eager'"]),
+        ({"workers": -1}, ["workers=-1", "expected 0 or more"]),
+        ({"workers": "many"}, ["workers='many'", "expected a whole number"]),
+        ({"workers": 1.5}, ["workers=1.5", "expected a whole number"]),
+        ({"threads": 0}, ["threads=0", "expected 1 or more"]),
+        ({"device": 3}, ["device=3", "string"]),
+    ],
+)
+def test_what_no_plan_has_is_refused_with_what_is_allowed(make, axes: dict[str, Any], says: list[str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        make(**axes)
+    message = str(caught.value)
+    assert [words for words in says if words not in message] == [], message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", [name for name, field in Plan.model_fields.items() if get_args(field.annotation)])
+def test_an_impossible_value_names_all_the_allowed_ones(name: str) -> None:
+    options = [option for option in get_args(Plan.model_fields[name].annotation) if isinstance(option, str)]
+    with pytest.raises(PlanError) as caught:
+        Plan(**{name: "nothing of the sort"})
+    assert all(repr(option) in str(caught.value) for option in options)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("device = ", "is not TOML"),
+        ("device = 'cpu'\ndevice = 'cuda'", "is not TOML"),
+        ("[device]\nname = 'cpu'", "device={'name': 'cpu'}"),
+        ("speed = 'high'", "unknown axis 'speed'"),
+    ],
+)
+def test_text_that_is_no_plan(text: str, says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_toml(text)
+    assert says in str(caught.value)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    plan = Plan(device="cuda:1", workers=4)
+    path.write_text(plan.to_toml(), encoding="utf-8")
+    assert Plan.read(path) == plan
+    path.write_text("workers = 'x'")
+    with pytest.raises(PlanError, match="workers='x'"):
+        Plan.read(path)
+    path.write_bytes(b"device = '\xff'")
+    with pytest.raises(PlanError, match="is not TOML"):
+        Plan.read(path)
+    with pytest.raises(PlanError, match=r"no plan file at .*nowhere"):
+        Plan.read(tmp_path / "nowhere")
+
+
+def test_its_errors_belong_to_the_one_tree() -> None:
+    with pytest.raises(HotloopError):
+        Plan(engine="steam")
+
+
+def test_a_plan_needs_no_torch() -> None:
+    code = "import sys; from hotloop import Plan; Plan(device='cuda').to_toml(); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
