@@ -65,6 +65,7 @@ class Training:
         every: steps from checkpoint to checkpoint.
         problems: what was found wrong on the way; empty when all is well.
         orphans: workers that were alive when their training was killed.
+        start_up_s: how long the last process took to its first step.
     """
 
     folder: Path
@@ -73,6 +74,7 @@ class Training:
     workers: int = 0
     problems: list[str] = field(default_factory=list)
     orphans: list[psutil.Process] = field(default_factory=list)
+    start_up_s: float = 2.0
     kills: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -136,8 +138,12 @@ class Training:
         """Waits for the moment; False if the process ended first."""
         steps, evaluations = self.marks("steps"), self.marks("evaluation")
         if instant == "start-up":
-            time.sleep(draws.uniform(0, 6))
+            time.sleep(draws.uniform(0, self.start_up_s))
             return process.poll() is None
+        started = time.monotonic()
+        if not until(process, lambda: self.marks("steps") > steps):
+            return False
+        self.start_up_s = time.monotonic() - started
         if instant == "evaluation":
             return until(process, lambda: self.marks("evaluation") > evaluations)
         ahead = draws.randint(1, 2 * self.every)

@@ -210,10 +210,12 @@ class Checkpoints:
         """Writes the weights of the best epoch; the file's name goes into the checkpoints that refer to it."""
         return _write(self.best_folder, Checkpoint(state, history)).name
 
-    def newest(self, say: Callable[[str], None] = lambda line: None) -> tuple[Checkpoint, Path] | None:
+    def newest(
+        self, say: Callable[[str], None] = lambda line: None, *, best_needed: bool = True
+    ) -> tuple[Checkpoint, Path] | None:
         """The newest checkpoint that is good, as is the best epoch it refers to; bad ones are passed over, aloud.
 
-        Where no best epoch is good any more, the newest good State goes on without one.
+        Where no best epoch is good any more and `best_needed` is false, the newest good State is given without one.
         """
         without_best: tuple[Checkpoint, Path] | None = None
         for path in self.files():
@@ -230,10 +232,9 @@ class Checkpoints:
             except CheckpointError as error:
                 say(f"passing over the checkpoint of step {_step_of(path)}, whose best epoch is lost: {error.given}")
                 without_best = without_best or (replace(checkpoint, best=None), path)
-        if without_best is not None:
-            say(
-                f"taking the checkpoint of step {_step_of(without_best[1])} all the same: a later epoch may become the best"
-            )
+        if best_needed or without_best is None:
+            return None
+        say(f"taking the checkpoint of step {_step_of(without_best[1])} all the same, without its best epoch")
         return without_best
 
     def load_best(self, best: Best) -> Checkpoint:

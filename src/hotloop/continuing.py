@@ -1,12 +1,32 @@
-"""Whether a run can be gone on with: under the data, and the schedule, that it was started with."""
+"""Whether a run can be gone on with: from a good checkpoint, under the data and the schedule it was started with."""
 
 from __future__ import annotations
 
-from hotloop.errors import RunError
+from collections.abc import Callable
+from pathlib import Path
+
+from hotloop.checkpoint import Checkpoint, Checkpoints
+from hotloop.errors import CheckpointError, RunError
 from hotloop.lowering import Program
 from hotloop.records import TaskFacts
 
 _REMEDY = "use the Task that the run was started with, or start a new run"
+
+
+def newest_good(checkpoints: Checkpoints, say: Callable[[str], None]) -> tuple[Checkpoint, Path] | None:
+    """The newest good checkpoint and its file; None if training had not yet come to the first one.
+
+    Raises:
+        CheckpointError: there are some, and none is good; starting over unasked would lose what was trained.
+    """
+    found = checkpoints.newest(say, best_needed=False)
+    if found is None and checkpoints.files():
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints.folder} is good",
+            expected="one to go on from",
+            fix="restore one from a copy, or start a new run",
+        )
+    return found
 
 
 def check_data(facts: TaskFacts, program: Program) -> None:

@@ -50,14 +50,14 @@ def choose_weights(run: Run, weights: Weights = "best", say: Say = warnings.warn
     final figures. A checkpoint that is torn is passed over, and `say` is told so.
 
     Raises:
-        RunError: the run has no good checkpoint, or `weights` is neither.
+        RunError: the run has no good checkpoint, its best epoch's weights are lost, or `weights` is neither.
     """
     if weights not in get_args(Weights):
         raise RunError(f"weights={weights!r}", expected="'best' or 'last'", fix="choose one of them")
-    found = run.checkpoints.newest(say)
+    found = run.checkpoints.newest(say, best_needed=weights == "best")
     if found is None:
         raise RunError(
-            f"{run.path} has {'no good' if run.checkpoints.files() else 'no'} checkpoint",
+            f"{run.path} has {f'no good checkpoint for its {weights} weights' if run.checkpoints.files() else 'no checkpoint'}",
             expected="a run that was trained",
             fix=f"go on with it by: hotloop train --resume {run.path}",
         )

@@ -10,6 +10,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class Stopped(Exception):
+    """Something was given up on the way, for `reason`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class Interrupts:
     """Whether to stop, and why.
 
@@ -47,3 +55,8 @@ class Interrupts:
         if self.stop_after_s is not None and time.monotonic() - self._start + reserve_s >= self.stop_after_s:
             return "stop-after"
         return None
+
+    def check(self, reserve_s: float = 0.0) -> None:
+        """Raises Stopped if there is a reason to stop."""
+        if reason := self.reason(reserve_s):
+            raise Stopped(reason)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotloop.checkpoint import Best, Checkpoint, all_finite
-from hotloop.continuing import check_data, check_schedule
+from hotloop.continuing import check_data, check_schedule, newest_good
 from hotloop.data.source import Source
 from hotloop.errors import HotloopError, TaskError, blame
 from hotloop.evaluation import evaluate
-from hotloop.interrupts import Interrupts
+from hotloop.interrupts import Interrupts, Stopped
 from hotloop.lowering import Program
 from hotloop.pacing import Cadence, Pace
 from hotloop.records import EpochRecord
@@ -68,6 +68,7 @@ def train_loop(
 
     Raises:
         NonFiniteError, MemoryExhausted, DiskError, TaskError: training can't go on; the last good checkpoint stays.
+        CheckpointError: none to go on from is good, or it is another Task's.
     """
     interrupts = Interrupts(stop_after_s)  # the clock runs while data are prepared, too
     program = relower()
@@ -126,7 +127,7 @@ class _Loop:
 
     def _go_back(self) -> None:
         check_data(self.run.record.facts, self.program)
-        found = self.run.checkpoints.newest(self.say)
+        found = newest_good(self.run.checkpoints, self.say)
         if found is not None:
             checkpoint, path = found
             self.program.restore(checkpoint.state)
@@ -136,8 +137,7 @@ class _Loop:
             self._saved = self.program.position
             check_schedule(self.program)
         else:
-            lacking = "no checkpoint is good" if self.run.checkpoints.files() else "no checkpoint yet"
-            self.say(f"{lacking}: starting from the beginning")
+            self.say("no checkpoint yet: starting from the beginning")
         if found is not None and self.program.parts.roles.order is None:
             self.say("the data has an order of its own: what was seen is skipped, and the result may come out another")
         step = self.program.position.step
@@ -152,7 +152,7 @@ class _Loop:
                 return FINISHED
             if at_epoch_start and (verdict := self.steering.verdict(self.history)):
                 return verdict
-            if reason := self.interrupts.reason(2 * self.cadence.cost_s):
+            if reason := self.interrupts.reason(self._reserve_s):
                 return reason
             self._span()
 
@@ -161,7 +161,13 @@ class _Loop:
         interrupted = reason in ("SIGINT", "SIGTERM", "stop-after")
         if self._saved != self.program.position or self._best_state is not None:
             self._save()
-        final = None if interrupted else self._final(reason)
+        final = None
+        if not interrupted:
+            try:
+                final = self._final(reason)
+            except Stopped as stopped:
+                reason, interrupted = stopped.reason, True
+        self.run.mark(self.program.position.step)  # a span may have ended early, with its epoch
         self.run.log("stop", step=self.program.position.step, reason=reason)
         if final is not None:
             self.run.log("final", **final)
@@ -189,20 +195,24 @@ class _Loop:
         if not math.isfinite(sums["loss"]):
             raise self._nonfinite(self.program.position.step)
         self._loss = self._recent(sums)
-        if outcome.ended:
-            self._end_epoch(sums)
-        else:
+        if not outcome.ended:
             self._tell("progress")
+        elif not self._end_epoch(sums):
+            return
         if self.program.position != self._saved and self.cadence.due(self.program.position.step):
             self._save()
 
-    def _end_epoch(self, sums: dict[str, float]) -> None:
+    def _end_epoch(self, sums: dict[str, float]) -> bool:
+        """Validates and notes an epoch; False if something stopped that: its last batch stays the position."""
         position = self.program.position
         learning_rate = self.learning_rate
         validation: dict[str, float] = {}
         started = time.perf_counter()
         if (source := self.program.parts.roles.validation) is not None:
-            validation = self._evaluated(source, "validation")
+            try:
+                validation = self._evaluated(source, "validation")
+            except Stopped:
+                return False
         weight = sums["weight"] or 1.0
         train = {name: value / weight for name, value in sums.items() if name not in ("weight", "samples")}
         record = EpochRecord(
@@ -223,11 +233,14 @@ class _Loop:
             self._note_best(record)
         self._begin_epoch()
         self._tell("epoch")
+        return True
 
     def _evaluated(self, source: Source, name: str) -> dict[str, float]:
         """Figures of the validation or test data; one that is no number is told."""
         try:
-            values = evaluate(self.program, source).values
+            values = evaluate(self.program, source, lambda *batch: self.interrupts.check(self._reserve_s)).values
+        except Stopped:
+            raise
         except Exception as error:
             raise self._explained(error, name) from error
         for figure, value in values.items():
@@ -293,6 +306,11 @@ class _Loop:
         self._samples = 0
 
     @property
+    def _reserve_s(self) -> float:
+        """Kept back for saving, when time is limited."""
+        return 2 * self.cadence.cost_s
+
+    @property
     def _saved_step(self) -> int | None:
         return self._saved.step if self._saved else None
 
@@ -301,7 +319,7 @@ class _Loop:
 
     def _nonfinite(self, reached: int) -> HotloopError:
         """Replays from the last good State to name the step and the module."""
-        found = self.run.checkpoints.newest(self.say)
+        found = self.run.checkpoints.newest(self.say, best_needed=False)
         self.program.close()
         self.program.optimizer.state.clear()  # makes room for the second program
         self.say("the loss or a parameter is no longer finite; replaying from the last good state to find the place")

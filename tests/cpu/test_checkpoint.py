@@ -166,13 +166,13 @@ def folder(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints"))
 
 
-def assert_passed_over(folder: Path, bad: Path, before: Path) -> None:
+def assert_passed_over(folder: Path, bad: Path, before: Path, why: str = "") -> None:
     """The bad file is named aloud, and the one before it is taken."""
     said: list[str] = []
     found = Checkpoints(folder).newest(said.append)
     assert found is not None
     assert found[1] == before
-    assert [line.split(":")[0] for line in said] == [f"passing over the checkpoint of step {int(bad.name[5:14])}"]
+    assert [line.split(":")[0] for line in said] == [f"passing over the checkpoint of step {int(bad.name[5:14])}{why}"]
 
 
 def two(folder: Path) -> tuple[Path, Path]:
@@ -330,12 +330,25 @@ def test_a_checkpoint_whose_best_epoch_is_bad_is_passed_over(folder: Path) -> No
     assert best.file != earlier.file, "the test needs two that refer to epochs of their own"
     file = folder / "best" / best.file
     file.write_bytes(file.read_bytes()[:-1])
-    assert_passed_over(folder, newest, before)
+    assert_passed_over(folder, newest, before, ", whose best epoch is lost")
     file.unlink()
-    assert_passed_over(folder, newest, before)
+    assert_passed_over(folder, newest, before, ", whose best epoch is lost")
 
 
-def test_with_no_good_checkpoint_training_starts_from_the_beginning_aloud(
+def test_a_lost_best_epoch_does_not_lose_the_training(folder: Path) -> None:
+    newest, _ = two(folder)
+    for file in (folder / "best").iterdir():
+        file.unlink()
+    said: list[str] = []
+    assert Checkpoints(folder).newest(said.append) is None
+    found = Checkpoints(folder).newest(said.append, best_needed=False)
+    assert found is not None
+    assert (found[1], found[0].best) == (newest, None)
+    assert differences(found[0].state, load(newest).state) == []
+    assert said[-1] == "taking the checkpoint of step 26 all the same, without its best epoch"
+
+
+def test_with_no_good_checkpoint_nothing_is_trained_anew_unasked(
     trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = Path(shutil.copytree(trained, tmp_path / "run"))
@@ -343,12 +356,13 @@ def test_with_no_good_checkpoint_training_starts_from_the_beginning_aloud(
     (path / "journal.jsonl").write_text("\n".join(lines) + "\n")
     for file in Checkpoints(path / "checkpoints").files():
         file.write_bytes(b"")
-    hotloop.fit(task(2), run=path, device="cpu", resume=True)
+    before = Checkpoints(path / "checkpoints").files()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*checkpoints is good"):
+        hotloop.fit(task(2), run=path, device="cpu", resume=True)
     said = " ".join(capfd.readouterr().err.split())
     assert "passing over the checkpoint of step 26" in said
     assert "passing over the checkpoint of step 25" in said
-    assert "no checkpoint is good: starting from the beginning" in said
-    assert disagreements(trained, path) == []
+    assert Checkpoints(path / "checkpoints").files() == before
 
 
 # ---------------------------------------------------------------- how many are kept

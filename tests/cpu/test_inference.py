@@ -137,9 +137,10 @@ def test_no_weights_are_taken_for_the_best_when_those_are_gone(tmp_path) -> None
     for file in run.checkpoints.best_folder.iterdir():
         file.unlink()
     said: list[str] = []
-    with pytest.raises(RunError, match="no good checkpoint"):
+    with pytest.raises(RunError, match="no good checkpoint for its best weights"):
         hotloop.load_model(run, say=said.append)
     assert "can't be read" in said[0]
+    hotloop.load_model(run, weights="last", say=said.append)
 
 
 @pytest.mark.parametrize("path", ["", "nowhere"])

@@ -22,7 +22,7 @@ from hotloop.run import Run
 from hotloop.state import Position
 from tests.cpu.killing import EPOCHS, EVERY, KILLED_AT, Killed, at_step, events, train
 from tests.cpu.programs import a_task
-from tests.everything import STEPS_PER_EPOCH, task
+from tests.everything import STEPS_PER_EPOCH, CentredLoss, task
 from tests.resuming import disagreements
 
 
@@ -180,6 +180,35 @@ def test_a_signal_saves_and_stops(whole: Path, tmp_path: Path, name: str) -> Non
     train(path, callbacks=[heard], checkpoint_every="auto")
     assert events(path, "stop")[-1] | {"time": 0} == {"event": "stop", "time": 0, "step": KILLED_AT, "reason": name}
     assert Run.open(path).final is None
+    train(path)
+    assert [event["repeated_at_most"] for event in events(path, "resume")] == [0]
+    assert disagreements(whole, path) == []
+
+
+class Signalling(CentredLoss):
+    """Sends Ctrl-C to its own process in one batch of evaluation."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__("")
+        self.at, self.evaluated = at, 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            self.evaluated += 1
+            if self.evaluated == self.at:
+                signal.raise_signal(signal.SIGINT)
+        return super().forward(output, target)
+
+
+@pytest.mark.parametrize(("at", "epochs_before"), [(5, 1), (11, 3)], ids=["validation", "test"])
+def test_a_signal_is_heard_in_an_evaluation(whole: Path, tmp_path: Path, at: int, epochs_before: int) -> None:
+    """Each validation takes three batches, the test four; none after the signal is waited for."""
+    path = tmp_path / "run"
+    run = train(path, replace(task(EPOCHS), loss=Signalling(at)))
+    assert run is not None
+    (stop,) = events(path, "stop")
+    assert (stop["reason"], stop["step"]) == ("SIGINT", min(epochs_before + 1, EPOCHS) * STEPS_PER_EPOCH)
+    assert (len(run.epochs), run.final) == (epochs_before, None)
     train(path)
     assert [event["repeated_at_most"] for event in events(path, "resume")] == [0]
     assert disagreements(whole, path) == []
