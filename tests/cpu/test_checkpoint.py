@@ -28,7 +28,7 @@ from hotloop.records import EpochRecord
 from hotloop.run import Run
 from hotloop.state import Position, State, differences, host_copy
 from tests.everything import task
-from tests.resuming import disagreements, last_checkpoint
+from tests.resuming import last_checkpoint
 
 RECORD = EpochRecord(
     epoch=1,
