@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -14,8 +15,12 @@ from torch import nn
 
 def call_arguments(model: nn.Module) -> dict[str, Any]:
     """What a call of `model` needs beside its inputs: Keras is told by each call whether this is training."""
-    of_keras = any(base.__module__.startswith("keras.") for base in type(model).__mro__)
-    return {"training": model.training} if of_keras else {}
+    return {"training": model.training} if _of_keras(type(model).__mro__) else {}
+
+
+@lru_cache(maxsize=256)
+def _of_keras(bases: tuple[type, ...]) -> bool:
+    return any(base.__module__.startswith("keras.") for base in bases)
 
 
 def default_device(model: nn.Module | None) -> AbstractContextManager[Any]:

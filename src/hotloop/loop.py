@@ -17,16 +17,13 @@ from hotloop.interrupts import Interrupts, Stopped
 from hotloop.lowering import Program
 from hotloop.pacing import Cadence, Pace
 from hotloop.records import EpochRecord
-from hotloop.rng import preserved
+from hotloop.rng import LateDraw, preserved
 from hotloop.run import Run
 from hotloop.state import Position, State
 from hotloop.steering import Steering
 from hotloop.task import Task
 from hotloop.trouble import explained, find_nonfinite, nonfinite_figure
 from hotloop.view import Callback, Event, View
-
-_BYTES_PER_S = 300e6
-"""What a disk is taken to write until the first checkpoint has told; only the first one's date depends on it."""
 
 FINISHED = "finished"
 
@@ -122,7 +119,8 @@ class _Loop:
             self.run.log("start", step=0)
         self.run.mark(self.program.position.step)
         self.run.write_metrics(self.history)
-        self.cadence.cost_s = _state_bytes(self.program) / _BYTES_PER_S
+        # Roughly what a checkpoint will hold: parameters, and optimizer state of twice their size.
+        self.cadence.expect(3 * sum(value.nbytes for value in self.program.model.parameters()))
         self._tell("start")
 
     def _go_back(self) -> None:
@@ -186,6 +184,9 @@ class _Loop:
         try:
             outcome = self.program.advance(steps)
             sums = self.program.read_sums()
+        except LateDraw:
+            self._begin_again()
+            return
         except Exception as error:
             raise self._explained(error) from error
         elapsed = time.perf_counter() - started
@@ -201,6 +202,16 @@ class _Loop:
             return
         if self.program.position != self._saved and self.cadence.due(self.program.position.step):
             self._save()
+
+    def _begin_again(self) -> None:
+        """Goes back to the last good State, and on from there with all generators seeded at each step."""
+        self.say("a step drew from Python's or NumPy's generator for the first time: going back to seed these too")
+        self.program.close()
+        self.program = self.relower()
+        self.program.seed_all()
+        self.history, self.best, self._best_state, self._saved, self._shown = [], None, None, None, ()
+        self._begin_epoch()
+        self.begin(resume=True)
 
     def _end_epoch(self, sums: dict[str, float]) -> bool:
         """Validates and notes an epoch; False if something stopped that: its last batch stays the position."""
@@ -290,8 +301,7 @@ class _Loop:
         epoch = self.best.epoch if chosen == "best" and self.best else self.program.position.epoch
         figures: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
         if (test := roles.test) is not None:
-            values = self._evaluated(test, "test")
-            figures |= {f"test_{name}": value for name, value in values.items()}
+            figures |= {f"test_{name}": value for name, value in self._evaluated(test, "test").items()}
         return {**figures, "weights": chosen, "epoch": epoch, "reason": reason}
 
     def _recent(self, sums: dict[str, float]) -> float | None:
@@ -324,6 +334,7 @@ class _Loop:
         self.program.optimizer.state.clear()  # makes room for the second program
         self.say("the loss or a parameter is no longer finite; replaying from the last good state to find the place")
         self.program = self.relower()
+        self.program.seed_all()
         if found is not None:
             self.program.restore(found[0].state)
         figures = {record.epoch - 1: self.steering.value(record) for record in self.history}
@@ -387,8 +398,3 @@ class _Loop:
             f"the callback {name} raised {blame(error)} at the event {event!r} after step {position.step}",
             fix=f"mend it there; {trained}",
         )
-
-
-def _state_bytes(program: Program) -> int:
-    """Roughly what a checkpoint will hold: parameters, and optimizer state of twice their size."""
-    return 3 * sum(value.nbytes for value in program.model.parameters())

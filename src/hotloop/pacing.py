@@ -12,6 +12,9 @@ from hotloop.errors import PlanError
 _SPAN_S = 0.1
 """Long enough that looking up costs nothing, short enough that a bar moves and Ctrl-C is heard."""
 
+_BYTES_PER_S = 300e6
+"""What a disk is taken to write until the first checkpoint has told; only the first one's date depends on it."""
+
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -86,7 +89,11 @@ class Cadence:
 
     @property
     def interval_s(self) -> float:
-        return self.seconds if self.seconds is not None else max(2.0, self.cost_s / self.share)
+        return self.seconds if self.seconds is not None else max(5.0, self.cost_s / self.share)
+
+    def expect(self, nbytes: int) -> None:
+        """Notes how large a checkpoint will be, before one was written."""
+        self.cost_s = nbytes / _BYTES_PER_S
 
     def wrote(self, cost_s: float) -> None:
         """Notes what a checkpoint cost, from the State's copy to the durable file."""

@@ -49,6 +49,7 @@ class Run:
         self.checkpoints = Checkpoints(path / "checkpoints")
         self.task: Any = None
         self._lock = FileLock(path / ".lock")
+        self._reached: io.FileIO | None = None
 
     @classmethod
     def create(cls, path: Path, record: RunRecord, plan: Plan, files: Mapping[str, bytes]) -> Run:
@@ -126,6 +127,9 @@ class Run:
                 leftover.unlink(missing_ok=True)
 
     def unlock(self) -> None:
+        if self._reached is not None:
+            self._reached.close()
+            self._reached = None
         self._lock.release()
 
     def keep(self, *, plan: Plan | None = None, record: RunRecord | None = None) -> None:
@@ -157,8 +161,11 @@ class Run:
     def mark(self, step: int) -> None:
         """Notes, cheaply, that steps before `step` may be done; tells after a kill how many are repeated."""
         path = self.path / "reached"
-        with explained(path), path.open("r+b" if path.exists() else "wb", buffering=0) as file:
-            file.write(b"%020d" % step)  # always as long, in one piece and in place: a kill can't leave a part of it
+        with explained(path):
+            if self._reached is None:
+                self._reached = io.FileIO(path, "r+" if path.exists() else "w")
+            self._reached.seek(0)
+            self._reached.write(b"%020d" % step)  # as long as ever, in one piece, in place: a kill can't tear it
 
     def reached(self) -> int:
         """The step noted last; 0 if there is none."""

@@ -46,6 +46,8 @@ class Table:
 
     def take(self, index: Tensor) -> Any:
         """The samples of an int64 (batch,) index, as a batch."""
+        if type(self.columns) is tuple:  # the usual case, at each step
+            return tuple([column.index_select(0, index) for column in self.columns])
         return map_tensors(lambda column: column.index_select(0, index), self.columns)
 
     def subset(self, index: Tensor) -> Table:

@@ -71,12 +71,17 @@ class Program:
         return self.parts.device
 
     def advance(self, steps: int) -> Outcome:
-        """Runs up to `steps` steps from the present position, not past the end of the epoch."""
+        """Runs up to `steps` steps from the present position, not past the end of the epoch.
+
+        Raises:
+            LateDraw: some of them drew from generators that were not seeded for them; see `seed_all`.
+        """
         epoch, first = self.position.epoch, self.position.batch
         number = start = self.position.step
         if self._batches is None:
             self._batches = self.feed.epoch(epoch, first)
         self.model.train()
+        self._step.draws.begin_span()
         samples = 0
         try:
             for batch, size in islice(self._batches, steps):
@@ -86,6 +91,7 @@ class Program:
         finally:
             done = number - start
             self.position = Position(number, epoch, first + done)
+        self._step.draws.end_span()
         # A stream's own word on its length may be wrong: it has ended when nothing comes any more.
         ended = done < steps or (self.parts.roles.exact and first + done == self.feed.batches)
         return Outcome(done, samples, ended)
@@ -97,11 +103,16 @@ class Program:
         random generators stay as they are, since the step's draws come from streams of its own.
         """
         self.model.train()
+        self._step.draws.begin_span()
         with preserved(self.device):
             batch = to_device(batch, self.device)
             loss = self._step(batch, batch_length(batch), self.position.step)
         self.position = Position(self.position.step + 1, self.position.epoch, self.position.batch + 1)
         return loss
+
+    def seed_all(self) -> None:
+        """From now on, seeds Python's and NumPy's generators at each step, drawn from or not."""
+        self._step.draws.spare = False
 
     def read_sums(self) -> dict[str, float]:
         """The epoch's sums so far as numbers; waits for the device."""

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from hotloop.errors import TaskError, kind
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.objective import weighted
-from hotloop.rng import Streams
+from hotloop.rng import StepDraws
 from hotloop.task import Computed
 
 
@@ -24,6 +24,7 @@ class EagerStep:
 
     Attributes:
         optimizer, schedule: made by the Task's factories.
+        draws: seeds the generators before each step.
         average: exponential average by parameter name; empty without one.
         sums: over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
             `samples`.
@@ -43,7 +44,7 @@ class EagerStep:
             self.average = {n: v.detach().clone() for n, v in model.named_parameters() if v.requires_grad}
             self._update_average = get_ema_multi_avg_fn(task.average)
             self._averaged = [v for v in model.parameters() if v.requires_grad]
-        self._streams = Streams(task.seed, parts.device)
+        self.draws = StepDraws(task.seed, parts.device)
         self._needs_closure = _needs_closure(self.optimizer)
         self._checked = False
         self.sums: dict[str, Any] = {}
@@ -66,7 +67,7 @@ class EagerStep:
         return loss
 
     def _backward(self, batch: Any, step: int) -> Computed:
-        self._streams.reseed("step", step, 0)
+        self.draws.seed(step)
         self._clear_gradients()
         first = not self._checked
         computed = self._compute_first(batch) if first else self._compute(batch)

@@ -1,0 +1,104 @@
+"""Steps that draw from Python's and NumPy's generators: never, always, or only after a while."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hotloop
+from hotloop.rng import StepDraws, Streams
+from tests.cpu.killing import Killed, at_step, events, kill, train
+from tests.cpu.programs import a_task
+from tests.resuming import disagreements
+
+FROM = {"never": 10**9, "always": 0, "late": 25}
+
+
+class Drawing(nn.Module):
+    """Scales its output by draws of one library, from one step on; the number of the step is a buffer."""
+
+    def __init__(self, draw: str, first: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.draw, self.first = draw, first
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        if self.training:
+            self.steps += 1
+            if int(self.steps) > self.first:
+                x = x * (1 + (random.random() if self.draw == "python" else float(np.random.standard_normal())))
+        return x
+
+
+def drawing(draw: str, when: str, **options: Any) -> hotloop.Task:
+    return a_task(model=lambda: Drawing(draw, FROM[when]), epochs=12, **options)
+
+
+def fitted(task: hotloop.Task, path: Path, *, until: int | None = None, **options: Any) -> None:
+    """Trains with spans of their own length, or goes on; killed after step `until`."""
+    callbacks = [at_step(until, kill)] if until else []
+    try:
+        options = {"checkpoint_every": "10"} | options
+        hotloop.fit(task, run=path, resume=path.exists(), device="cpu", progress=False, callbacks=callbacks, **options)
+    except Killed:
+        return
+
+
+@pytest.mark.parametrize("draw", ["python", "numpy"])
+@pytest.mark.parametrize("when", FROM)
+def test_the_result_is_that_of_seeding_at_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draw: str, when: str
+) -> None:
+    fitted(drawing(draw, when), tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(StepDraws, "end_span", lambda self: None)  # so none is ever spared
+        fitted(drawing(draw, when), tmp_path / "seeded")
+    assert disagreements(tmp_path / "seeded", tmp_path / "run") == []
+    assert len(events(tmp_path / "run", "resume")) == (when == "late")
+
+
+def test_killed_while_it_did_not_draw_yet_it_ends_the_same(tmp_path: Path) -> None:
+    fitted(drawing("python", "late"), tmp_path / "whole")
+    fitted(drawing("python", "late"), tmp_path / "run", until=20)
+    fitted(drawing("python", "late"), tmp_path / "run")
+    assert disagreements(tmp_path / "whole", tmp_path / "run") == []
+
+
+def test_before_the_first_checkpoint_it_starts_over(tmp_path: Path) -> None:
+    fitted(drawing("numpy", "late"), tmp_path / "run", checkpoint_every="auto")
+    fitted(drawing("numpy", "always"), tmp_path / "other", checkpoint_every="auto")
+    (resume,) = events(tmp_path / "run", "resume")
+    assert resume["step"] == 0
+    train(tmp_path / "seeded", drawing("numpy", "late"))
+    assert disagreements(tmp_path / "seeded", tmp_path / "run") == []
+
+
+def test_spared_draws_that_are_not_noticed_would_change_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault that the look at the end of a span guards against."""
+    fitted(drawing("python", "late"), tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Streams, "drawn", lambda self, *stream: False)
+        fitted(drawing("python", "late"), tmp_path / "blind")
+    assert disagreements(tmp_path / "run", tmp_path / "blind") != []
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.standard_normal, lambda: random.seed(1)],
+)
+def test_any_draw_is_noticed(draw: Any) -> None:
+    streams = Streams(3)
+    streams.reseed("step", 7)
+    assert not streams.drawn("step", 7)
+    draw()
+    assert streams.drawn("step", 7)
