@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hotloop.errors import PlanError
+
+
+Steps = Annotated[int, Field(ge=2)]
+"""In one replay."""
 
 
 class Plan(BaseModel):
@@ -22,7 +26,17 @@ class Plan(BaseModel):
     Attributes:
         engine: what computes the step. `eager`: PyTorch, operation by operation.
         device: where it runs, as torch names it: `cpu`, `cuda:0`, `mps`, `xpu:0`.
-        precision: the number format of the arithmetic.
+        precision: the number format of the arithmetic. `tf32`: matrix products of fp32 numbers with 10 bits of mantissa
+            (NVIDIA); `bf16` and `fp16`: autocast, `fp16` with a scaled loss. Parameters and updates stay fp32.
+        layout: the order of the dimensions of images and their weights in memory.
+        residency: where the training data lies. `stream`: as it was given, arrays in memory, data sets loaded sample
+            by sample; `host`: read once into memory; `device`: the same on the device, batches cut there.
+        compile: what is compiled. `forward`: forward and backward; `step`: the whole step with clipping and update;
+            `package`: the same, as a package that a later run loads in milliseconds.
+        graphs: a CUDA graph of the whole `step`, or of so many steps in one replay.
+        optimizer: how the update is written: `default` (as the Task's factory has it), parameter by parameter
+            (`forloop`), over lists of them (`foreach`), or as one kernel (`fused`).
+        accumulation: pieces that a batch is cut into, so that less memory is needed; their gradients add up.
         workers: processes that load samples of a map-style data set; None keeps the DataLoader's own number, else 0.
         threads: threads of one operation on the CPU; None leaves torch's choice.
     """
@@ -31,7 +45,13 @@ class Plan(BaseModel):
 
     engine: Literal["eager"] = "eager"
     device: str = "cpu"
-    precision: Literal["fp32"] = "fp32"
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    layout: Literal["contiguous", "channels_last"] = "contiguous"
+    residency: Literal["stream", "host", "device"] = "stream"
+    compile: Literal["none", "forward", "step", "package"] = "none"
+    graphs: Literal["none", "step"] | Steps = "none"
+    optimizer: Literal["default", "forloop", "foreach", "fused"] = "default"
+    accumulation: int = Field(default=1, ge=1)
     workers: int | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)
 
@@ -78,7 +98,7 @@ def _not_toml(source: str, why: str) -> PlanError:
 
 def _explain(error: ValidationError) -> PlanError:
     first = error.errors()[0]
-    axis = ".".join(str(part) for part in first["loc"])
+    axis = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
         return PlanError(
             f"unknown axis {axis!r} of a plan",
@@ -86,7 +106,9 @@ def _explain(error: ValidationError) -> PlanError:
             fix="check the spelling",
         )
     limits = first.get("ctx", {})
-    if "ge" in limits:
+    if len(first["loc"]) > 1:  # of several kinds of values none fits
+        allowed = f"{limits.get('expected')} or a number of steps, 2 or more"
+    elif "ge" in limits:
         allowed = f"{limits['ge']} or more"
     elif first["type"].startswith("int_"):
         allowed = "a whole number"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotloop.errors import HotloopError, PlanError
-from hotloop.plan import BASELINE, Plan
+from hotloop.plan import BASELINE, Plan, Steps
 
 # Text that TOML can hold: any but lone surrogates, which are no text in UTF-8.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -21,8 +21,10 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 def values_of(annotation: Any) -> st.SearchStrategy:
     """Values that an axis of this type takes."""
+    if annotation is Steps:
+        return st.integers(2, 1000)
     if options := get_args(annotation):
-        literal = not any(isinstance(option, type) for option in options)
+        literal = not any(isinstance(option, type) or get_args(option) for option in options)
         return st.sampled_from(options) if literal else st.one_of(*map(values_of, options))
     return {
         str: TEXT,
@@ -83,6 +85,10 @@ def test_the_baseline_is_eager_fp32_on_the_cpu() -> None:
         ({"workers": 1.5}, ["workers=1.5", "expected a whole number"]),
         ({"threads": 0}, ["threads=0", "expected 1 or more"]),
         ({"device": 3}, ["device=3", "string"]),
+        ({"graphs": 1}, ["graphs=1", "'none'", "'step'", "2 or more"]),
+        ({"graphs": "many"}, ["graphs='many'", "'step'", "2 or more"]),
+        ({"accumulation": 0}, ["accumulation=0", "1 or more"]),
+        ({"compile": "all"}, ["compile='all'", "'none'", "'package'"]),
     ],
 )
 def test_what_no_plan_has_is_refused_with_what_is_allowed(make, axes: dict[str, Any], says: list[str]) -> None:
@@ -95,7 +101,8 @@ def test_what_no_plan_has_is_refused_with_what_is_allowed(make, axes: dict[str, 
 
 @pytest.mark.parametrize("name", [name for name, field in Plan.model_fields.items() if get_args(field.annotation)])
 def test_an_impossible_value_names_all_the_allowed_ones(name: str) -> None:
-    options = [option for option in get_args(Plan.model_fields[name].annotation) if isinstance(option, str)]
+    kinds = get_args(Plan.model_fields[name].annotation)
+    options = [option for kind in kinds for option in (kind, *get_args(kind)) if isinstance(option, str)]
     with pytest.raises(PlanError) as caught:
         Plan(**{name: "nothing of the sort"})
     assert all(repr(option) in str(caught.value) for option in options)
