@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hotloop.errors import PlanError
 
-
 Steps = Annotated[int, Field(ge=2)]
 """In one replay."""
 

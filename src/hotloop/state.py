@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from hotloop.errors import CheckpointError
 
+_NOT_OF_THE_STATE = {"params", "param_names", "foreach", "fused", "capturable"}
+"""Of an optimizer's groups: how they compute, which is the Plan's affair, and what is kept by name elsewhere."""
+
 
 @dataclass(frozen=True)
 class Position:
@@ -40,6 +43,7 @@ class State:
         average: exponential average of the parameters.
         loss: buffers of a loss that is a module.
         sums: sums over the current epoch: loss, weight, further scalars.
+        scaler: scale of the loss, and steps since it changed, where fp16 needs one.
         position: where in the data.
     """
 
@@ -51,6 +55,7 @@ class State:
     average: dict[str, Tensor] = field(default_factory=dict)
     loss: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
 
     def nbytes(self) -> int:
@@ -171,7 +176,7 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     """An optimizer's state by qualified parameter name, as host copies."""
     names = {id(value): name for name, value in model.named_parameters()}
     groups = [
-        {key: host_copy(value) for key, value in group.items() if key not in ("params", "param_names")}
+        {key: host_copy(value) for key, value in group.items() if key not in _NOT_OF_THE_STATE}
         | {"params": [names[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
@@ -205,7 +210,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
         )
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
-            if key == "params":
+            if key in _NOT_OF_THE_STATE:
                 continue
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                 group[key].copy_(value)  # a learning rate held as a tensor may be captured: keep its identity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.foreign import is_built
 from hotloop.plan import Plan
-from hotloop.task import Task, forward
+from hotloop.task import Computed, Task, forward
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Ingredients:
         task: with a loss of its own on the device, if the loss is a module.
         model: on the device.
         weigh: `(batch, samples)` -> what the batch's loss counts.
+        compute: `(model, batch)` -> the forward pass and its loss.
+        build_optimizer: `model` -> the optimizer.
+        scaled: whether the loss is scaled before backward, as fp16 needs.
+        around: contexts that each training step runs in.
     """
 
     task: Task
@@ -38,6 +43,10 @@ class Ingredients:
     device: torch.device
     model: nn.Module
     weigh: Callable[[Any, int], Any]
+    compute: Callable[[nn.Module, Any], Computed]
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    scaled: bool = False
+    around: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
 
     @classmethod
     def of(cls, task: Task, plan: Plan) -> Ingredients:
@@ -46,7 +55,8 @@ class Ingredients:
         _check_loss(task)
         model = built_model(task)
         _check_output(task, roles, model)
-        return cls(task, plan, roles, torch.device("cpu"), model, _weigher(task, roles))
+        weigh = _weigher(task, roles)
+        return cls(task, plan, roles, torch.device("cpu"), model, weigh, task.compute, task.build_optimizer)
 
 
 def built_model(task: Task) -> nn.Module:
@@ -64,7 +74,8 @@ def placed(parts: Ingredients, device: torch.device) -> Ingredients:
         task = replace(task, loss=copy.deepcopy(task.loss).to(device))
         vars(task)["roles"] = parts.roles
     weigh = _samples if parts.weigh is _samples else task.weight_of  # with the class weights on the device
-    return replace(parts, task=task, device=device, model=parts.model.to(device), weigh=weigh)
+    model = parts.model.to(device)
+    return replace(parts, task=task, device=device, model=model, weigh=weigh, compute=task.compute)
 
 
 def _unbuilt(model: nn.Module) -> bool:

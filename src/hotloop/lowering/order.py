@@ -6,9 +6,15 @@ from collections.abc import Callable
 
 from hotloop.data.feed import Feed, Treatment, open_feed
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
+from hotloop.lowering.accumulation import check_accumulation
+from hotloop.lowering.compiled import CompiledStep
 from hotloop.lowering.ingredients import Ingredients, placed
+from hotloop.lowering.layout import in_layout
+from hotloop.lowering.precision import in_precision
 from hotloop.lowering.program import Program
 from hotloop.lowering.step import EagerStep
+from hotloop.lowering.threads import with_threads
+from hotloop.lowering.update import with_implementation
 from hotloop.plan import BASELINE, Plan
 from hotloop.probe import check_device
 from hotloop.rng import preserved
@@ -20,7 +26,13 @@ def on_device(parts: Ingredients) -> Ingredients:
     return placed(parts, check_device(parts.plan.device))
 
 
-TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (on_device,)
+TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
+    on_device,
+    in_layout,
+    in_precision,
+    with_implementation,
+    with_threads,
+)
 """Each turns ingredients into ingredients; they apply from first to last."""
 
 
@@ -38,7 +50,7 @@ def lower(task: Task, plan: Plan = BASELINE) -> Program:
             parts = Ingredients.of(task, plan)
             for transform in TRANSFORMS:
                 parts = transform(parts)
-            return Program(parts, EagerStep(parts), _feed(parts))
+            return _checked(Program(parts, _step(parts), _feed(parts)))
     except Exception as error:
         if not out_of_memory(error):
             raise
@@ -48,7 +60,26 @@ def lower(task: Task, plan: Plan = BASELINE) -> Program:
         ) from error
 
 
+def _step(parts: Ingredients) -> EagerStep:
+    return EagerStep(parts) if parts.plan.compile == "none" else CompiledStep(parts)
+
+
+def _checked(program: Program) -> Program:
+    """Tries on a first batch what may not work for this Task; nothing of it stays in the program's State."""
+    parts, step = program.parts, program.parts.plan
+    if step.accumulation == 1 and step.compile == "none":
+        return program
+    batch, samples = next(open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=0).epoch(0))
+    if step.accumulation > 1:
+        check_accumulation(parts, batch, samples)
+    if step.compile != "none":
+        program.prepare(batch, samples)
+    return program
+
+
 def _feed(parts: Ingredients) -> Feed:
-    roles, task = parts.roles, parts.task
-    treatment = Treatment(parts.device, task.seed, roles.prepare, task.augment)
-    return open_feed(roles.train, roles.order, treatment, workers=parts.plan.workers)
+    return open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=parts.plan.workers)
+
+
+def _treatment(parts: Ingredients) -> Treatment:
+    return Treatment(parts.device, parts.task.seed, parts.roles.prepare, parts.task.augment)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from hotloop.data.feed import Feed
 from hotloop.data.tree import batch_length, to_device
 from hotloop.errors import CheckpointError
+from hotloop.lowering.capture import hyper_of
+from hotloop.lowering.compiled import CompiledStep
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
 from hotloop.rng import preserved
@@ -84,10 +86,11 @@ class Program:
         self._step.draws.begin_span()
         samples = 0
         try:
-            for batch, size in islice(self._batches, steps):
-                self._step(batch, size, number)
-                number += 1
-                samples += size
+            with self._around():
+                for batch, size in islice(self._batches, steps):
+                    self._step(batch, size, number)
+                    number += 1
+                    samples += size
         finally:
             done = number - start
             self.position = Position(number, epoch, first + done)
@@ -104,11 +107,36 @@ class Program:
         """
         self.model.train()
         self._step.draws.begin_span()
-        with preserved(self.device):
+        with preserved(self.device), self._around():
             batch = to_device(batch, self.device)
             loss = self._step(batch, batch_length(batch), self.position.step)
         self.position = Position(self.position.step + 1, self.position.epoch, self.position.batch + 1)
         return loss
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """The contexts that training steps run in."""
+        with ExitStack() as stack:
+            for context in self.parts.around:
+                stack.enter_context(context())
+            yield
+
+    def prepare(self, batch: Any, samples: int) -> None:
+        """Compiles the step for batches like this one; the State stays as it is.
+
+        Raises:
+            PlanError: it can't be captured or compiled.
+        """
+        step, before = self._step, self.state()
+        assert isinstance(step, CompiledStep)
+        self.model.train()
+        with self._around():
+            step(batch, samples, 0)  # the optimizer makes its state in its first step
+            first = hyper_of(step.optimizer)
+            step(batch, samples, 1)
+            later = hyper_of(step.optimizer)
+            step.prepare(batch, {place for place in later if later[place] != first[place] or place.endswith("/lr")})
+        self.restore(before)
 
     def seed_all(self) -> None:
         """From now on, seeds Python's and NumPy's generators at each step, drawn from or not."""
@@ -162,6 +190,7 @@ class Program:
             optimizer=capture_optimizer(self.optimizer, self.model),
             schedule=host_copy(_schedule_state(self._step.schedule)),
             sums=_plain_counts(host_copy(self._step.sums)),
+            scaler={} if self._step.scaler is None else self._step.scaler.state_dict(),
         )
 
     def _loss_buffers(self) -> dict[str, Tensor]:
@@ -179,6 +208,9 @@ class Program:
         _restore_schedule(self._step.schedule, state.schedule)
         self._step.reset_sums()
         self._step.sums.update(to_device(host_copy(state.sums), self.device))
+        if self._step.scaler is not None and state.scaler:
+            self._step.scaler.load_state_dict(dict(state.scaler))
+        self._step.rebind()
         self.position = state.position
         self._batches = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hotloop.errors import TaskError, kind
+from hotloop.lowering.accumulation import accumulate
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.objective import weighted
 from hotloop.rng import StepDraws
@@ -33,7 +35,8 @@ class EagerStep:
     def __init__(self, parts: Ingredients) -> None:
         task, model = parts.task, parts.model
         self.parts = parts
-        self.optimizer = task.build_optimizer(model)
+        self.optimizer = parts.build_optimizer(model)
+        self.scaler = torch.amp.GradScaler(parts.device.type) if parts.scaled else None
         self.schedule = task.build_schedule(self.optimizer, parts.roles.batches)
         self._trainable = [value for group in self.optimizer.param_groups for value in group["params"]]
         self._check_ownership()
@@ -42,7 +45,7 @@ class EagerStep:
         self.average: dict[str, Tensor] = {}
         if task.average is not None:
             self.average = {n: v.detach().clone() for n, v in model.named_parameters() if v.requires_grad}
-            self._update_average = get_ema_multi_avg_fn(task.average)
+            self._average = get_ema_multi_avg_fn(task.average)
             self._averaged = [v for v in model.parameters() if v.requires_grad]
         self.draws = StepDraws(task.seed, parts.device)
         self._needs_closure = _needs_closure(self.optimizer)
@@ -52,34 +55,64 @@ class EagerStep:
 
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
         """Runs step number `step`; returns the loss, 0-dim, on the device."""
-        if self._needs_closure:
-            computed = self._closure_step(batch, step)
-        else:
-            computed = self._backward(batch, step)
-            self.optimizer.step()
-        if self.schedule is not None and self._each_step:
-            self.schedule.step()
+        computed = self._closure_step(batch, samples, step) if self._needs_closure else self._run(batch, samples, step)
+        self.step_schedule()
         if self.average:
-            self._update_average(list(self.average.values()), self._averaged, None)
+            self.update_average(list(self.average.values()), self._averaged)
         loss = computed.loss.detach()
-        self._add(loss, computed, self.parts.weigh(batch, samples))
+        self._add(loss, computed.scalars, self.parts.weigh(batch, samples))
         self.sums["samples"] += samples
         return loss
 
-    def _backward(self, batch: Any, step: int) -> Computed:
+    def _run(self, batch: Any, samples: int, step: int) -> Computed:
+        """Gradients and update."""
+        computed = self._backward(batch, samples, step)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return computed
+
+    def _backward(self, batch: Any, samples: int, step: int) -> Computed:
         self.draws.seed(step)
         self._clear_gradients()
         first = not self._checked
-        computed = self._compute_first(batch) if first else self._compute(batch)
-        computed.loss.backward()
+        if self.parts.plan.accumulation > 1:
+            computed = accumulate(self.parts, self.parts.model, batch, samples, self._backward_of)
+            self._checked = True
+        else:
+            computed = self._compute_first(batch) if first else self._compute(batch)
+            self._backward_of(computed.loss)
         if first:
             self._check_clipping()
+        if self.scaler is not None and self._clips:
+            self.scaler.unscale_(self.optimizer)
+        self.clip(self._trainable)
+        return computed
+
+    def _backward_of(self, loss: Tensor) -> None:
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def clip(self, parameters: list[Tensor]) -> None:
+        """Clips their gradients as the Task says."""
         task = self.parts.task
         if task.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._trainable, task.clip_norm)
+            torch.nn.utils.clip_grad_norm_(parameters, task.clip_norm)
         if task.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(self._trainable, task.clip_value)
-        return computed
+            torch.nn.utils.clip_grad_value_(parameters, task.clip_value)
+
+    def update_average(self, averages: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Moves averages towards the values, in place."""
+        self._average(list(averages), list(values), None)
+
+    def rebind(self) -> None:
+        """Notes that tensors of the optimizer's state were replaced."""
+
+    def step_schedule(self) -> None:
+        """Steps a scheduler that steps by step."""
+        if self.schedule is not None and self._each_step:
+            self.schedule.step()
 
     def _clear_gradients(self) -> None:
         """Of all that backward fills, whether the optimizer holds it or not; torch's `zero_grad` takes 14 us more."""
@@ -89,7 +122,7 @@ class EagerStep:
             value.grad = None
 
     def _compute(self, batch: Any) -> Computed:
-        return self.parts.task.compute(self.parts.model, batch)
+        return self.parts.compute(self.parts.model, batch)
 
     def _compute_first(self, batch: Any) -> Computed:
         """The first forward pass: what would train, but on something wrong, is refused."""
@@ -107,26 +140,26 @@ class EagerStep:
         self._check_loss(computed.loss)
         return computed
 
-    def _closure_step(self, batch: Any, step: int) -> Computed:
+    def _closure_step(self, batch: Any, samples: int, step: int) -> Computed:
         """For optimizers such as LBFGS, which ask for the loss several times; each time the draws are the same."""
         first: list[Computed] = []
 
         def closure() -> Tensor:
-            computed = self._backward(batch, step)
+            computed = self._backward(batch, samples, step)
             first.append(computed)
             return computed.loss
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
         return first[0]
 
-    def _add(self, loss: Tensor, computed: Computed, weight: Any) -> None:
+    def _add(self, loss: Tensor, scalars: dict[str, Tensor], weight: Any) -> None:
         sums, wide = self.sums, self.sums["loss"].dtype
         if isinstance(weight, Tensor):
             sums["loss"] += weighted(loss.to(wide), weight)
         else:
             sums["loss"].add_(loss, alpha=weight)
         sums["weight"] += weight
-        for name, value in computed.scalars.items():
+        for name, value in scalars.items():
             sums[name] = sums.get(name, 0.0) + weighted(value.detach().to(wide), weight)
 
     def reset_sums(self) -> None:
@@ -148,6 +181,10 @@ class EagerStep:
         elif self.schedule is not None and not self._each_step:
             self.schedule.step()
         self.reset_sums()
+
+    @property
+    def _clips(self) -> bool:
+        return self.parts.task.clip_norm is not None or self.parts.task.clip_value is not None
 
     @property
     def _each_step(self) -> bool:

@@ -1,0 +1,110 @@
+"""The accumulation axis: a batch in pieces, whose gradients add up to those of the whole."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from hotloop.data.tree import map_tensors, tensors
+from hotloop.errors import PlanError
+from hotloop.lowering.ingredients import Ingredients
+from hotloop.task import Computed
+
+Backward = Callable[[Tensor], Any]
+
+
+def accumulate(parts: Ingredients, model: nn.Module, batch: Any, samples: int, backward: Backward) -> Computed:
+    """Runs `backward` on each piece's share of the loss; returns the loss and scalars of the whole batch."""
+    cut = list(pieces_of(batch, samples, parts.plan.accumulation))
+    weights = [float(parts.weigh(piece, size)) for piece, size in cut]
+    loss: Any = 0.0
+    scalars: dict[str, Any] = {}
+    for (piece, _), weight in zip(cut, weights, strict=True):
+        if not weight and any(weights):
+            continue  # none of its targets count: its loss is a mean of nothing
+        computed = parts.compute(model, piece)
+        share = weight / (sum(weights) or 1.0)
+        backward(computed.loss * share)
+        loss = loss + computed.loss.detach() * share
+        for name, value in computed.scalars.items():
+            scalars[name] = scalars.get(name, 0.0) + value.detach() * share
+    return Computed(loss, None, scalars)
+
+
+def pieces_of(batch: Any, samples: int, pieces: int) -> Iterator[tuple[Any, int]]:
+    """`batch` cut along its first dimension into at most so many pieces of nearly equal size.
+
+    Raises:
+        PlanError: it holds something that can't be cut.
+    """
+    uncut = [tuple(value.shape) for value in tensors(batch) if not value.ndim or len(value) != samples]
+    if uncut:
+        raise PlanError(
+            f"accumulation={pieces}, and a batch holds a tensor of shape {uncut[0]} that has no row per sample",
+            expected=f"tensors whose first dimension counts the {samples} samples",
+            fix="leave accumulation out, or give such a tensor that dimension",
+        )
+    bounds = [samples * number // pieces for number in range(pieces + 1)]
+    for first, last in itertools.pairwise(bounds):
+        if first < last:
+            yield map_tensors(lambda value, a=first, b=last: value[a:b], batch), last - first  # type: ignore[misc]
+
+
+def check_accumulation(parts: Ingredients, batch: Any, samples: int) -> None:
+    """Compares the gradients of one batch in pieces with those of the whole, in float64, with draws at their means.
+
+    Raises:
+        PlanError: they differ: a layer or the loss looks at the batch as a whole.
+    """
+    whole, cut = (_gradients(parts, batch, samples, pieces) for pieces in (1, parts.plan.accumulation))
+    scale = max((float(value.norm()) for value in whole.values()), default=0.0)
+    worst = max(whole, key=lambda name: float((whole[name] - cut[name]).norm()), default=None)
+    # In float64 the order of a sum is worth 1e-14 or so; what looks at the whole batch shows orders of magnitude above.
+    if worst is None or float((whole[worst] - cut[worst]).norm()) <= 1e-8 * scale:
+        return
+    norms = [(name, module) for name, module in parts.model.named_modules() if isinstance(module, _BatchNorm)]
+    reason = (
+        f"the layer {norms[0][0]!r} ({type(norms[0][1]).__name__}) normalises over the samples that it sees"
+        if norms
+        else "the loss or a layer divides by something that a piece counts otherwise than the whole batch"
+    )
+    raise PlanError(
+        f"accumulation={parts.plan.accumulation} changes the gradient of {worst!r}: {reason}",
+        expected="a loss that is a mean over samples, and layers that look at each sample alone",
+        fix="leave accumulation out"
+        + ("" if norms else ", or give the Task a weight(batch): what its loss divides by"),
+    )
+
+
+def _gradients(parts: Ingredients, batch: Any, samples: int, pieces: int) -> dict[str, Tensor]:
+    model = copy.deepcopy(parts.model).double().train()
+    batch = map_tensors(lambda value: value.double() if value.is_floating_point() else value, batch)
+    cut = Ingredients(**{**vars(parts), "plan": parts.plan.with_axes(accumulation=pieces)})
+    with Means():
+        accumulate(cut, model, batch, samples, lambda loss: loss.backward())
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+class Means(TorchFunctionMode):
+    """Random draws at their means, so that two computations which draw differently can be compared."""
+
+    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if "dropout" in name and "scaled" not in name:
+            return args[0]
+        if name == "scaled_dot_product_attention":
+            return function(*args, **{**kwargs, "dropout_p": 0.0})
+        result = function(*args, **kwargs)
+        if name in ("rand", "rand_like"):
+            return torch.full_like(result, 0.5)
+        if name in ("randn", "randn_like", "normal", "normal_"):
+            return result.zero_() if name == "normal_" else torch.zeros_like(result)
+        return result

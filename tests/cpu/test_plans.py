@@ -1,0 +1,223 @@
+"""Each plan that a CPU can run gives what the baseline gives, and its State is the baseline's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotloop
+from hotloop.errors import PlanError
+from hotloop.lowering import Program
+from hotloop.lowering.compiled import CompiledStep
+from hotloop.plan import BASELINE, Plan
+from hotloop.state import State, differences
+from tests.cpu.families import FAMILIES, family
+from tests.cpu.killing import train
+from tests.cpu.programs import advance, through_file
+from tests.resuming import disagreements
+
+STEPS = 22  # into the sixth epoch
+
+EAGER = {
+    "channels_last": Plan(layout="channels_last"),
+    "forloop": Plan(optimizer="forloop"),
+    "foreach": Plan(optimizer="foreach"),
+    "fused": Plan(optimizer="fused"),
+    "threads": Plan(threads=1),
+}
+COMPILED = {name: Plan(compile=name) for name in ("forward", "step", "package")}
+# Each family under the whole step; the other two ways share its capture, so that one family shows them.
+RUNS = [(name, plan) for name in FAMILIES for plan in EAGER.values()]
+RUNS += [(name, COMPILED["step"]) for name in FAMILIES] + [("cnn", COMPILED["forward"]), ("mlp", COMPILED["package"])]
+RUNS += [(name, Plan(accumulation=3)) for name in ("mlp", "residual", "lstm", "gpt")]
+
+
+def changed(plan: Plan) -> str:
+    return ",".join(f"{axis}={value}" for axis, value in plan.model_dump(exclude_defaults=True).items())
+
+
+def after(program: Program, steps: int) -> State:
+    advance(program, steps)
+    return program.state()
+
+
+_BASELINES: dict[str, State] = {}
+
+
+def baseline(name: str) -> State:
+    """The State of a family after all steps of the baseline."""
+    if name not in _BASELINES:
+        _BASELINES[name] = after(hotloop.lower(family(name)), STEPS)
+    return _BASELINES[name]
+
+
+def assert_equal_within_rounding(state: State, expected: State) -> None:
+    """Far above what rounding comes to in these steps (1e-7), far below any fault (a step left out: 1e-2)."""
+    for part in ("parameters", "buffers", "average"):
+        for name, value in getattr(expected, part).items():
+            torch.testing.assert_close(getattr(state, part)[name], value, rtol=1e-5, atol=1e-5, msg=f"{part} {name}")
+    assert state.position == expected.position
+    assert float(state.sums["loss"]) == pytest.approx(float(expected.sums["loss"]), rel=1e-5)
+    assert state.schedule["last_epoch"] == expected.schedule["last_epoch"]
+
+
+@pytest.mark.parametrize(("name", "plan"), RUNS, ids=[f"{name}-{changed(plan)}" for name, plan in RUNS])
+def test_it_runs_as_the_baseline_does_and_its_state_round_trips(
+    name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs_run = []
+    finish = CompiledStep._finish
+    monkeypatch.setattr(CompiledStep, "_finish", lambda *args: programs_run.append(1) or finish(*args))
+    program = hotloop.lower(family(name), plan)
+    state = after(program, STEPS)
+    assert_equal_within_rounding(state, baseline(name))
+    # All but the first step, in which the optimizer makes its state, and the incomplete batch of each epoch.
+    assert len(programs_run) == (STEPS - 1 - STEPS // 4 if plan.compile in ("step", "package") else len(programs_run))
+    assert plan.compile == "none" or programs_run
+
+    program.restore(through_file(state))
+    assert differences(program.state(), state) == []
+    further = after(program, 3)
+
+    under_the_baseline = hotloop.lower(family(name))
+    under_the_baseline.restore(state)
+    assert differences(under_the_baseline.state(), state) == []
+    assert_equal_within_rounding(further, after(under_the_baseline, 3))
+
+
+def test_switching_plans_twice_keeps_order_and_result() -> None:
+    plans = [BASELINE, Plan(compile="step"), Plan(layout="channels_last", optimizer="fused")]
+    state = None
+    for plan, steps in zip(plans, (6, 7, STEPS - 13), strict=True):
+        program = hotloop.lower(family("cnn"), plan)
+        if state is not None:
+            program.restore(state)
+        state = after(program, steps)
+    assert state is not None
+    assert_equal_within_rounding(state, baseline("cnn"))
+
+
+@pytest.mark.parametrize("plan", [Plan(compile="step"), Plan(layout="channels_last", optimizer="foreach")], ids=changed)
+def test_killed_and_gone_on_with_it_ends_bitwise_the_same(tmp_path: Path, plan: Plan) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(whole, family("cnn", epochs=4), plan=plan)
+    for until in (3, 9):
+        assert train(run, family("cnn", epochs=4), plan=plan, until=until) is None
+    train(run, family("cnn", epochs=4), plan=plan)
+    assert disagreements(whole, run) == []
+
+
+@pytest.mark.parametrize("plan", [BASELINE, Plan(compile="step")], ids=["eager", "compiled"])
+def test_random_layers_draw_anew_at_each_step(plan: Plan) -> None:
+    """On one batch, with weights that don't move, the losses of a net with dropout still differ."""
+    task = family("cnn", optimizer=lambda p: torch.optim.SGD(p, lr=0.0), schedule=None, shuffle=False)
+    program = hotloop.lower(task, plan)
+    advance(program, 1)
+    batch = tuple(column[:16] for column in task.data)
+    losses = [float(program.step(batch)) for _ in range(4)]
+    assert len(set(losses)) == len(losses)
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def test_a_step_that_forgets_to_clip_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledStep, "clip", lambda self, parameters: None)
+    state = after(hotloop.lower(family("mlp"), Plan(compile="forward")), STEPS)
+    with pytest.raises(AssertionError):
+        assert_equal_within_rounding(state, baseline("mlp"))
+
+
+def test_strides_are_guarded() -> None:
+    """A program that got a batch of other strides would read it wrongly; the step runs eagerly instead."""
+    program, plain = hotloop.lower(family("mlp"), Plan(compile="step")), hotloop.lower(family("mlp"))
+    images, label = (column[:16] for column in family("mlp").data)
+    turned = images.flip(0).transpose(2, 3)
+    for _ in range(3):
+        assert float(program.step((turned, label))) == pytest.approx(float(plain.step((turned, label))), rel=1e-6)
+
+
+# ---------------------------------------------------------------- refused
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) * (1 + 0.1 * self.calls)  # type: ignore[no-any-return]
+
+
+class Drawing(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        import random
+
+        return self.layer(x) * random.random()  # type: ignore[no-any-return]
+
+
+class Branching(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x * 2 if x.mean() > 0 else x
+
+
+class Replacing(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.seen = self.seen + x.detach().mean(0)
+        return x + self.seen
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Counting, "the attribute 'calls'"),
+        (Drawing, "draws from Python's or NumPy's generator"),
+        (Branching, "test_plans.py:"),
+        (Replacing, "replaces the buffer 'seen'"),
+    ],
+)
+def test_what_would_not_be_the_same_step_after_step_is_refused(model: type[nn.Module], says: str) -> None:
+    from tests.cpu.programs import a_task
+
+    with pytest.raises(PlanError, match="can't be captured as one graph") as caught:
+        hotloop.lower(a_task(model=model), Plan(compile="step"))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model": lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))}, "'1' (BatchNorm1d)"),
+        ({"step": lambda model, batch: model(batch[0]).pow(2).sum() / 10}, "divides by something"),
+    ],
+)
+def test_pieces_that_don_t_add_up_are_refused(fields: dict, says: str) -> None:
+    from tests.cpu.programs import a_task
+
+    with pytest.raises(PlanError, match="accumulation=2 changes the gradient") as caught:
+        hotloop.lower(a_task(**fields), Plan(accumulation=2))
+    assert says in str(caught.value)
+
+
+def test_pieces_count_by_the_weight_of_the_task() -> None:
+    """Targets that are ignored make a piece count less, or not at all; equal shares would give another gradient."""
+    from tests.cpu.programs import a_task, labelled
+
+    x, y = labelled()
+    y = torch.where(torch.arange(len(y)) % 4 < 2, -100, y)
+    states = [
+        after(hotloop.lower(a_task(data=(x, y), batch_size=8, shuffle=False), Plan(accumulation=pieces)), 9)
+        for pieces in (1, 4)
+    ]
+    torch.testing.assert_close(states[0].parameters, states[1].parameters, rtol=1e-5, atol=1e-6)
