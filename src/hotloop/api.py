@@ -107,7 +107,7 @@ def start(
     )  # what can't be watched shows before an hour
     plan = _with_device(plan or Plan(), device)
     plan = plan if workers is None else plan.with_axes(workers=workers)
-    program = lower(task, plan)
+    program = lower(task, plan, say)
     record = RunRecord(
         name=task.name,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -195,7 +195,7 @@ def _train(
     ready = [program] if program is not None else []
 
     def relower() -> Program:
-        return ready.pop() if ready else lower(task, plan)
+        return ready.pop() if ready else lower(task, plan, say)
 
     handle.lock()
     before, events = Run.open(handle.path), len(handle.journal())

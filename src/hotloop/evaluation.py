@@ -61,8 +61,11 @@ def batches(program: Program, source: Source) -> Iterator[tuple[Any, int]]:
 
 
 def evaluation_batch_size(source: Source, batch_size: int) -> int:
-    """Larger than in training where inputs are small, since no activations are kept."""
-    if not isinstance(source, Table):
+    """Larger than in training where inputs are small, since no activations are kept.
+
+    For a data set that of training, read into memory or not: the last bits of a figure depend on it.
+    """
+    if not isinstance(source, Table) or source.read:
         return batch_size
     return enlarged(batch_size, source.nbytes() // len(source))
 

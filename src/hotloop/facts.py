@@ -15,7 +15,7 @@ from hotloop.records import TaskFacts
 
 def facts_of(program: Program, source_digest: str = "") -> TaskFacts:
     """Facts of the Task that `program` runs; `source_digest` is the hash of its source, where there is one."""
-    roles, model = program.parts.roles, program.model
+    roles, model = program.parts.task.roles, program.model  # as given, wherever the plan puts them
     parameters, trainable = count_parameters(model)
     known: dict[str, Any] = {
         "parameters": parameters,

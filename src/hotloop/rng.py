@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,6 +138,16 @@ def _device_seeder(device: torch.device) -> Callable[[int], object]:
     if generators:
         return generators[device.index or 0].manual_seed
     return module.manual_seed
+
+
+def generator_states() -> dict[str, Any]:
+    """States of the global CPU generators, by whose they are, to be compared with ==."""
+    _, key, *rest = np.random.get_state()
+    return {
+        "Python's": random.getstate(),
+        "NumPy's": (np.asarray(key).tobytes(), rest),
+        "torch's": torch.get_rng_state().numpy().tobytes(),
+    }
 
 
 @contextmanager

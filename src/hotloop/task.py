@@ -102,6 +102,8 @@ class Task:
         prepare: deterministic preprocessing of a batch's inputs, sample by sample; also applied by `predict`.
         augment: `augment(inputs, draws)`: random augmentation of a training batch, see `hotloop.data.Draws`.
         collate: turns a list of samples into a batch.
+        deterministic: whether a data set gives the same sample each time that it is asked, so that it may be read into
+            memory once; by default that is found out. False for one that changes while training goes on.
         predict: `predict(model, inputs) -> output`, where `model(inputs)` is not it.
         shuffle: whether each epoch has an order of its own; default yes, or what the DataLoader does.
         monitor: the figure that decides which epoch is best; default `validation_loss`, else `train_loss`.
@@ -133,6 +135,7 @@ class Task:
     prepare: Callable[[Any], Any] | None = None
     augment: Callable[[Any, Draws], Any] | None = None
     collate: Callable[[list], Any] | None = None
+    deterministic: bool | None = None
     predict: Callable[[nn.Module, Any], Any] | None = None
     shuffle: bool | None = None
     monitor: str | None = None
@@ -179,6 +182,8 @@ class Task:
             raise TaskError(f"average={self.average!r}", expected="a decay between 0 and 1, such as 0.999")
         if self.goal not in (None, "min", "max"):
             raise TaskError(f"goal={self.goal!r}", expected="'min' or 'max'")
+        if self.deterministic not in (None, True, False):
+            raise TaskError(f"deterministic={self.deterministic!r}", expected="True, False, or None to find out")
         if self.schedule_every not in ("step", "epoch"):
             raise TaskError(f"schedule_every={self.schedule_every!r}", expected="'step' or 'epoch'")
 

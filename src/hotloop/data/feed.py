@@ -11,7 +11,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import FrameType
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hotloop.data.ahead import moved
 from hotloop.data.augment import Draws
 from hotloop.data.order import Order
 from hotloop.data.roles import Roles
@@ -79,11 +80,17 @@ class TableFeed:
         self.batches: int | None = self.order.batches
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
-        permutation = self.order.epoch(epoch)
+        taken = self._taken(self.order.epoch(epoch).to(self.table.device), start)
+        if self.table.device != self.treatment.device:
+            taken = moved(taken, self.treatment.device)
+        for batch, index, number in taken:
+            yield batch if self.treatment.none else self.treatment(batch, epoch, number, index), len(index)
+
+    def _taken(self, permutation: Tensor, start: int) -> Iterator[tuple[Any, ...]]:
+        """`(batch, index, number)`, where the table lies."""
         for number in range(start, self.order.batches):
             index = self.order.batch(permutation, number)
-            batch = self.table.take(index)
-            yield batch if self.treatment.none else self.treatment(batch, epoch, number, index), len(index)
+            yield self.table.take(index), index, number
 
     def close(self) -> None:
         pass
@@ -110,41 +117,66 @@ class SamplesFeed:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
         if self._next != (epoch, start):
             self._start(epoch, start)
+        loaded = self._loaded(epoch, start)
+        if self.treatment.device.type != "cpu":
+            loaded = moved(loaded, self.treatment.device)
+        for batch, index, number in loaded:
+            yield self.treatment(batch, epoch, number, index), len(index)
+
+    def _loaded(self, epoch: int, start: int) -> Iterator[tuple[Any, ...]]:
+        """`(batch, index, number)`, on the CPU."""
         permutation = self.order.epoch(epoch)
         for number in range(start, self.order.batches):
             index = self.order.batch(permutation, number)
             self._next = (epoch, number + 1) if number + 1 < self.order.batches else self._after(epoch)
-            yield self.treatment(self._load(), epoch, number, index), len(index)
+            yield self._load(), index, number
 
     def _after(self, epoch: int) -> tuple[int, int] | None:
         return (epoch + 1, 0) if self.endless else None
 
     def _start(self, epoch: int, start: int) -> None:
         self.close()
-        workers = self.samples.workers if self.workers is None else self.workers
-        options = self.samples.loader_options if workers else {}
         seed = self.treatment.seed
-        loader = DataLoader(
-            _Seeded(self.samples.dataset, seed),
+        pinned = {"pin_memory": True} if self.treatment.device.type == "cuda" else {}
+        self._batches = started(
+            self.samples,
+            Seeded(self.samples.dataset, seed),
+            seed,
+            self.workers,
             batch_sampler=_Keys(self.order, epoch, start, self.endless),
-            num_workers=workers,
             collate_fn=self.samples.collate,
-            generator=torch.Generator().manual_seed(seed_for(seed, "workers")),
-            **options | {"worker_init_fn": _InWorker(options.get("worker_init_fn"))},
+            **pinned,
         )
-        self._batches = iter(loader)
 
     def _load(self) -> Any:
         try:
             return next(self._batches)
         except Exception as error:
             self.close()
-            raise _of_data(error) from error
+            raise of_data(error) from error
 
     def close(self) -> None:
-        # An error under way holds the loader's iterator, whose deletion alone would end the workers.
-        getattr(self._batches, "_shutdown_workers", lambda: None)()
+        end_workers(self._batches)
         self._batches = self._next = None
+
+
+def started(samples: Samples, dataset: Any, seed: int, workers: int | None, **how: Any) -> Iterator[Any]:
+    """Runs a loader over `dataset`, with the workers and options that go with `samples`; see `end_workers`."""
+    workers = samples.workers if workers is None else workers
+    options = samples.loader_options if workers else {}
+    return iter(
+        DataLoader(
+            dataset,
+            num_workers=workers,
+            generator=torch.Generator().manual_seed(seed_for(seed, "workers")),
+            **options | how | {"worker_init_fn": _InWorker(options.get("worker_init_fn"))},
+        )
+    )
+
+
+def end_workers(batches: Any) -> None:
+    """Ends the processes of a loader's iterator; its deletion alone may come late, as an error under way holds it."""
+    getattr(batches, "_shutdown_workers", lambda: None)()
 
 
 @dataclass
@@ -197,7 +229,7 @@ def _guarded(loader: Any, before: Callable[[int], None]) -> Iterator[Any]:
                 return
             yield batch
     except Exception as error:
-        raise _of_data(error) from error
+        raise of_data(error) from error
 
 
 _SAMPLE = "in sample "
@@ -221,7 +253,7 @@ def _torn_off(error: Exception) -> bool:
     return broke and any(frame.name == "_try_get_data" for frame in frames)
 
 
-def _of_data(error: Exception) -> HotloopError:
+def of_data(error: Exception) -> HotloopError:
     """One line for what a data set raised, here or in a worker process."""
     # What a worker caught arrives as text alone, in an error of the same class.
     if isinstance(error, HotloopError) and not error.given.startswith("Caught "):
@@ -259,7 +291,16 @@ def _once_ignored(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
 
 
-class _Seeded(torch.utils.data.Dataset):
+def sample_of(dataset: Any, sample: int) -> Any:
+    """One sample; an error says which."""
+    try:
+        return dataset[sample]
+    except Exception as error:
+        error.add_note(f"{_SAMPLE}{sample}")  # crosses from a worker as the last line of its traceback
+        raise
+
+
+class Seeded(torch.utils.data.Dataset):
     """The user's data set, asked for `(epoch, sample)` with the global generators reseeded for just that sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -270,11 +311,7 @@ class _Seeded(torch.utils.data.Dataset):
         items = []
         for epoch, sample in keys:
             streams.reseed("sample", epoch, sample)
-            try:
-                items.append(self.dataset[sample])
-            except Exception as error:
-                error.add_note(f"{_SAMPLE}{sample}")  # crosses from a worker as the last line of its traceback
-                raise
+            items.append(sample_of(self.dataset, sample))
         return items
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
@@ -315,7 +352,7 @@ def open_feed(
     assert order is not None
     if isinstance(source, Table):
         if source.prepared:
-            treatment = Treatment(treatment.device, treatment.seed, None, treatment.augment)
+            treatment = replace(treatment, prepare=None)
         return TableFeed(source, order, treatment)
     return SamplesFeed(source, order, treatment, workers, endless)
 

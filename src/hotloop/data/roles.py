@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 from hotloop.data.bundle import Bundle
 from hotloop.data.checks import check_finite
@@ -29,6 +30,8 @@ class Roles:
         note: a line the user should read about the data.
         collate: turns a list of samples into a batch, where the Task says how.
         raw_test: the test data, not prepared yet.
+        read: by role, what was read into memory (or why it can't be), so that it is read once.
+        moved: by role and device, tables that lie there, for as long as something uses them.
     """
 
     train: Source
@@ -41,6 +44,10 @@ class Roles:
     note: str
     collate: Callable | None = None
     raw_test: Source | None = None
+    read: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    moved: WeakValueDictionary[tuple[str, str], Table] = field(
+        default_factory=WeakValueDictionary, compare=False, repr=False
+    )
 
     @cached_property
     def test(self) -> Source | None:

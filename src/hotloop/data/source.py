@@ -32,26 +32,40 @@ from hotloop.data.tree import apply_to_inputs, inputs_of, map_tensors, named_col
 from hotloop.errors import DataError, calling, kind
 
 DEFAULT_BATCH_SIZE = 32
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Arrays in memory: a tree of CPU tensors whose first dimension counts the samples."""
+    """Arrays in memory: a tree of tensors whose first dimension counts the samples.
+
+    Attributes:
+        prepared: whether `prepare` was applied already.
+        read: whether they were read from a data set, in whose stead they stand.
+        device: where all of them lie.
+    """
 
     columns: Any
     prepared: bool = False
+    read: bool = False
+    device: torch.device = _CPU
 
     def __len__(self) -> int:
         return next(tensors(self.columns)).shape[0]
 
     def take(self, index: Tensor) -> Any:
-        """The samples of an int64 (batch,) index, as a batch."""
+        """The samples of an int64 (batch,) index, as a batch, where the table lies."""
+        if self.device.type != "cpu":
+            index = index.to(self.device)
         if type(self.columns) is tuple:  # the usual case, at each step
             return tuple([column.index_select(0, index) for column in self.columns])
         return map_tensors(lambda column: column.index_select(0, index), self.columns)
 
     def subset(self, index: Tensor) -> Table:
         return replace(self, columns=self.take(index))
+
+    def to(self, device: torch.device) -> Table:
+        return replace(self, columns=map_tensors(lambda column: column.to(device), self.columns), device=device)
 
     def nbytes(self) -> int:
         return sum(column.nbytes for column in tensors(self.columns))
@@ -68,7 +82,7 @@ class Table:
             return self
         index = torch.arange(len(self))
         pieces = [apply_to_inputs(named, self.take(piece)) for piece in index.split(chunk)]
-        return Table(_concatenate(pieces), prepared=True)
+        return replace(self, columns=_concatenate(pieces), prepared=True)
 
 
 @dataclass(frozen=True)

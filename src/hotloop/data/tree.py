@@ -58,10 +58,11 @@ def named_columns(columns: Any, name: str) -> list[tuple[str, Tensor]]:
 
 def to_device(tree: Any, device: torch.device) -> Any:
     """`tree` on `device`; what is already there is not copied. Leaves of other kinds move by their own `to`, if any."""
+    without_waiting = device.type != "cpu"  # what comes back must be there when it is read
     if isinstance(tree, Tensor):
-        return tree.to(device, non_blocking=True)
+        return tree.to(device, non_blocking=without_waiting)
     return map_tensors(
-        lambda tensor: tensor.to(device, non_blocking=True),
+        lambda tensor: tensor.to(device, non_blocking=without_waiting),
         tree,
         lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf,
     )

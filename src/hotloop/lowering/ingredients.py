@@ -35,6 +35,8 @@ class Ingredients:
         build_optimizer: `model` -> the optimizer.
         scaled: whether the loss is scaled before backward, as fp16 needs.
         around: contexts that each training step runs in.
+        say: shows a line to the user at once, while something takes long.
+        notes: lines that the user should read about how the Plan was lowered.
     """
 
     task: Task
@@ -47,6 +49,8 @@ class Ingredients:
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     scaled: bool = False
     around: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+    say: Callable[[str], None] = lambda line: None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, task: Task, plan: Plan) -> Ingredients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from hotloop.data.feed import Feed, Treatment, open_feed
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
@@ -12,6 +13,7 @@ from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout
 from hotloop.lowering.precision import in_precision
 from hotloop.lowering.program import Program
+from hotloop.lowering.residency import resident
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.threads import with_threads
 from hotloop.lowering.update import with_implementation
@@ -28,6 +30,7 @@ def on_device(parts: Ingredients) -> Ingredients:
 
 TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
     on_device,
+    resident,
     in_layout,
     in_precision,
     with_implementation,
@@ -36,10 +39,14 @@ TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
 """Each turns ingredients into ingredients; they apply from first to last."""
 
 
-def lower(task: Task, plan: Plan = BASELINE) -> Program:
+def lower(task: Task, plan: Plan = BASELINE, say: Callable[[str], None] = lambda line: None) -> Program:
     """Makes a Task runnable under a Plan; the caller's random generators stay as they are.
 
+    Args:
+        say: is told what the user should know of it, such as what was read into memory.
+
     Raises:
+        PlanError: the Task can't be run that way.
         DeviceError: the plan's device isn't on this machine.
         TaskError, DataError: the Task's parts can't be built, or don't fit together.
         MemoryExhausted: model and data alone are too large.
@@ -47,9 +54,11 @@ def lower(task: Task, plan: Plan = BASELINE) -> Program:
     check_device(plan.device)
     try:
         with preserved():
-            parts = Ingredients.of(task, plan)
+            parts = replace(Ingredients.of(task, plan), say=say)
             for transform in TRANSFORMS:
                 parts = transform(parts)
+            for note in parts.notes:
+                say(note)
             return _checked(Program(parts, _step(parts), _feed(parts)))
     except Exception as error:
         if not out_of_memory(error):

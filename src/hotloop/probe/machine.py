@@ -69,6 +69,11 @@ def _identity(kind: str, index: int, vectors: tuple[str, ...]) -> tuple[str | No
     return _cpu_model(), None, cpu_precisions(vectors)
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of a device's memory, within the container's limits on a CPU; None where nobody says."""
+    return _memory(device.type, device.index or 0)[1]
+
+
 def _memory(kind: str, index: int) -> tuple[int | None, int | None]:
     """Total and free bytes of a device; None where nobody says."""
     if kind == "cpu":

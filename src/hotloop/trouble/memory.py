@@ -102,9 +102,10 @@ def _held(program: Program) -> dict[str, int]:
         "optimizer state": _bytes(tensors(list(program.optimizer.state.values()))),
         "average": _bytes(program.average.values()),
     }
-    if program.device.type in ("cpu", "mps"):  # elsewhere the data has a memory of its own
-        tables = [table for table in (roles.train, roles.validation, roles.raw_test) if isinstance(table, Table)]
-        held["data"] = sum(table.nbytes() for table in tables)
+    tables = [table for table in (roles.train, roles.validation, roles.raw_test) if isinstance(table, Table)]
+    if program.device.type not in ("cpu", "mps"):  # elsewhere data on the host is in another memory
+        tables = [table for table in tables if table.device.type == program.device.type]
+    held["data"] = sum(table.nbytes() for table in tables)
     return held
 
 

@@ -91,7 +91,7 @@ def _listed(numbers: list[int], shown: int = 3) -> str:
 
 def _again(program: Program, position: Position, *, prepared: bool) -> Any:
     """The same batch once more on the CPU, not augmented."""
-    roles = program.parts.roles
+    roles = program.parts.task.roles  # as given, wherever the plan puts them
     treatment = Treatment(torch.device("cpu"), roles.seed, roles.prepare if prepared else None)
     feed = open_feed(roles.train, roles.order, treatment, workers=0, endless=False)
     try:
