@@ -18,18 +18,19 @@ from torch import nn
 
 from hotloop import __version__
 from hotloop.answers import evaluate_weights
+from hotloop.choosing import Considered, Say, consider, lowered, placed
 from hotloop.data.feed import peek
 from hotloop.data.tree import inputs_of
-from hotloop.errors import RunError, TaskError
+from hotloop.errors import HotloopError, RunError, TaskError
 from hotloop.exporting import export_weights
-from hotloop.facts import facts_of
 from hotloop.inference import Progress, Weights, choose_weights, trained_model
 from hotloop.inference import predict as answers_to
 from hotloop.loop import Ended, train_loop
 from hotloop.lowering import Program, lower
+from hotloop.lowering.facts import facts_of
 from hotloop.pacing import Cadence, seconds
 from hotloop.plan import Plan
-from hotloop.probe import check_device, devices
+from hotloop.probe import check_device
 from hotloop.records import Evaluation, Exported, RunRecord
 from hotloop.report import tensorboard
 from hotloop.report.curves import draw_curves
@@ -39,8 +40,7 @@ from hotloop.steering import Steering
 from hotloop.task import Task
 from hotloop.taskfile import Loaded, load_from_run
 from hotloop.view import Callback
-
-Say = Callable[[str], None]
+from hotloop.wanted import Wanted
 
 
 def fit(
@@ -48,7 +48,7 @@ def fit(
     *,
     run: str | Path | None = None,
     resume: bool = False,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     device: str | None = None,
     stop_after: str | None = None,
     checkpoint_every: str = "auto",
@@ -60,8 +60,9 @@ def fit(
     Args:
         run: a new folder for the run; default `runs/<name>-<date>-<time>`.
         resume: go on with the run in that folder, exactly where it stopped.
-        plan: how to run it; default eager fp32.
-        device: where, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
+        plan: how to run it: a `Plan`, a TOML file, `auto` (chosen by rules), or `baseline` (eager fp32), which is the
+            default; to resume with, the run's own.
+        device: where, whatever the plan says, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
         stop_after: stop cleanly after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
         callbacks: called with a `View` after each event, after those of the Task.
@@ -72,7 +73,11 @@ def fit(
     """
     display = Display(Console(stderr=True) if progress else Console(quiet=True))
     common: dict[str, Any] = dict(
-        plan=plan, device=device, stop_after=stop_after, callbacks=[*callbacks, display], say=display.say
+        plan=plan,
+        axes={} if device is None else {"device": device},
+        stop_after=stop_after,
+        callbacks=[*callbacks, display],
+        say=display.say,
     )
     if not resume:
         path = Path(run) if run else None
@@ -86,18 +91,18 @@ def start(
     loaded: Loaded,
     *,
     run: Path | None = None,
-    plan: Plan | None = None,
-    device: str | None = None,
-    workers: int | None = None,
+    plan: Plan | str | Path | None = None,
+    axes: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     stop_after: str | None = None,
     checkpoint_every: str = "auto",
     callbacks: Sequence[Callback] = (),
     say: Say = lambda line: None,
 ) -> tuple[Run, Ended]:
-    """Starts a new run of a loaded Task."""
+    """Starts a new run of a loaded Task; `axes` are set on top of the plan."""
     began = time.monotonic()
     task = _overridden(loaded.task, overrides)
+    wanted = Wanted.of(plan, axes)
     Cadence.parse(checkpoint_every)
     stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
     path = run or _free(Path("runs") / f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -105,42 +110,41 @@ def start(
     Steering.of(
         task.monitor, task.goal, task.roles.validation is not None
     )  # what can't be watched shows before an hour
-    plan = _with_device(plan or Plan(), device)
-    plan = plan if workers is None else plan.with_axes(workers=workers)
-    program = lower(task, plan, say)
+    program = lowered(task, wanted, say)
+    as_given = replace(program.parts, task=task, roles=task.roles)  # facts are of the Task, not of how it is run
     record = RunRecord(
         name=task.name,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         source=loaded.record,
         overrides=dict(overrides or {}),
-        facts=facts_of(program, loaded.record.digest if loaded.record else ""),
+        facts=facts_of(as_given, loaded.record.digest if loaded.record else ""),
         classes=list(task.classes or task.roles.classes),
         note=task.roles.note,
         checkpoint_every=checkpoint_every,
         versions=versions(),
     )
-    handle = Run.create(path, record, plan, loaded.files)
+    handle = Run.create(path, record, program.parts.plan, loaded.files)
     if task.roles.note:
         say(task.roles.note)
     stop_after_s = None if stop_after_s is None else stop_after_s - (time.monotonic() - began)
-    return handle, _train(handle, task, plan, False, stop_after_s, callbacks, say, program)
+    return handle, _train(handle, task, lambda: program, False, stop_after_s, callbacks, say)
 
 
 def go_on(
     path: Path,
     *,
     task: Task | None = None,
-    plan: Plan | None = None,
-    device: str | None = None,
-    workers: int | None = None,
+    plan: Plan | str | Path | None = None,
+    axes: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     stop_after: str | None = None,
     checkpoint_every: str | None = None,
     callbacks: Sequence[Callback] = (),
     say: Say = lambda line: None,
 ) -> tuple[Run, Ended]:
-    """Goes on with a run where it was stopped or killed."""
+    """Goes on with a run where it was stopped or killed; under another plan from here on, if there is one."""
     handle = Run.open(path)
+    wanted = Wanted.of(handle.plan if plan is None else plan, axes)
     if checkpoint_every is not None:
         Cadence.parse(checkpoint_every)
         handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})
@@ -159,10 +163,12 @@ def go_on(
         f"{name} {then[name]} then, {now} now" for name, now in versions().items() if then.get(name, now) != now
     ]:
         say(f"{', '.join(other)}: the result may differ in its last bits")
-    wanted = handle.plan if plan is None else plan
-    wanted = _with_device(wanted, device) if device is not None else wanted
-    wanted = wanted if workers is None else wanted.with_axes(workers=workers)
-    return handle, _train(handle, task, wanted, True, stop_after_s, callbacks, say, None)
+    return handle, _train(handle, task, lambda: lowered(task, wanted, say), True, stop_after_s, callbacks, say)
+
+
+def considered(loaded: Loaded, base: Plan, overrides: Mapping[str, Any] | None = None) -> Considered:
+    """What `--plan auto` makes of a loaded Task on this machine; the axes set in making `base` are kept."""
+    return consider(_overridden(loaded.task, overrides), base)
 
 
 def _check_overrides(handle: Run, task: Task, overrides: Mapping[str, Any]) -> None:
@@ -185,21 +191,22 @@ def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
 def _train(
     handle: Run,
     task: Task,
-    plan: Plan,
+    first: Callable[[], Program],
     resume: bool,
     stop_after_s: float | None,
     callbacks: Sequence[Callback],
     say: Say,
-    program: Program | None,
 ) -> Ended:
-    ready = [program] if program is not None else []
-
-    def relower() -> Program:
-        return ready.pop() if ready else lower(task, plan, say)
-
+    """Trains in the run's folder, beginning with the Program that `first` makes."""
     handle.lock()
     before, events = Run.open(handle.path), len(handle.journal())
     try:
+        ready = [first()]
+        plan = ready[0].parts.plan
+
+        def relower() -> Program:
+            return ready.pop() if ready else lower(task, plan)
+
         changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every")}
         handle.keep(plan=plan, record=before.record.model_copy(update=changed))
         handle.task = task
@@ -211,7 +218,7 @@ def _train(
             callbacks=[*task.callbacks, draw_curves, *_tensorboard(task, say), *callbacks],
             say=say,
         )
-    except RunError:
+    except HotloopError:
         if len(handle.journal()) == events:  # what couldn't even begin leaves the run as it was
             handle.keep(plan=before.plan, record=before.record)
         raise
@@ -281,7 +288,7 @@ def predict(
     """
     handle = _opened(run)
     owner = task_of(handle, task)
-    place = check_device(_with_device(Plan(), device).device)
+    place = check_device(placed(Plan(), device).device)
     model = trained_model(owner, choose_weights(handle, weights, say).state, place)
     return answers_to(owner, model, x, handle.record.facts, place, progress)
 
@@ -311,7 +318,7 @@ def evaluate(
         DataError: there is no such data.
     """
     handle = _opened(run)
-    plan = _with_device(Plan(workers=handle.plan.workers), device)
+    plan = placed(Plan(workers=handle.plan.workers), device)
     chosen = choose_weights(handle, weights, say)
     program = lower(task_of(handle, task), plan)
     try:
@@ -381,13 +388,6 @@ def task_of(run: Run, task: Task | None = None) -> Task:
 def _overridden(task: Task, overrides: Mapping[str, Any] | None) -> Task:
     changed = {key: value for key, value in (overrides or {}).items() if getattr(task, key) != value}
     return replace(task, **changed) if changed else task
-
-
-def _with_device(plan: Plan, device: str | None) -> Plan:
-    """The plan on the device asked for; without a word, on this machine's accelerator if there is one."""
-    if device is None and "device" not in plan.model_fields_set:
-        device = next((name for name in devices() if name != "cpu"), "cpu")
-    return plan.with_axes(device=str(check_device(plan.device if device is None else device)))
 
 
 def versions() -> dict[str, str]:

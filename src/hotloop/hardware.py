@@ -163,6 +163,15 @@ class Hardware(_Record):
         """The device of that name; None if this machine has none."""
         return next((device for device in self.devices if device.name == name), None)
 
+    @property
+    def compiler_remedy(self) -> str:
+        """How to get a C++ compiler here."""
+        if self.system.startswith("Darwin"):
+            return "run xcode-select --install"
+        if self.system.startswith("Windows"):
+            return "install the Build Tools for Visual Studio and start from their command prompt"
+        return "install g++, such as with apt-get install g++"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, with the format's name and version."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}

@@ -116,7 +116,7 @@ class _Loop:
         if resume:
             self._go_back()
         else:
-            self.run.log("start", step=0)
+            self.run.log("start", step=0, plan=self.run.plan.brief())
         self.run.mark(self.program.position.step)
         self.run.write_metrics(self.history)
         # Roughly what a checkpoint will hold: parameters, and optimizer state of twice their size.
@@ -138,9 +138,9 @@ class _Loop:
             self.say("no checkpoint yet: starting from the beginning")
         if found is not None and self.program.parts.roles.order is None:
             self.say("the data has an order of its own: what was seen is skipped, and the result may come out another")
-        step = self.program.position.step
+        step, plan = self.program.position.step, self.run.plan.brief()
         repeated = max(0, self.run.reached() - step)
-        self.run.log("resume", step=step, file=path.name if found else None, repeated_at_most=repeated)
+        self.run.log("resume", step=step, plan=plan, file=path.name if found else None, repeated_at_most=repeated)
 
     def train(self) -> str:
         """Runs spans until something says stop; returns why."""

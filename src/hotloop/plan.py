@@ -65,6 +65,11 @@ class Plan(BaseModel):
         """This plan with some axes changed."""
         return Plan(**{**self.model_dump(), **axes})
 
+    def brief(self) -> str:
+        """The axes that differ from the baseline, on one line: `device=cuda:0 compile=step`."""
+        changed = [f"{axis}={value}" for axis, value in self.model_dump().items() if value != getattr(BASELINE, axis)]
+        return " ".join(changed) or "baseline"
+
     def to_toml(self) -> str:
         """The plan as TOML; axes left to their default None are left out, since TOML has no null."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))

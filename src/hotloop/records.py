@@ -69,6 +69,12 @@ class TaskFacts(Record):
         exact: whether order and draws follow from the seed alone.
         order: hash of what decides the order of the data and which of it is held out.
         fingerprint: hash of the source, the model's parameters by name and shape, and the sizes above.
+        optimizer: its class.
+        implementations: those of `forloop`, `foreach` and `fused` that the optimizer can be switched to.
+        closure: whether the optimizer asks for the loss itself, as LBFGS does.
+        images: whether an input or a parameter has the 4 or 5 dimensions of images.
+        data_bytes: of the training data, where it lies in memory as arrays.
+        steps: of the whole run; None for a stream of unknown length.
     """
 
     version: int = 1
@@ -82,6 +88,12 @@ class TaskFacts(Record):
     exact: bool
     order: str = ""
     fingerprint: str
+    optimizer: str = ""
+    implementations: list[str] = []
+    closure: bool = False
+    images: bool = False
+    data_bytes: int | None = None
+    steps: int | None = None
 
 
 class RunRecord(Record):

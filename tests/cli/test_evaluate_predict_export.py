@@ -41,7 +41,9 @@ def folder(tmp_path_factory) -> Path:
     from hotloop import api
     from hotloop.taskfile import load_task
 
-    api.start(load_task(str(folder / "digits_of_a_test.py"), {"width": "9"}), run=folder / "run", device="cpu")
+    api.start(
+        load_task(str(folder / "digits_of_a_test.py"), {"width": "9"}), run=folder / "run", axes={"device": "cpu"}
+    )
     (folder / "digits_of_a_test.py").unlink()
     x, _ = library.data.digits().test
     np.save(folder / "images.npy", x.numpy())

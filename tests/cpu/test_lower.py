@@ -27,7 +27,7 @@ from torch.utils.data import (
 import hotloop
 from hotloop.data.tree import to_device
 from hotloop.errors import DataError, TaskError
-from hotloop.facts import facts_of
+from hotloop.lowering.facts import facts_of
 from hotloop.rng import Streams
 from hotloop.state import State, differences
 from tests.cpu.programs import (
@@ -475,13 +475,13 @@ def test_other_loaders_run_as_they_are_and_resume_by_skipping(name: str) -> None
     batch_size = None if isinstance(data, DataLoader) else 5
     task = a_task(data=data, batch_size=batch_size)
     assert_resumes(task)
-    facts = facts_of(hotloop.lower(task))
+    facts = facts_of(hotloop.lower(task).parts)
     assert not facts.exact and facts.data == "Stream" and facts.samples is None
 
 
 @pytest.mark.parametrize("data", [labelled(), Drawing(), DataLoader(Drawing(), batch_size=5)])
 def test_what_follows_from_the_seed_is_exact(data: Any) -> None:
-    assert facts_of(hotloop.lower(a_task(data=data))).exact
+    assert facts_of(hotloop.lower(a_task(data=data)).parts).exact
 
 
 def test_the_users_sampler_decides() -> None:

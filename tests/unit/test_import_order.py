@@ -25,6 +25,9 @@ ORDER = (
     "plan",
     "hardware",
     "records",
+    "feasible",
+    "rules",
+    "wanted",
     "files",
     "npy",
     "rng",
@@ -50,7 +53,7 @@ ORDER = (
     "state",
     "probe/",
     "lowering/",
-    "facts",
+    "choosing",
     "checkpoint",
     "run",
     "view",
@@ -70,6 +73,7 @@ ORDER = (
     "cli/common",
     "cli/devices",
     "cli/train",
+    "cli/plan",
     "cli/evaluate",
     "cli/predict",
     "cli/export",
@@ -80,7 +84,19 @@ ORDER = (
 WIRING = ("__init__", "__main__")
 
 # Importing these, and so all that they import at once, must not import torch.
-TORCH_FREE = ("__init__", "__main__", "errors", "plan", "hardware", "records", "report/", "cli/")
+TORCH_FREE = (
+    "__init__",
+    "__main__",
+    "errors",
+    "plan",
+    "hardware",
+    "records",
+    "feasible",
+    "rules",
+    "wanted",
+    "report/",
+    "cli/",
+)
 
 MAX_LINES = 400
 

@@ -41,6 +41,15 @@ Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:1, mps or xpu.", show_default="the accelerator, else cpu")
 ]
 
+Param = Annotated[
+    list[str] | None,
+    typer.Option("--param", "-p", help="name=value for a task(...) that is a function; repeatable."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="axis=value of the plan, such as compile=step; repeatable."),
+]
+
 
 class Weights(StrEnum):
     """Of a run."""
@@ -177,3 +186,18 @@ def pairs(texts: list[str]) -> dict[str, str]:
         if "=" not in text:
             raise typer.BadParameter(f"{text!r} is not of the form name=value")
     return {name.strip(): value.strip() for name, _, value in (text.partition("=") for text in texts)}
+
+
+def axes(settings: list[str] | None, **short: object) -> dict[str, str]:
+    """The axes of a plan given by `--set` and by options of their own, which are None where they weren't given.
+
+    Raises:
+        typer.BadParameter: an axis is given twice, with different values.
+    """
+    found: dict[str, str] = {}
+    given = [f"{axis}={value}" for axis, value in short.items() if value is not None]
+    for text in [*(settings or []), *given]:
+        for axis, value in pairs([text]).items():
+            if found.setdefault(axis, value) != value:
+                raise typer.BadParameter(f"{axis} is given as {found[axis]} and as {value}")
+    return found

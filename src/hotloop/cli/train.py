@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hotloop.cli.common import AsJson, console, guarded, pairs, print_json, stdout_for
+from hotloop.cli.common import AsJson, Param, Set, axes, console, guarded, pairs, print_json, stdout_for
 from hotloop.sources import file_named, split
 
 
@@ -26,10 +26,15 @@ def train(
     epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random, instead of the Task's.")] = None,
-    param: Annotated[
-        list[str] | None,
-        typer.Option("--param", "-p", help="name=value for a task(...) that is a function; repeatable."),
+    param: Param = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            help="How to run it: auto, baseline (eager fp32) or a TOML file.",
+            show_default="baseline, or the run's own",
+        ),
     ] = None,
+    settings: Set = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default the accelerator, else cpu.")
     ] = None,
@@ -52,6 +57,8 @@ def train(
     hotloop train --resume runs/first
     hotloop train examples/fashion.py --stop-after 11h      stops cleanly, resumable
     hotloop train examples/fashion.py -p width=0.5          sets a parameter of the file's task(width=...)
+    hotloop train examples/fashion.py --plan auto           chosen by rules; see hotloop plan
+    hotloop train examples/fashion.py --set compile=step    one axis of the plan
 
     Ctrl-C and SIGTERM save and stop. Exit code 0: finished, or stopped by --stop-after.
     """
@@ -60,8 +67,13 @@ def train(
     if resume is not None and (run is not None or param):
         raise typer.BadParameter("--run and --param are for a new run; --resume keeps those of the run")
     given = pairs(param or [])
+    on_top = axes(settings, device=device, workers=workers)
     if task is not None:
         file_named(split(task)[0])  # a wrong path shows at once, before the seconds that importing torch takes
+
+    from hotloop.wanted import Wanted
+
+    Wanted.of(plan, on_top)  # and so does a wrong plan
 
     from hotloop import api
     from hotloop.report.progress import Display
@@ -70,7 +82,7 @@ def train(
     display = Display(console)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size, seed=seed).items() if v is not None}
     common: dict[str, Any] = dict(
-        overrides=overrides, device=device, workers=workers, stop_after=stop_after, callbacks=[display], say=display.say
+        overrides=overrides, plan=plan, axes=on_top, stop_after=stop_after, callbacks=[display], say=display.say
     )
     with stdout_for(as_json):
         try:

@@ -9,6 +9,8 @@ from hotloop.data.feed import Feed, Treatment, open_feed
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.compiled import CompiledStep
+from hotloop.feasible import check, is_plain
+from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout
 from hotloop.lowering.precision import in_precision
@@ -18,7 +20,7 @@ from hotloop.lowering.step import EagerStep
 from hotloop.lowering.threads import with_threads
 from hotloop.lowering.update import with_implementation
 from hotloop.plan import BASELINE, Plan
-from hotloop.probe import check_device
+from hotloop.probe import check_device, here
 from hotloop.rng import preserved
 from hotloop.task import Task
 
@@ -46,8 +48,8 @@ def lower(task: Task, plan: Plan = BASELINE, say: Callable[[str], None] = lambda
         say: is told what the user should know of it, such as what was read into memory.
 
     Raises:
-        PlanError: the Task can't be run that way.
         DeviceError: the plan's device isn't on this machine.
+        PlanError: the plan can't be run for this Task on this machine.
         TaskError, DataError: the Task's parts can't be built, or don't fit together.
         MemoryExhausted: model and data alone are too large.
     """
@@ -55,6 +57,7 @@ def lower(task: Task, plan: Plan = BASELINE, say: Callable[[str], None] = lambda
     try:
         with preserved():
             parts = replace(Ingredients.of(task, plan), say=say)
+            _check(parts)
             for transform in TRANSFORMS:
                 parts = transform(parts)
             for note in parts.notes:
@@ -84,6 +87,13 @@ def _checked(program: Program) -> Program:
     if step.compile != "none":
         program.prepare(batch, samples)
     return program
+
+
+def _check(parts: Ingredients) -> None:
+    """Refuses what can't be run; the baseline can, so nobody has to look at the machine for it."""
+    if not is_plain(parts.plan):
+        device = str(check_device(parts.plan.device))
+        check(parts.plan.with_axes(device=device), facts_of(parts), here(device))
 
 
 def _feed(parts: Ingredients) -> Feed:

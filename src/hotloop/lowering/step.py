@@ -48,7 +48,7 @@ class EagerStep:
             self._average = get_ema_multi_avg_fn(task.average)
             self._averaged = [v for v in model.parameters() if v.requires_grad]
         self.draws = StepDraws(task.seed, parts.device)
-        self._needs_closure = _needs_closure(self.optimizer)
+        self._needs_closure = needs_closure(self.optimizer)
         self._checked = False
         self.sums: dict[str, Any] = {}
         self.reset_sums()
@@ -226,7 +226,7 @@ class EagerStep:
             )
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer.step` can't be called without a closure, as LBFGS's can't."""
     step = inspect.unwrap(type(optimizer).step)
     closure = inspect.signature(step).parameters.get("closure")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hotloop.hardware import Hardware, Speed
+from hotloop.hardware import Device, Hardware, Speed
 from hotloop.probe import cache, machine, speed
 from hotloop.probe.names import check_device, devices
 
-__all__ = ["Progress", "check_device", "devices", "probe"]
+__all__ = ["Progress", "check_device", "devices", "here", "probe"]
 
 Progress = Callable[[str, int, int], None]
 """Called with what is measured next, how many figures are done, and how many there are in all."""
@@ -59,6 +59,26 @@ def probe(device: str | None = None, *, refresh: bool = False, progress: Progres
         compiler=machine.compiler(),
         unused_gpus=() if any(name.startswith("cuda") for name in devices()) else tuple(gpus),
         notes=tuple(notes),
+    )
+
+
+def here(device: str = "cpu") -> Hardware:
+    """The facts of this machine that take no time: nothing is measured, and no other program is asked.
+
+    The CPU and `device`, a name that `check_device` gave, are described; others are named only, since asking an
+    accelerator for its memory takes some of it.
+    """
+    processor = machine.processor()
+    described = ("cpu", device)
+    return Hardware(
+        system=machine.system(),
+        processor=processor,
+        devices=tuple(
+            machine.describe(name, processor.vectors) if name in described else Device(name, name.partition(":")[0])
+            for name in devices()
+        ),
+        versions=machine.versions(None),
+        compiler=machine.compiler(),
     )
 
 

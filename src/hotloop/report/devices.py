@@ -107,7 +107,7 @@ def advice(hardware: Hardware) -> str:
     """One line of plain English: what to train on here, and what is missing."""
     words = _where_to_train(hardware)
     if hardware.compiler is None:
-        words += f" torch.compile needs a C++ compiler for the CPU, and there is none: {_get_compiler(hardware)}."
+        words += f" torch.compile needs a C++ compiler for the CPU, and there is none: {hardware.compiler_remedy}."
     return words
 
 
@@ -149,11 +149,3 @@ def _idle(hardware: Hardware) -> str:
         f"There is a GPU here ({gpu}), but {torch} can't use it: update its driver, and check that "
         "CUDA_VISIBLE_DEVICES doesn't hide it."
     )
-
-
-def _get_compiler(hardware: Hardware) -> str:
-    if hardware.system.startswith("Darwin"):
-        return "run xcode-select --install"
-    if hardware.system.startswith("Windows"):
-        return "install the Build Tools for Visual Studio and start from their command prompt"
-    return "install g++, such as with apt-get install g++"

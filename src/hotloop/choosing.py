@@ -1,0 +1,117 @@
+"""From what was asked for to a Program: a plan asked for by name runs or is an error; `auto` goes down its list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hotloop.errors import DeviceError, PlanError
+from hotloop.feasible import Refused, check, refused, settings
+from hotloop.hardware import Device, Hardware
+from hotloop.lowering import Program, lower
+from hotloop.lowering.facts import facts_of
+from hotloop.lowering.ingredients import Ingredients
+from hotloop.plan import Plan
+from hotloop.probe import check_device, devices, here
+from hotloop.records import TaskFacts
+from hotloop.rng import preserved
+from hotloop.rules import Choice, passed_over, ranked
+from hotloop.task import Task
+from hotloop.wanted import Wanted
+
+Say = Callable[[str], None]
+
+
+def placed(plan: Plan, device: str | None = None) -> Plan:
+    """The plan on the device asked for; without a word, on this machine's accelerator if there is one.
+
+    Raises:
+        DeviceError: there is no such device here.
+    """
+    if device is None and "device" not in plan.model_fields_set:
+        device = next((name for name in devices() if name != "cpu"), "cpu")
+    return plan.with_axes(device=str(check_device(plan.device if device is None else device)))
+
+
+def lowered(task: Task, wanted: Wanted, say: Say = lambda line: None) -> Program:
+    """The Task under the plan that was asked for; `auto` takes the first of its plans that can be lowered.
+
+    Args:
+        say: is told what `auto` chose, and what it had to pass over.
+
+    Raises:
+        PlanError: the plan can't be run here, and it was asked for by name.
+    """
+    if not wanted.auto:
+        return lower(task, placed(wanted.plan))
+    considered = consider(task, wanted.plan)
+    for line in considered.passed_over:
+        say(f"auto passes over {line}")
+    program, plan = _first_lowered(task, considered.choices, say)
+    say(f"auto: {plan.brief()}")
+    return program
+
+
+def _first_lowered(task: Task, choices: list[Choice], say: Say) -> tuple[Program, Plan]:
+    """Whatever keeps a plan from being lowered is said once, for the first of them."""
+    problem = ""
+    for choice in choices:
+        try:
+            program = lower(task, choice.plan)
+        except DeviceError:
+            raise
+        except PlanError as error:
+            if choice is choices[-1]:
+                raise
+            problem = problem or f"auto passes over {choice.plan.brief()}: {error.given}"
+            continue
+        if problem:
+            say(problem)
+        return program, choice.plan
+    raise AssertionError("the rules always name the baseline")
+
+
+@dataclass(frozen=True)
+class Considered:
+    """What `auto` makes of a Task on this machine.
+
+    Attributes:
+        choices: best first; the last is the baseline.
+        passed_over: what should pay but can't be run here, each with the reason.
+        refused: values of each axis that can't be run here, starting from the baseline.
+    """
+
+    choices: list[Choice]
+    passed_over: list[str]
+    refused: list[Refused]
+    device: Device
+
+
+def consider(task: Task, base: Plan) -> Considered:
+    """What the rules of `auto` say; the axes set in making `base` are kept.
+
+    Raises:
+        PlanError: those axes can't be run here.
+    """
+    plain = placed(base)
+    base = Plan(**{axis: getattr(plain, axis) for axis in base.model_fields_set})
+    facts, hardware = known(task, plain)
+    check(plain, facts, hardware)
+    found = hardware.device(plain.device)
+    assert found is not None
+    return Considered(
+        choices=ranked(facts, hardware, base),
+        passed_over=[
+            f"{settings(plain.with_axes(**{wish.axis: wish.value}), problem)}: {problem.reason}"
+            for wish, problem in passed_over(facts, hardware, base)
+        ],
+        refused=refused(plain, facts, hardware),
+        device=found,
+    )
+
+
+def known(task: Task, plan: Plan) -> tuple[TaskFacts, Hardware]:
+    """The facts that tell whether plans on the device of `plan` can be run, before any is lowered."""
+    with preserved():
+        facts = facts_of(Ingredients.of(task, plan))
+    return facts, here(plan.device)

@@ -1,0 +1,257 @@
+"""(Plan, TaskFacts, Hardware) -> what can't be run, why, and what to do instead. Nothing is asked and nothing chosen.
+
+Each rule is a function that yields violations; `RULES` holds them, the most fundamental first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from hotloop.errors import DeviceError, PlanError
+from hotloop.hardware import Device, Hardware
+from hotloop.plan import BASELINE, Plan
+from hotloop.records import TaskFacts
+
+_SHOWN = 3
+"""Violations named in an error, which is one line."""
+
+_WHOLE = ("step", "package")
+"""Values of `compile` that take in the update."""
+
+_NOT_YET = "this version doesn't lower it yet"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Why a plan can't be run.
+
+    Attributes:
+        axes: those whose values don't go with the Task, the machine, or each other; the one to change first.
+        reason: a clause in plain words.
+        fix: what to do, beginning with a verb.
+    """
+
+    axes: tuple[str, ...]
+    reason: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A value of one axis that can't be run in a plan."""
+
+    axis: str
+    value: Any
+    violation: Violation
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rule looks at; `device` is the plan's."""
+
+    plan: Plan
+    facts: TaskFacts
+    hardware: Hardware
+    device: Device
+
+
+Rule = Callable[[Case], Iterator[Violation]]
+
+
+def violations(plan: Plan, facts: TaskFacts, hardware: Hardware) -> list[Violation]:
+    """All that keeps the plan from being run for this Task on this machine; empty if nothing does."""
+    device = device_of(plan, hardware)
+    if device is None:
+        return [_absent(plan, hardware)]
+    case = Case(plan, facts, hardware, device)
+    return [found for rule in RULES for found in rule(case)]
+
+
+def check(plan: Plan, facts: TaskFacts, hardware: Hardware) -> None:
+    """Refuses a plan that can't be run.
+
+    Raises:
+        PlanError: naming the first violations, with what to do.
+    """
+    found = violations(plan, facts, hardware)[:_SHOWN]
+    if found:
+        kind = DeviceError if found[0].axes == ("device",) else PlanError
+        reasons = [f"{settings(plan, one)} can't be run here: {one.reason}" for one in found]
+        raise kind("; ".join(reasons), fix="; ".join(dict.fromkeys(one.fix for one in found)))
+
+
+def settings(plan: Plan, violation: Violation) -> str:
+    """The values that a violation is about: `precision=fp16 with device=cpu`."""
+    return " with ".join(f"{axis}={getattr(plan, axis)}" for axis in violation.axes)
+
+
+def is_plain(plan: Plan) -> bool:
+    """Whether the plan is the baseline but for where it runs, which any device can."""
+    where = ("device", "workers", "threads")
+    return plan.with_axes(**{axis: getattr(BASELINE, axis) for axis in where}) == BASELINE
+
+
+def refused(plan: Plan, facts: TaskFacts, hardware: Hardware) -> list[Refused]:
+    """The values of each axis that can't be run where all other axes are as in `plan`."""
+    found = []
+    for axis, values in _alternatives(hardware).items():
+        for value in values:
+            other = plan.with_axes(**{axis: value})
+            about = [one for one in violations(other, facts, hardware) if axis in one.axes]
+            found += [Refused(axis, value, about[0])] if about else []
+    return found
+
+
+def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
+    """Values to try, one axis at a time; of numbers, one that stands for the others."""
+    kinds = {device.kind for device in hardware.devices}
+    named = {
+        axis: get_args(Plan.model_fields[axis].annotation)
+        for axis in ("precision", "layout", "residency", "compile", "optimizer")
+    }
+    missing = tuple(kind for kind in ("cuda", "mps", "xpu") if kind not in kinds)
+    return {"device": missing, **named, "graphs": ("step", 8), "accumulation": (2,)}
+
+
+def device_of(plan: Plan, hardware: Hardware) -> Device | None:
+    """The machine's device of the plan's name; `cuda` without a number is the first of its kind."""
+    alike = (device for device in hardware.devices if plan.device == device.kind)
+    return hardware.device(plan.device) or next(alike, None)
+
+
+def _absent(plan: Plan, hardware: Hardware) -> Violation:
+    names = ", ".join(device.name for device in hardware.devices)
+    return Violation(("device",), f"this machine has {names}", f"use --device {hardware.devices[0].name}")
+
+
+# --- precision, layout
+
+
+def _arithmetic(case: Case) -> Iterator[Violation]:
+    """Formats that the device has no instructions for."""
+    plan, device, axes = case.plan, case.device, ("precision", "device")
+    fix = "use precision=fp32"
+    if plan.precision == "fp16" and device.kind == "cpu":
+        yield Violation(axes, "on a CPU there is no loss scaling, and no fp16 arithmetic that would be faster", fix)
+    elif plan.precision != "fp32" and plan.precision not in device.precisions:
+        yield Violation(axes, _LACKING[plan.precision].format(device=device.name), fix)
+
+
+_LACKING = {
+    "tf32": "{device} has no tf32 arithmetic, which GPUs of NVIDIA have from Ampere on",
+    "bf16": "{device} has no bf16 instructions (a CPU: avx512_bf16, amx_bf16 or ARM's bf16), so it would only be slow",
+    "fp16": "{device} has no fp16 arithmetic",
+}
+
+
+def _images(case: Case) -> Iterator[Violation]:
+    if case.plan.layout == "channels_last" and not case.facts.images:
+        reason = "no input and no parameter has the 4 or 5 dimensions of images"
+        yield Violation(("layout",), reason, "use layout=contiguous")
+
+
+# --- data
+
+
+def _resident(case: Case) -> Iterator[Violation]:
+    """Data that can't be read into memory, or has no room on the device."""
+    residency, facts, free = case.plan.residency, case.facts, case.device.memory_free
+    if residency != "stream" and facts.data == "Stream":
+        reason = "the data is a stream with an order of its own, which can't be read once and kept"
+        yield Violation(("residency",), reason, "use residency=stream, or give a map-style data set or arrays")
+    wanted = (facts.data_bytes or 0) if residency == "device" and case.device.is_accelerator else 0
+    if free is not None and wanted > free.value:
+        sizes = f"the data takes {_gib(wanted)} and {case.device.name} has {_gib(free.value)} free"
+        yield Violation(("residency", "device"), sizes, "use residency=host")
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.3g} GiB"
+
+
+# --- compile
+
+
+def _compiler(case: Case) -> Iterator[Violation]:
+    if case.plan.compile != "none" and case.device.kind == "cpu" and case.hardware.compiler is None:
+        reason = "compiling for the CPU needs a C++ compiler, and there is none"
+        yield Violation(("compile",), reason, f"{case.hardware.compiler_remedy}, or use compile=none")
+
+
+def _compiled_step(case: Case) -> Iterator[Violation]:
+    """What a step that is compiled as a whole can't hold."""
+    plan, facts = case.plan, case.facts
+    if plan.compile not in _WHOLE:
+        return
+    fix = "use compile=forward or compile=none"
+    if facts.closure:
+        yield Violation(("compile",), f"{facts.optimizer} calls the loss itself, as often as it likes", fix)
+    if plan.compile == "package" and case.device.kind != "cpu":
+        yield Violation(("compile", "device"), f"a package is for the CPU: {_NOT_YET} elsewhere", "use compile=step")
+    if plan.accumulation > 1:
+        yield Violation(("compile", "accumulation"), _NOT_YET, "use accumulation=1, or compile=forward")
+    if plan.precision == "fp16":
+        yield Violation(("compile", "precision"), _NOT_YET, "use precision=bf16, or compile=forward")
+
+
+# --- graphs
+
+
+def _graphs(case: Case) -> Iterator[Violation]:
+    plan, facts = case.plan, case.facts
+    if plan.graphs == "none":
+        return
+    fix = "use graphs=none"
+    if case.device.kind != "cuda":
+        yield Violation(("graphs", "device"), f"graphs are CUDA's, and {case.device.name} has none", fix)
+    if plan.graphs != "step" and plan.residency != "device":
+        reason = "several steps in one replay cut their batches on the device, so the data must lie there"
+        yield Violation(("graphs", "residency"), reason, "use residency=device, or graphs=step")
+    if facts.closure:
+        yield Violation(("graphs",), f"{facts.optimizer} calls the loss itself, as often as it likes", fix)
+
+
+def _graphs_unproven(case: Case) -> Iterator[Violation]:
+    """Goes away when graphs are lowered."""
+    if case.plan.graphs != "none" and case.device.kind == "cuda":
+        reason = f"{_NOT_YET}: graphs were written for CUDA and are unproven"
+        yield Violation(("graphs",), reason, "use graphs=none")
+
+
+# --- update
+
+
+def _implementation(case: Case) -> Iterator[Violation]:
+    wanted, facts = case.plan.optimizer, case.facts
+    if wanted == "default" or wanted in facts.implementations:
+        return
+    reason = f"{facts.optimizer} has no such implementation"
+    if facts.implementations:
+        yield Violation(("optimizer",), reason, f"use one of: default, {', '.join(facts.implementations)}")
+    else:
+        yield Violation(("optimizer",), f"{reason}, and no other to choose from", "use optimizer=default")
+
+
+def _pieces(case: Case) -> Iterator[Violation]:
+    pieces, facts = case.plan.accumulation, case.facts
+    if pieces > facts.batch_size:
+        reason = f"a batch of {facts.batch_size} can't be cut into {pieces} pieces"
+        yield Violation(("accumulation",), reason, f"use at most accumulation={facts.batch_size}")
+    if pieces > 1 and facts.closure:
+        reason = f"{facts.optimizer} calls the loss itself, and wants that of the whole batch"
+        yield Violation(("accumulation",), reason, "use accumulation=1")
+
+
+RULES: tuple[Rule, ...] = (
+    _arithmetic,
+    _images,
+    _resident,
+    _compiler,
+    _compiled_step,
+    _graphs,
+    _implementation,
+    _pieces,
+    _graphs_unproven,
+)

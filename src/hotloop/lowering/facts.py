@@ -1,0 +1,86 @@
+"""TaskFacts: what is known of a Task without running it for long."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotloop.data.feed import peek
+from hotloop.data.roles import Roles
+from hotloop.data.source import Stream, Table
+from hotloop.data.tree import inputs_of, tensors
+from hotloop.errors import TaskError, calling
+from hotloop.lowering.ingredients import Ingredients, count_parameters, input_shapes
+from hotloop.lowering.step import needs_closure
+from hotloop.records import TaskFacts
+from hotloop.task import Parameters, Task
+
+_IMAGES = (4, 5)
+"""Dimensions of a batch of images or volumes, and of the weights of a convolution over them."""
+
+
+def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
+    """Facts of the Task that `parts` are of; `source_digest` is the hash of its source, where there is one."""
+    roles, model = parts.roles, parts.model
+    batch = peek(roles)
+    parameters, trainable = count_parameters(model)
+    known: dict[str, Any] = {
+        "parameters": parameters,
+        "trainable": trainable,
+        "samples": None if isinstance(roles.train, Stream) else len(roles.train),
+        "batches": roles.batches,
+        "batch_size": roles.batch_size,
+        "inputs": input_shapes(batch),
+        "data": type(roles.train).__name__,
+        "exact": roles.exact,
+        "order": roles.digest,
+    }
+    shapes = [(name, list(value.shape), str(value.dtype)) for name, value in model.named_parameters()]
+    text = json.dumps([known, shapes, source_digest], sort_keys=True)
+    dimensions = {value.ndim for value in [*tensors(inputs_of(batch)), *model.parameters()]}
+    return TaskFacts(
+        **known,
+        fingerprint=hashlib.sha256(text.encode()).hexdigest(),
+        **_of_optimizer(parts.task, model),
+        images=not dimensions.isdisjoint(_IMAGES),
+        data_bytes=roles.train.nbytes() if isinstance(roles.train, Table) else None,
+        steps=_steps(parts.task, roles),
+    )
+
+
+def _steps(task: Task, roles: Roles) -> int | None:
+    return None if roles.batches is None else roles.batches * task.epochs
+
+
+def _of_optimizer(task: Task, model: nn.Module) -> dict[str, Any]:
+    optimizer = _trial(task, model)
+    switches = [name for name in ("foreach", "fused") if all(name in group for group in optimizer.param_groups)]
+    return {
+        "optimizer": type(optimizer).__name__,
+        "implementations": ["forloop", *switches] if switches else [],
+        "closure": needs_closure(optimizer),
+    }
+
+
+def _trial(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer to look at, over stand-ins for the parameters: a factory may put hooks on what it is given."""
+    try:
+        optimizer = calling("the optimizer factory", task.optimizer, _stand_ins(model))
+    except TaskError:  # it compares them with those of the model
+        return task.build_optimizer(model)
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else task.build_optimizer(model)
+
+
+def _stand_ins(model: nn.Module) -> Parameters:
+    """Like the trainable parameters, but each with the memory of a single number."""
+    parameters = Parameters(model)
+    parameters.named = {
+        name: nn.Parameter(torch.zeros((), dtype=value.dtype).expand(value.shape))
+        for name, value in parameters.named.items()
+    }
+    parameters[:] = parameters.named.values()
+    return parameters

@@ -1,0 +1,122 @@
+"""The written rules of `--plan auto`: what to run a Task with, best first, without measuring anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from hotloop.feasible import Violation, device_of, violations
+from hotloop.hardware import Hardware
+from hotloop.plan import BASELINE, Plan
+from hotloop.records import TaskFacts
+
+COMPILED_FROM_STEPS = 20_000
+"""A compilation takes 10 to 30 s, which a run of fewer steps hardly gets back."""
+
+_SHARE = 0.5
+"""Of a device's free memory, for the data; the rest is for model, activations and workspaces."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan that can be run here, and a sentence for each thing that speaks for it."""
+
+    plan: Plan
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One change to the baseline that should pay."""
+
+    axis: str
+    value: str
+    why: str
+
+
+def ranked(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Choice]:
+    """The feasible plans that the rules allow, best first; the last is the baseline on its device.
+
+    Axes that were set in making `base` are kept; empty if they can't be run. Nothing here reduces the precision.
+    """
+    plain, reasons = _placed(hardware, base), tuple(_reasons(facts, hardware, base))
+    if violations(plain, facts, hardware):
+        return []
+    wishes = [wish for wish in _wishes(facts, hardware, base) if not violations(_with(plain, wish), facts, hardware)]
+    choices = []
+    # The wish named last is the likeliest to fail when it is lowered, so it's the first to be given up.
+    for given_up in range(len(wishes) + 1):
+        for dropped in combinations(reversed(wishes), given_up):
+            kept = [wish for wish in wishes if wish not in dropped]
+            plan = _with(plain, *kept)
+            if not violations(plan, facts, hardware):
+                choices.append(Choice(plan, (*reasons, *(wish.why for wish in kept))))
+    return choices
+
+
+def passed_over(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[tuple[Wish, Violation]]:
+    """What should pay but can't be run here, with the first reason."""
+    plain = _placed(hardware, base)
+    found = ((wish, violations(_with(plain, wish), facts, hardware)) for wish in _wishes(facts, hardware, base))
+    return [(wish, problems[0]) for wish, problems in found if problems]
+
+
+def _placed(hardware: Hardware, base: Plan) -> Plan:
+    """The baseline with the axes that were set, on the device of the rules unless one was set."""
+    kept = {axis: getattr(base, axis) for axis in base.model_fields_set}
+    accelerator = next((device.name for device in hardware.devices if device.is_accelerator), "cpu")
+    return BASELINE.with_axes(**{"device": accelerator, **kept})
+
+
+def _with(plan: Plan, *wishes: Wish) -> Plan:
+    return plan.with_axes(**{wish.axis: wish.value for wish in wishes})
+
+
+def _wishes(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[Wish]:
+    """The changes that the rules propose, for axes that weren't set, whether they can be run or not."""
+    plain = _placed(hardware, base)
+    every = (*_update(facts), *_data(facts, hardware, plain), *_compilation(facts, hardware, plain))
+    yield from (wish for wish in every if wish.axis not in base.model_fields_set)
+
+
+def _update(facts: TaskFacts) -> Iterator[Wish]:
+    for name, how in (("fused", "one kernel"), ("foreach", "operations over lists of parameters")):
+        if name in facts.implementations:
+            yield Wish("optimizer", name, f"optimizer={name}: the update of {facts.optimizer} as {how}")
+            return
+
+
+def _data(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
+    device = device_of(plan, hardware)
+    free = device.memory_free if device is not None and device.is_accelerator else None
+    if facts.data == "Samples":
+        yield Wish("residency", "host", "residency=host: samples are loaded once, and not again in each epoch")
+    elif free is not None and facts.data_bytes is not None and facts.data_bytes <= _SHARE * free.value:
+        yield Wish("residency", "device", f"residency=device: the data fits into the memory of {plan.device}")
+
+
+def _compilation(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
+    device = device_of(plan, hardware)
+    value = {"cpu": "package", "cuda": "step"}.get(device.kind if device else "")
+    if value and _long(facts):
+        yield Wish("compile", value, f"compile={value}: with {facts.steps:,} steps a compilation has time to pay")
+
+
+def _long(facts: TaskFacts) -> bool:
+    return facts.steps is not None and facts.steps >= COMPILED_FROM_STEPS
+
+
+def _reasons(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[str]:
+    """Why the baseline is as it is."""
+    plan, kept = _placed(hardware, base), base.model_fields_set
+    if kept:
+        yield "as set: " + ", ".join(f"{axis}={getattr(base, axis)}" for axis in Plan.model_fields if axis in kept)
+    if "device" not in kept:
+        found = "there is no accelerator" if plan.device == "cpu" else "the accelerator of this machine"
+        yield f"device={plan.device}: {found}"
+    if "precision" not in kept:
+        yield "precision=fp32: a reduced precision changes the result, so it has to be asked for"
+    if "compile" not in kept and not _long(facts):
+        run = "a stream doesn't say how many steps there are" if facts.steps is None else f"{facts.steps:,} steps"
+        yield f"compile=none: a compilation is tried from {COMPILED_FROM_STEPS:,} steps on ({run})"

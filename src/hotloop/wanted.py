@@ -1,0 +1,64 @@
+"""What the user asked to run a Task with: a plan by name, in a file or as a value, and single axes on top."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotloop.errors import PlanError
+from hotloop.plan import Plan
+
+AUTO, BASELINE = "auto", "baseline"
+
+NAMED = f"{AUTO}, {BASELINE}, or a TOML file"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A plan that was asked for.
+
+    Attributes:
+        plan: its `model_fields_set` are the axes that the user set.
+        auto: whether the rules fill in the others; else they are the baseline's.
+    """
+
+    plan: Plan
+    auto: bool = False
+
+    @classmethod
+    def of(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> Wanted:
+        """What `given` means: a plan, `auto`, `baseline`, a TOML file, or None for the baseline.
+
+        Args:
+            axes: set on top; text as on a command line is read as the axis' type, and `none` where an axis has it.
+
+        Raises:
+            PlanError: no such file, axis or value.
+        """
+        on_top = {axis: _value(axis, value) for axis, value in (axes or {}).items()}
+        if isinstance(given, Plan):
+            plan = given
+        elif given in (None, AUTO, BASELINE):
+            plan = Plan()
+        else:
+            plan = _read(Path(given))
+        kept = {axis: getattr(plan, axis) for axis in plan.model_fields_set}
+        return cls(Plan(**{**kept, **on_top}), given == AUTO)
+
+
+def _read(path: Path) -> Plan:
+    if not path.is_file():
+        raise PlanError(f"no plan at {str(path)!r}", expected=NAMED, fix="check the spelling and the path")
+    try:
+        return Plan.read(path)
+    except PlanError as error:
+        inside = "" if str(path) in error.given else f"{path}: "
+        raise PlanError(f"{inside}{error.given}", expected=error.expected, fix=error.fix) from None
+
+
+def _value(axis: str, value: Any) -> Any:
+    """Text that stands for None, where an axis may be left open."""
+    field = Plan.model_fields.get(axis)
+    return None if value == "none" and field is not None and field.default is None else value
