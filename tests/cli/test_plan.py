@@ -1,0 +1,231 @@
+"""`hotloop plan`, and `--plan` and `--set` of `hotloop train`: what runs, what is refused, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotloop.plan import Plan
+from hotloop.run import Run
+from tests.cli.in_process import SMALL, Hotloop, commands
+from tests.conftest import RunCli
+
+
+@pytest.fixture
+def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
+    with commands(tmp_path, monkeypatch, capfd) as run:
+        yield run
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A Task of 4 steps an epoch."""
+    path = tmp_path / "task.py"
+    path.write_text(f"{SMALL}task = make(epochs=1)\n")
+    return path
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path) -> dict[str, str]:
+    """An environment with a PATH that leads to no program at all."""
+    (tmp_path / "bin").mkdir()
+    return {**{key: value for key, value in os.environ.items() if key != "CXX"}, "PATH": str(tmp_path / "bin")}
+
+
+CPU = ("--device", "cpu")
+
+
+def plan_of(run: Path) -> dict[str, Any]:
+    """The axes in a run's plan that aren't the baseline's."""
+    plan = tomllib.loads((run / "plan.toml").read_text())
+    return {axis: value for axis, value in plan.items() if value != getattr(Plan(), axis)}
+
+
+# --- what runs
+
+RUNS = {
+    "nothing said": ((), {}),
+    "baseline": (("--plan", "baseline"), {}),
+    "auto": (("--plan", "auto"), {"optimizer": "fused"}),
+    "auto, and an axis": (("--plan", "auto", "--set", "optimizer=foreach"), {"optimizer": "foreach"}),
+    "axes": (("--set", "optimizer=foreach", "--set", "threads=1"), {"optimizer": "foreach", "threads": 1}),
+    "a file": (("--plan", "mine.toml"), {"optimizer": "forloop", "threads": 1}),
+    "a file, and an axis": (("--plan", "mine.toml", "--set", "threads=none"), {"optimizer": "forloop"}),
+    "an axis by two names": (("--set", "workers=0", "--workers", "0"), {"workers": 0}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_train_runs_the_plan_asked_for(name: str, task: Path, hotloop: Hotloop) -> None:
+    args, plan = RUNS[name]
+    Path("mine.toml").write_text('optimizer = "forloop"\nthreads = 1\n')
+    done = hotloop("train", task, "--run", "run", *CPU, *args, "--json")
+    assert done.code == 0, done.err
+    assert plan_of(Path("run")) == plan
+    assert done.document["plan"] == Plan(**plan).model_dump()
+    [start] = [event for event in Run.open(Path("run")).journal() if event["event"] == "start"]
+    assert start["plan"] == Plan(**plan).brief()
+    assert ("auto: " in done.err) == ("auto" in args)
+
+
+def test_a_resumed_run_changes_its_plan_from_there_on(task: Path, hotloop: Hotloop) -> None:
+    assert hotloop("train", task, "--run", "run", *CPU, "--set", "threads=1").code == 0
+    assert hotloop("train", "--resume", "run", "--epochs", "2", "--set", "optimizer=foreach").code == 0
+    assert plan_of(Path("run")) == {"threads": 1, "optimizer": "foreach"}
+    assert hotloop("train", "--resume", "run", "--epochs", "3").code == 0
+    assert plan_of(Path("run")) == {"threads": 1, "optimizer": "foreach"}
+    assert hotloop("train", "--resume", "run", "--epochs", "4", "--plan", "baseline", *CPU).code == 0
+    assert plan_of(Path("run")) == {}
+    assert hotloop("train", "--resume", "run", "--epochs", "5", "--plan", "auto", *CPU).code == 0
+    assert plan_of(Path("run")) == {"optimizer": "fused"}
+    began = [(e["step"], e["plan"]) for e in Run.open(Path("run")).journal() if e["event"] in ("start", "resume")]
+    assert began == [
+        (0, "threads=1"),
+        (4, "optimizer=foreach threads=1"),
+        (8, "optimizer=foreach threads=1"),
+        (12, "baseline"),
+        (16, "optimizer=fused"),
+    ]
+
+
+def test_a_plan_that_cannot_be_run_leaves_the_run_as_it_was(task: Path, hotloop: Hotloop) -> None:
+    assert hotloop("train", task, "--run", "run", *CPU).code == 0
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    done = hotloop("train", "--resume", "run", "--epochs", "2", "--set", "layout=channels_last")
+    assert done.code == 1 and "layout=channels_last can't be run here" in done.err
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+# --- what is refused
+
+WRONG = {
+    "an axis": (("--set", "compiel=step"), 1, ("unknown axis 'compiel'", "one of engine, device, precision")),
+    "a value": (("--set", "compile=all"), 1, ("compile='all'", "'none', 'forward', 'step' or 'package'")),
+    "a number": (("--set", "accumulation=0"), 1, ("accumulation='0'", "1 or more")),
+    "no number": (("--set", "threads=many"), 1, ("threads='many'", "a whole number")),
+    "a key of a file": (("--plan", "odd.toml"), 1, ("odd.toml: unknown axis 'precison'", "one of engine, device")),
+    "a value of a file": (("--plan", "bad.toml"), 1, ("bad.toml: precision='fp8'", "'fp32', 'tf32'")),
+    "a file that is no TOML": (("--plan", "torn.toml"), 1, ("torn.toml is not TOML",)),
+    "a file that isn't there": (("--plan", "mien.toml"), 1, ("no plan at 'mien.toml'", "auto, baseline, or a TOML")),
+    "a name": (("--plan", "atuo"), 1, ("no plan at 'atuo'", "auto, baseline, or a TOML file")),
+    "no value": (("--set", "compile"), 2, ("'compile' is not of the form name=value",)),
+    "a device": (("--set", "device=tpu"), 1, ("'tpu'", "cpu")),
+    "a plan for hardware elsewhere": (("--plan", "far.toml"), 1, ("'xpu:7' isn't on this machine", "cpu")),
+    "a device elsewhere, and auto": (("--plan", "auto", "--device", "xpu:7"), 1, ("'xpu:7' isn't on this machine",)),
+    "fp16 on a CPU": (("--set", "precision=fp16", *CPU), 1, ("precision=fp16 with device=cpu", "no loss scaling")),
+    "fp16 on a CPU, and auto": (("--plan", "auto", "--set", "precision=fp16", *CPU), 1, ("no loss scaling",)),
+    "graphs on a CPU": (("--set", "graphs=step", *CPU), 1, ("graphs=step with device=cpu", "CUDA's", "graphs=none")),
+    "pieces": (("--set", "accumulation=6", *CPU), 1, ("a batch of 5 can't be cut into 6 pieces",)),
+    "images": (("--set", "layout=channels_last", *CPU), 1, ("4 or 5 dimensions",)),
+    "an axis twice": (("--set", "workers=1", "--workers", "2"), 2, ("workers is given as 1 and as 2",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_plan_is_one_clear_line_and_no_run(name: str, task: Path, hotloop: Hotloop) -> None:
+    args, code, says = WRONG[name]
+    files = {"odd": 'precison = "bf16"', "bad": 'precision = "fp8"', "torn": "device = ", "far": 'device = "xpu:7"'}
+    for file, text in files.items():
+        Path(f"{file}.toml").write_text(text)
+    done = hotloop("train", task, "--run", "run", *args)
+    assert done.code == code
+    assert done.err.count("\n") == 1 and done.err.startswith("error: "), done.err
+    for words in says:
+        assert words in done.err
+    assert done.out == "" and not Path("run").exists()
+
+
+def test_with_json_a_wrong_plan_is_the_one_document(task: Path, hotloop: Hotloop) -> None:
+    done = hotloop("train", task, "--set", "precision=fp16", *CPU, "--json")
+    assert done.code == 1 and done.document["error"]["kind"] == "PlanError"
+
+
+# --- without a compiler
+
+
+def test_without_a_compiler_compile_by_name_is_an_error(task: Path, run_cli: RunCli, no_compiler) -> None:
+    done = run_cli("train", task, "--run", "run", "--set", "compile=step", *CPU, env=no_compiler)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "compile=step can't be run here" in done.stderr and "C++ compiler" in done.stderr
+    assert not (task.parent / "run").exists()
+
+
+def test_without_a_compiler_auto_goes_on_eagerly_and_says_so_once(task: Path, run_cli: RunCli, no_compiler) -> None:
+    args = ("--epochs", "9999", "--plan", "auto", "--stop-after", "1s", *CPU)
+    done = run_cli("train", task, "--run", "run", *args, env=no_compiler)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("auto passes over compile=package: compiling for the CPU needs a C++ compiler") == 1
+    assert plan_of(task.parent / "run") == {"optimizer": "fused"}
+
+
+def test_without_a_compiler_plan_names_it_among_the_refused(task: Path, run_cli: RunCli, no_compiler) -> None:
+    done = run_cli("plan", task, "--epochs", "9999", "--json", *CPU, env=no_compiler)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["plan"] == Plan(optimizer="fused").model_dump()
+    refused = {(one["axis"], one["value"]): one for one in document["refused"]}
+    for value in ("forward", "step", "package"):
+        assert "C++ compiler" in refused["compile", value]["reason"]
+        assert "install" in refused["compile", value]["fix"]
+    assert any("compile=package" in line for line in document["passed_over"])
+
+
+# --- hotloop plan
+
+
+def test_plan_says_what_auto_would_run_and_trains_nothing(task: Path, run_cli: RunCli) -> None:
+    before = sorted(task.parent.iterdir())
+    done = run_cli("plan", task, *CPU, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    assert document["plan"] == Plan(optimizer="fused").model_dump()
+    assert document["device"]["name"] == "cpu" and "fp32" in document["device"]["precisions"]
+    assert any(line.startswith("optimizer=fused: ") for line in document["why"])
+    values = {(one["axis"], one["value"]) for one in document["refused"]}
+    assert {("precision", "fp16"), ("layout", "channels_last"), ("graphs", "step")} <= values
+    assert ("optimizer", "foreach") not in values
+    assert all(one["reason"] and one["fix"] for one in document["refused"])
+    assert [path for path in sorted(task.parent.iterdir()) if path.name != "__pycache__"] == before
+
+
+def test_plan_shows_it_to_a_person(task: Path, hotloop: Hotloop) -> None:
+    done = hotloop("plan", task, *CPU, "--set", "threads=1")
+    assert done.code == 0 and done.out == ""
+    assert "auto runs: optimizer=fused threads=1" in done.err
+    assert "as set: device=cpu, threads=1" in done.err
+    assert "graphs=step" in done.err and "Can't be run here" in done.err
+
+
+def test_plan_is_what_train_then_runs(task: Path, hotloop: Hotloop) -> None:
+    for options in ((), ("--set", "optimizer=forloop"), ("--batch-size", "10")):
+        planned = hotloop("plan", task, *CPU, *options, "--json").document["plan"]
+        trained = hotloop("train", task, *CPU, "--plan", "auto", *options, "--json").document["plan"]
+        assert planned == trained
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--set", "compile=all"), "compile='all'"),
+        (("--set", "precision=fp16", *CPU), "no loss scaling"),
+        (("--device", "xpu:7"), "'xpu:7' isn't on this machine"),
+        (("-p", "width=3"), "holds its Task as a value"),
+    ],
+)
+def test_plan_fails_in_one_line(args: tuple[str, ...], says: str, task: Path, hotloop: Hotloop) -> None:
+    done = hotloop("plan", task, *args)
+    assert done.code == 1 and says in done.err and done.err.count("\n") == 1
+
+
+def test_plan_takes_the_parameters_of_a_task(tmp_path: Path, hotloop: Hotloop) -> None:
+    body = "def task(adam=True):\n    return make(optimizer=torch.optim.Adam if adam else torch.optim.RMSprop)\n"
+    Path("task.py").write_text(SMALL + body)
+    assert hotloop("plan", "task.py", *CPU, "--json").document["plan"]["optimizer"] == "fused"
+    assert hotloop("plan", "task.py", *CPU, "-p", "adam=false", "--json").document["plan"]["optimizer"] == "foreach"

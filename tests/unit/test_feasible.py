@@ -1,0 +1,158 @@
+"""What can't be run: each rule refuses its case with a reason and a remedy, and lets the case beside it pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hotloop.errors import DeviceError, PlanError
+from hotloop.feasible import check, is_plain, refused, violations
+from hotloop.plan import BASELINE, Plan
+from hotloop.records import TaskFacts
+from tests.unit.machines import A_GPU, AN_OLD_GPU, GIB, LBFGS, a_device, a_machine, facts
+
+CPU, CPU_BF16 = a_machine(), a_machine(cpu=a_device(precisions=("fp32", "bf16", "fp16", "fp64")))
+GPU, OLD_GPU, NO_COMPILER = a_machine(A_GPU), a_machine(AN_OLD_GPU), a_machine(A_GPU, compiler=None)
+MAC = a_machine(a_device("mps", ("fp32", "fp16")))
+ON_GPU: dict[str, Any] = {"device": "cuda:0"}
+GRAPHS = {**ON_GPU, "graphs": "step"}
+
+REFUSED = {
+    "a device that isn't there": (CPU, {}, {"device": "cuda:0"}, ("this machine has cpu", "--device cpu")),
+    "another number of it": (GPU, {}, {"device": "cuda:1"}, ("this machine has cpu, cuda:0",)),
+    "tf32 on a CPU": (CPU, {}, {"precision": "tf32"}, ("no tf32", "Ampere", "precision=fp32")),
+    "tf32 on an old GPU": (OLD_GPU, {}, {**ON_GPU, "precision": "tf32"}, ("cuda:0 has no tf32", "precision=fp32")),
+    "bf16 without instructions": (CPU, {}, {"precision": "bf16"}, ("avx512_bf16", "precision=fp32")),
+    "bf16 on an old GPU": (OLD_GPU, {}, {**ON_GPU, "precision": "bf16"}, ("cuda:0 has no bf16",)),
+    "fp16 on a CPU": (CPU, {}, {"precision": "fp16"}, ("no loss scaling", "precision=fp32")),
+    "fp16 on a CPU that has it": (CPU_BF16, {}, {"precision": "fp16"}, ("no loss scaling",)),
+    "channels_last": (CPU, {"images": False}, {"layout": "channels_last"}, ("4 or 5 dimensions", "contiguous")),
+    "a stream in memory": (CPU, {"data": "Stream"}, {"residency": "host"}, ("order of its own", "residency=stream")),
+    "a stream on the device": (GPU, {"data": "Stream"}, {**ON_GPU, "residency": "device"}, ("order of its own",)),
+    "data larger than the device": (
+        GPU, {"data_bytes": 9 * GIB}, {**ON_GPU, "residency": "device"},
+        ("9 GiB", "8 GiB free", "residency=host"),
+    ),
+    "no compiler": (NO_COMPILER, {}, {"compile": "forward"}, ("C++ compiler", "apt-get install g++", "compile=none")),
+    "LBFGS compiled": (CPU, LBFGS, {"compile": "step"}, ("LBFGS calls the loss itself", "compile=forward")),
+    "LBFGS in a package": (CPU, LBFGS, {"compile": "package"}, ("LBFGS calls the loss itself",)),
+    "a package elsewhere": (GPU, {}, {**ON_GPU, "compile": "package"}, ("doesn't lower it yet", "compile=step")),
+    "pieces compiled": (CPU, {}, {"compile": "step", "accumulation": 2}, ("doesn't lower it yet", "accumulation=1")),
+    "fp16 compiled": (GPU, {}, {**ON_GPU, "compile": "step", "precision": "fp16"}, ("doesn't lower it yet",)),
+    "graphs on a CPU": (CPU, {}, {"graphs": "step"}, ("graphs are CUDA's", "graphs=none")),
+    "graphs on a Mac": (MAC, {}, {"device": "mps", "graphs": "step"}, ("mps has none",)),
+    "several steps in one replay": (GPU, {}, {**ON_GPU, "graphs": 8}, ("the data must lie there", "residency=device")),
+    "LBFGS in a graph": (GPU, LBFGS, GRAPHS, ("LBFGS calls the loss itself", "graphs=none")),
+    "graphs at all": (GPU, {}, GRAPHS, ("doesn't lower it yet", "unproven", "graphs=none")),
+    "no such implementation": (
+        CPU, {"optimizer": "RMSprop", "implementations": ["forloop", "foreach"]}, {"optimizer": "fused"},
+        ("RMSprop has no such implementation", "default, forloop, foreach"),
+    ),
+    "no implementation at all": (CPU, LBFGS, {"optimizer": "foreach"}, ("LBFGS has no such", "optimizer=default")),
+    "more pieces than samples": (CPU, {}, {"accumulation": 65}, ("batch of 64", "65 pieces", "accumulation=64")),
+    "LBFGS in pieces": (CPU, LBFGS, {"accumulation": 2}, ("LBFGS calls the loss itself", "accumulation=1")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_that_cannot_be_run_is_refused_in_one_line(name: str) -> None:
+    machine, task, axes, says = REFUSED[name]
+    assert any(all(words in f"{one.reason} {one.fix}" for words in says) for one in violations(*case(name)))
+    with pytest.raises(PlanError) as error:
+        check(Plan(**axes), facts(**task), machine)
+    line = str(error.value)
+    assert "\n" not in line
+    for axis, value in axes.items():
+        if axis != "device":
+            assert f"{axis}={value}" in line
+
+
+def case(name: str) -> tuple[Plan, TaskFacts, Any]:
+    machine, task, axes, _ = REFUSED[name]
+    return Plan(**axes), facts(**task), machine
+
+
+RUNS = {
+    "the baseline": (CPU, {}, {}),
+    "a device without its number": (GPU, {}, {"device": "cuda"}),
+    "tf32 on a new GPU": (GPU, {}, {**ON_GPU, "precision": "tf32"}),
+    "bf16 with instructions": (CPU_BF16, {}, {"precision": "bf16"}),
+    "fp16 on an old GPU": (OLD_GPU, {}, {**ON_GPU, "precision": "fp16"}),
+    "channels_last of images": (CPU, {}, {"layout": "channels_last"}),
+    "a stream as it comes": (CPU, {"data": "Stream"}, {"residency": "stream"}),
+    "samples in memory": (CPU, {"data": "Samples", "data_bytes": None}, {"residency": "host"}),
+    "data that just fits": (GPU, {"data_bytes": 8 * GIB}, {**ON_GPU, "residency": "device"}),
+    "data larger than the memory, on the CPU": (CPU, {"data_bytes": 9 * GIB}, {"residency": "device"}),
+    "compiled for a GPU without a C++ compiler": (NO_COMPILER, {}, {**ON_GPU, "compile": "step"}),
+    "compiled for the CPU with one": (CPU, {}, {"compile": "package"}),
+    "a stream compiled": (CPU, {"data": "Stream"}, {"compile": "step"}),
+    "LBFGS, forward alone compiled": (CPU, LBFGS, {"compile": "forward"}),
+    "pieces, forward alone compiled": (CPU, {}, {"compile": "forward", "accumulation": 2}),
+    "an implementation that's there": (CPU, {}, {"optimizer": "fused"}),
+    "a piece per sample": (CPU, {}, {"accumulation": 64}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_case_beside_it_passes(name: str) -> None:
+    machine, task, axes = RUNS[name]
+    assert violations(Plan(**axes), facts(**task), machine) == []
+    check(Plan(**axes), facts(**task), machine)
+
+
+@pytest.mark.parametrize(
+    ("system", "remedy"), [("Linux 6", "apt-get"), ("Darwin 24", "xcode-select"), ("Windows 11", "Build Tools")]
+)
+def test_the_remedy_is_for_the_system_at_hand(system: str, remedy: str) -> None:
+    found = violations(Plan(compile="step"), facts(), replace(NO_COMPILER, system=system))
+    assert remedy in found[0].fix
+
+
+def test_a_missing_device_is_all_that_is_said() -> None:
+    with pytest.raises(DeviceError) as error:
+        check(Plan(device="xpu:0", precision="bf16", graphs="step"), facts(), CPU)
+    assert "device=xpu:0" in str(error.value) and "precision" not in str(error.value)
+
+
+def test_several_reasons_stand_in_one_line_each_remedy_once() -> None:
+    with pytest.raises(PlanError) as error:
+        check(Plan(graphs="step", compile="step", accumulation=100), facts(**LBFGS), CPU)
+    reasons, _, remedies = str(error.value).partition(". ")
+    assert reasons.index("compile=step can't") < reasons.index("graphs=step with device=cpu can't")
+    assert remedies.count("compile=forward or compile=none") == 1 and remedies.count("graphs=none") == 1
+    assert "\n" not in reasons + remedies
+    assert reasons.count("can't be run here") == 3  # of five
+
+
+def test_the_table_names_every_value_that_cannot_be_run_and_no_other() -> None:
+    assert {(one.axis, one.value) for one in refused(BASELINE, facts(**LBFGS, images=False), NO_COMPILER)} == {
+        *(("device", "mps"), ("device", "xpu")),
+        *(("precision", "tf32"), ("precision", "bf16"), ("precision", "fp16")),
+        ("layout", "channels_last"),
+        *(("compile", "forward"), ("compile", "step"), ("compile", "package")),
+        *(("optimizer", "forloop"), ("optimizer", "foreach"), ("optimizer", "fused")),
+        *(("graphs", "step"), ("graphs", 8), ("accumulation", 2)),
+    }
+
+
+def test_the_table_goes_by_what_is_set() -> None:
+    pieces = {(one.axis, one.value) for one in refused(Plan(accumulation=2), facts(), CPU)}
+    assert {("compile", "step"), ("compile", "package")} <= pieces and ("compile", "forward") not in pieces
+    assert not {axis for axis, _ in pieces} & {"optimizer", "residency", "layout"}
+
+
+@pytest.mark.parametrize("axis", [name for name in Plan.model_fields if name != "engine"])
+def test_a_plain_plan_differs_only_in_where_it_runs(axis: str) -> None:
+    other = {"device": "cuda:0", "precision": "bf16", "layout": "channels_last", "residency": "host",
+             "compile": "step", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1, "threads": 1}  # fmt: skip
+    assert is_plain(BASELINE)
+    assert is_plain(BASELINE.with_axes(**{axis: other[axis]})) is (axis in ("device", "workers", "threads"))
+
+
+def test_every_plain_plan_can_be_run_wherever_its_device_is() -> None:
+    odd = facts(**LBFGS, images=False, data="Stream", data_bytes=None, samples=None, batches=None, steps=None)
+    for machine in (CPU, GPU, OLD_GPU, NO_COMPILER, MAC):
+        for device in machine.devices:
+            assert violations(Plan(device=device.name, workers=2, threads=3), odd, machine) == []
