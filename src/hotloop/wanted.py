@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ def _read(path: Path) -> Plan:
 
 
 def _value(axis: str, value: Any) -> Any:
-    """Text that stands for None, where an axis may be left open."""
+    """A command line's text as a number where it spells one, and as None where the axis may be left open."""
     field = Plan.model_fields.get(axis)
-    return None if value == "none" and field is not None and field.default is None else value
+    if value == "none" and field is not None and field.default is None:
+        return None
+    return int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else value

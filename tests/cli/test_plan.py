@@ -107,7 +107,7 @@ def test_a_plan_that_cannot_be_run_leaves_the_run_as_it_was(task: Path, hotloop:
 WRONG = {
     "an axis": (("--set", "compiel=step"), 1, ("unknown axis 'compiel'", "one of engine, device, precision")),
     "a value": (("--set", "compile=all"), 1, ("compile='all'", "'none', 'forward', 'step' or 'package'")),
-    "a number": (("--set", "accumulation=0"), 1, ("accumulation='0'", "1 or more")),
+    "a number": (("--set", "accumulation=0"), 1, ("accumulation=0", "1 or more")),
     "no number": (("--set", "threads=many"), 1, ("threads='many'", "a whole number")),
     "a key of a file": (("--plan", "odd.toml"), 1, ("odd.toml: unknown axis 'precison'", "one of engine, device")),
     "a value of a file": (("--plan", "bad.toml"), 1, ("bad.toml: precision='fp8'", "'fp32', 'tf32'")),
