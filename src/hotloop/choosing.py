@@ -43,7 +43,7 @@ def lowered(task: Task, wanted: Wanted, say: Say = lambda line: None) -> Program
         PlanError: the plan can't be run here, and it was asked for by name.
     """
     if not wanted.auto:
-        return lower(task, placed(wanted.plan))
+        return lower(task, placed(wanted.plan), say)
     considered = consider(task, wanted.plan)
     for line in considered.passed_over:
         say(f"auto passes over {line}")
@@ -57,7 +57,7 @@ def _first_lowered(task: Task, choices: list[Choice], say: Say) -> tuple[Program
     problem = ""
     for choice in choices:
         try:
-            program = lower(task, choice.plan)
+            program = lower(task, choice.plan, say)
         except DeviceError:
             raise
         except PlanError as error:

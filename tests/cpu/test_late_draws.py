@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import hotloop
 from hotloop.rng import StepDraws, Streams
 from tests.cpu.killing import Killed, at_step, events, kill, train
-from tests.cpu.programs import a_task
+from tests.cpu.programs import a_task, labelled
 from tests.resuming import disagreements
 
 FROM = {"never": 10**9, "always": 0, "late": 25}
@@ -102,3 +103,16 @@ def test_any_draw_is_noticed(draw: Any) -> None:
     assert not streams.drawn("step", 7)
     draw()
     assert streams.drawn("step", 7)
+
+
+@pytest.mark.parametrize("how", ["samples", "augment", "loader"])
+def test_data_that_reseed_in_this_process_are_no_draw_of_the_step(tmp_path: Path, how: str) -> None:
+    x, y = labelled()
+    samples = list(zip(x, y, strict=True))
+    fields: dict[str, Any] = {
+        "samples": {"data": samples},
+        "augment": {"augment": lambda inputs, draws: inputs + 0.1 * random.random()},
+        "loader": {"data": DataLoader(samples, sampler=range(len(x)), batch_size=5)},
+    }[how]
+    fitted(a_task(epochs=12, **fields), tmp_path / "run")
+    assert events(tmp_path / "run", "resume") == []

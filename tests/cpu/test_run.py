@@ -381,6 +381,7 @@ def test_what_was_reached_is_read_back(copy: Path, marked: int) -> None:
     assert run.reached() == 0
     (copy / "reached").unlink()
     assert run.reached() == 0
+    run = Run.open(copy)
     run.mark(marked)
     assert run.reached() == marked
 

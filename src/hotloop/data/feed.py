@@ -33,6 +33,8 @@ from hotloop.rng import Streams, preserved, seed_for
 class Feed(Protocol):
     batches: int | None
     """Batches in an epoch; None where only running it tells."""
+    reseeds: bool
+    """Whether making a batch may reseed Python's and NumPy's generators in this process."""
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
         """`(batch, samples)` of one epoch from batch `start` on."""
@@ -78,6 +80,7 @@ class TableFeed:
 
     def __post_init__(self) -> None:
         self.batches: int | None = self.order.batches
+        self.reseeds = self.treatment.augment is not None or not (self.table.prepared or self.treatment.prepare is None)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
         taken = self._taken(self.order.epoch(epoch).to(self.table.device), start)
@@ -110,6 +113,7 @@ class SamplesFeed:
     endless: bool = True
     _batches: Any = field(default=None, init=False)
     _next: tuple[int, int] | None = field(default=None, init=False)
+    reseeds: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self.batches: int | None = self.order.batches
@@ -185,6 +189,7 @@ class StreamFeed:
 
     stream: Stream
     treatment: Treatment
+    reseeds: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self.batches: int | None = self.stream.batches

@@ -25,7 +25,7 @@ _IMAGES = (4, 5)
 
 def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
     """Facts of the Task that `parts` are of; `source_digest` is the hash of its source, where there is one."""
-    roles, model = parts.roles, parts.model
+    roles, model = parts.task.roles, parts.model  # as given, wherever the plan puts them
     batch = peek(roles)
     parameters, trainable = count_parameters(model)
     known: dict[str, Any] = {

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from hotloop.data.feed import Feed, Treatment, open_feed
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
+from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.compiled import CompiledStep
-from hotloop.feasible import check, is_plain
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout

@@ -54,6 +54,8 @@ class Program:
         self.position = Position()
         self._step = step
         self._batches: Iterator[tuple[Any, int]] | None = None
+        if feed.reseeds:
+            self.seed_all()
 
     @property
     def model(self) -> nn.Module:
