@@ -17,9 +17,6 @@ from hotloop.records import TaskFacts
 _SHOWN = 3
 """Violations named in an error, which is one line."""
 
-_WHOLE = ("step", "package")
-"""Values of `compile` that take in the update."""
-
 _NOT_YET = "this version doesn't lower it yet"
 
 
@@ -181,19 +178,19 @@ def _compiler(case: Case) -> Iterator[Violation]:
 
 
 def _compiled_step(case: Case) -> Iterator[Violation]:
-    """What a step that is compiled as a whole can't hold."""
+    """What a compiled program can't hold."""
     plan, facts = case.plan, case.facts
-    if plan.compile not in _WHOLE:
+    if plan.compile == "none":
         return
-    fix = "use compile=forward or compile=none"
+    fix = "use compile=none"
     if facts.closure:
         yield Violation(("compile",), f"{facts.optimizer} calls the loss itself, as often as it likes", fix)
     if plan.compile == "package" and case.device.kind != "cpu":
         yield Violation(("compile", "device"), f"a package is for the CPU: {_NOT_YET} elsewhere", "use compile=step")
     if plan.accumulation > 1:
-        yield Violation(("compile", "accumulation"), _NOT_YET, "use accumulation=1, or compile=forward")
+        yield Violation(("compile", "accumulation"), _NOT_YET, "use accumulation=1")
     if plan.precision == "fp16":
-        yield Violation(("compile", "precision"), _NOT_YET, "use precision=bf16, or compile=forward")
+        yield Violation(("compile", "precision"), _NOT_YET, "use precision=bf16")
 
 
 # --- graphs
@@ -216,8 +213,7 @@ def _graphs(case: Case) -> Iterator[Violation]:
 def _graphs_unproven(case: Case) -> Iterator[Violation]:
     """Goes away when graphs are lowered."""
     if case.plan.graphs != "none" and case.device.kind == "cuda":
-        reason = f"{_NOT_YET}: graphs were written for CUDA and are unproven"
-        yield Violation(("graphs",), reason, "use graphs=none")
+        yield Violation(("graphs",), _NOT_YET, "use graphs=none")
 
 
 # --- update

@@ -387,7 +387,9 @@ def test_data_with_an_order_of_its_own_is_refused() -> None:
             return iter(zip(X, Y, strict=True))
 
     for name in ("host", "device"):
-        with pytest.raises(PlanError, match=f"residency={name} can't be run here: the data is a stream with an order of its own"):
+        with pytest.raises(
+            PlanError, match=f"residency={name} can't be run here: the data is a stream with an order of its own"
+        ):
             hotloop.lower(a_task(data=Endless()), Plan(residency=name))
 
 

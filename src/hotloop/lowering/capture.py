@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -102,8 +103,10 @@ class _Tracer:
         on_cpu = self.step.parts.device.type == "cpu"
         plain = torch.backends.mkldnn.flags(enabled=False) if on_cpu else nullcontext()
         try:
-            with mode, plain:
-                graph = make_fx(lambda *flat: self.run(*pytree.tree_unflatten(list(flat), spec)))(*examples)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
+                with mode, plain:
+                    graph = make_fx(lambda *flat: self.run(*pytree.tree_unflatten(list(flat), spec)))(*examples)
         except PlanError:
             raise
         except Exception as error:
@@ -156,6 +159,7 @@ class _Tracer:
                     if parameter in state:
                         swapped[parameters[name]] = {**state[parameter], **values["state"].get(name, {})}
                 group["params"] = [parameters[name] for name in names]
+                group.update({key: False for key in ("foreach", "fused") if key in group})  # the compiler fuses it
             optimizer.state = swapped
             now = hyper_of(optimizer)
             for place, value in values["hyper"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -134,13 +135,15 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 def _built(captured: Captured, how: str, device: torch.device) -> Runner:
     try:
-        if how == "package":
-            return _packaged(captured, device)
-        from torch._inductor.compile_fx import compile_fx
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own parts to each other
+            if how == "package":
+                return _packaged(captured, device)
+            from torch._inductor.compile_fx import compile_fx
 
-        with torch.no_grad():
-            compiled: Any = compile_fx(captured.graph, captured.examples, config_patches=_OPTIONS)
-        return lambda flat: compiled(*flat)
+            with torch.no_grad():
+                compiled: Any = compile_fx(captured.graph, captured.examples, config_patches=_OPTIONS)
+            return lambda flat: compiled(*flat)
     except Exception as error:
         raise PlanError(
             f"the captured step can't be compiled: {blame(error)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -85,7 +86,10 @@ def _checked(program: Program) -> Program:
     if step.accumulation > 1:
         check_accumulation(parts, batch, samples)
     if step.compile != "none":
+        began = time.perf_counter()
+        parts.say("compiling the step, which may take half a minute")
         program.prepare(batch, samples)
+        parts.say(f"compiled the step in {time.perf_counter() - began:.1f}s")
     return program
 
 
