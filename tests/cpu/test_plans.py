@@ -123,6 +123,39 @@ def test_random_layers_draw_anew_at_each_step(plan: Plan) -> None:
     assert len(set(losses)) == len(losses)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precisions_where_the_machine_is_not_asked(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without such instructions emulates them: slow, but the same lowering as elsewhere."""
+    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
+    plan = Plan(precision=precision)
+    program = hotloop.lower(family("mlp"), plan)
+    state = after(program, 10)
+    plain = after(hotloop.lower(family("mlp")), 10)
+    assert {value.dtype for value in state.parameters.values()} == {torch.float32}
+    name = "1.weight"
+    error = (state.parameters[name] - plain.parameters[name]).norm() / plain.parameters[name].norm()
+    assert 1e-6 < error < 1e-1  # it does round, and still trains the same network
+    assert bool(state.scaler) == (precision == "fp16")
+
+    again = hotloop.lower(family("mlp"), plan)
+    again.restore(through_file(state))
+    assert differences(again.state(), state) == []
+    assert differences(after(again, 3), after(program, 3)) == []
+
+
+def test_a_scale_of_the_loss_that_is_not_restored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
+    program = hotloop.lower(family("mlp"), Plan(precision="fp16"))
+    state = after(program, 3)
+    state.scaler["scale"] = 256.0
+    program.restore(state)
+    assert program.state().scaler["scale"] == 256.0
+    monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", lambda self, state: None)
+    other = hotloop.lower(family("mlp"), Plan(precision="fp16"))
+    other.restore(state)
+    assert differences(other.state(), state) != []
+
+
 # ---------------------------------------------------------------- planted faults
 
 
