@@ -334,7 +334,7 @@ class _Loop:
         self.program.optimizer.state.clear()  # makes room for the second program
         self.say("the loss or a parameter is no longer finite; replaying from the last good state to find the place")
         self.program = self.relower()
-        self.program.seed_all()
+        self.program.run_eagerly()
         if found is not None:
             self.program.restore(found[0].state)
         figures = {record.epoch - 1: self.steering.value(record) for record in self.history}

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from hotloop.checkpoint import all_finite
 from hotloop.errors import NonFiniteError
+from hotloop.plan import Plan
 from hotloop.run import Run
 from tests.cpu.programs import a_task, labelled, trained
 
@@ -153,6 +154,14 @@ def test_the_first_module_is_named(place: str, tmp_path: Path) -> None:
     assert message.startswith(f"step 4 (epoch 1, batch 4): {said}")
     assert message.endswith("the last good checkpoint is of step 3")
     assert_kept(tmp_path, 3)
+
+
+def test_under_a_compiled_plan_the_replay_is_eager_and_names_the_module(tmp_path: Path) -> None:
+    spoil = Apply(lambda x: x / ok(x))
+    task = a_task(data=marked(), shuffle=False, epochs=3, model=layers(nn.ReLU(), spoil))
+    with pytest.raises(NonFiniteError, match=r"Apply") as caught:
+        trained(task, tmp_path / "run", plan=Plan(compile="step"), checkpoint_every="1")
+    assert "'2'" in str(caught.value)
 
 
 def test_without_a_checkpoint_it_replays_from_the_beginning_across_epochs(tmp_path: Path) -> None:

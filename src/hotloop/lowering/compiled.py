@@ -66,6 +66,10 @@ class CompiledStep(EagerStep):
         """Notes that tensors of the optimizer's state were replaced."""
         self._bound = None
 
+    def run_eagerly(self) -> None:
+        """From now on, operation by operation, so that hooks of modules see what happens."""
+        self._runner = None
+
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
         """Runs step number `step`; returns the loss, 0-dim, on the device."""
         if self._runner is None or _signature(batch) != self._signature or not self._is_bound():

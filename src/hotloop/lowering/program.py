@@ -144,6 +144,11 @@ class Program:
         """From now on, seeds Python's and NumPy's generators at each step, drawn from or not."""
         self._step.draws.spare = False
 
+    def run_eagerly(self) -> None:
+        """From now on, runs operation by operation whatever was compiled, with all seeded: a replay that hooks can see."""
+        self._step.run_eagerly()
+        self.seed_all()
+
     def read_sums(self) -> dict[str, float]:
         """The epoch's sums so far as numbers; waits for the device."""
         return {name: float(value) for name, value in self._step.sums.items()}

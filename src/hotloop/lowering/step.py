@@ -109,6 +109,9 @@ class EagerStep:
     def rebind(self) -> None:
         """Notes that tensors of the optimizer's state were replaced."""
 
+    def run_eagerly(self) -> None:
+        """From now on, operation by operation, so that hooks of modules see what happens."""
+
     def step_schedule(self) -> None:
         """Steps a scheduler that steps by step."""
         if self.schedule is not None and self._each_step:
