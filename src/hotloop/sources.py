@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from hotloop.errors import TaskError
@@ -140,6 +140,11 @@ class _Copy(SourceFileLoader):
     def __init__(self, name: str, path: Path, original: Path) -> None:
         super().__init__(name, str(path))
         self.original = original
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compiled anew each time: bytecode has no place in a run folder, and a full disk tears it."""
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
 
     def exec_module(self, module: ModuleType) -> None:
         if self.original.parent.is_dir():

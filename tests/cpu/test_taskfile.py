@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-import importlib
+import importlib.util
 import inspect
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -457,3 +458,20 @@ def test_a_copy_that_was_changed_is_refused(change: str, tmp_path: Path) -> None
         TaskError, match=r"was changed since the run was started; expected the files with digest .* Put them back"
     ):
         load_from_run(run, loaded.record)
+
+
+def test_no_bytecode_is_written_beside_copies_nor_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk tears such files, and Python then fails on them."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    write(tmp_path, {"mine": TASK + "task = make(5)\n"})
+    loaded = load_task(str(tmp_path / "mine.py"))
+    assert loaded.record is not None
+    run = as_run(loaded, tmp_path / "run")
+    assert outputs_of(load_from_run(run, loaded.record)) == 5
+    assert not list(run.rglob("*.pyc"))
+    torn = Path(importlib.util.cache_from_source(str(run / "mine.py")))
+    torn.parent.mkdir()
+    whole = Path(importlib.util.cache_from_source(str(tmp_path / "mine.py"))).read_bytes()
+    shutil.copystat(tmp_path / "mine.py", run / "mine.py")  # by whose time and size Python knows its bytecode
+    torn.write_bytes(whole[:20])
+    assert outputs_of(load_from_run(run, loaded.record)) == 5
