@@ -245,6 +245,18 @@ def test_pieces_that_don_t_add_up_are_refused(fields: dict, says: str) -> None:
     assert says in str(caught.value)
 
 
+def test_pieces_that_can_t_be_checked_are_refused_in_one_line() -> None:
+    from tests.cpu.programs import a_task
+
+    def casting() -> nn.Module:
+        model = nn.Linear(6, 3)
+        model.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        return model
+
+    with pytest.raises(PlanError, match="can't be checked in float64"):
+        hotloop.lower(a_task(model=casting), Plan(accumulation=2))
+
+
 def test_pieces_count_by_the_weight_of_the_task() -> None:
     """Targets that are ignored make a piece count less, or not at all; equal shares would give another gradient."""
     from tests.cpu.programs import a_task, labelled

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from hotloop.data.tree import map_tensors, tensors
-from hotloop.errors import PlanError
+from hotloop.errors import PlanError, blame
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.task import Computed
 
@@ -61,9 +61,18 @@ def check_accumulation(parts: Ingredients, batch: Any, samples: int) -> None:
     """Compares the gradients of one batch in pieces with those of the whole, in float64, with draws at their means.
 
     Raises:
-        PlanError: they differ: a layer or the loss looks at the batch as a whole.
+        PlanError: they differ: a layer or the loss looks at the batch as a whole; or float64 is not for this model.
     """
-    whole, cut = (_gradients(parts, batch, samples, pieces) for pieces in (1, parts.plan.accumulation))
+    try:
+        whole, cut = (_gradients(parts, batch, samples, pieces) for pieces in (1, parts.plan.accumulation))
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"accumulation={parts.plan.accumulation} can't be checked in float64: {blame(error)}",
+            expected="a model that runs in float64 too, which casts to no dtype of its own",
+            fix="leave accumulation out",
+        ) from error
     scale = max((float(value.norm()) for value in whole.values()), default=0.0)
     worst = max(whole, key=lambda name: float((whole[name] - cut[name]).norm()), default=None)
     # In float64 the order of a sum is worth 1e-14 or so; what looks at the whole batch shows orders of magnitude above.
