@@ -1,0 +1,122 @@
+"""What was proven and measured of plans: frozen, versioned records. They need no torch to be read."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from hotloop.records import Record
+
+ParityClass = Literal["bitwise", "fp32-equivalent", "reduced-precision", "unproven", "broken"]
+"""How true a plan's result is, against the baseline: from the best to the worst."""
+
+TRUSTED = ("bitwise", "fp32-equivalent")
+"""Classes of plans that may be chosen without asking."""
+
+
+class TensorError(Record):
+    """How far a tensor was off, against the same step in float64.
+
+    Attributes:
+        what: `loss`, `gradient`, `update` (a parameter after the step minus before), `optimizer`, `buffer`, `average`.
+        name: of the parameter or buffer.
+        error: the median over the states, as a share of the tensor's size.
+        floor: the worst of the fp32 baselines that differ harmlessly, measured the same way.
+        ratio: error over floor; at most 1 or so where the plan is as true as the baseline.
+    """
+
+    what: str
+    name: str
+    error: float
+    floor: float
+    ratio: float
+
+
+class Parity(Record):
+    """Whether a plan's result is as true as the baseline's.
+
+    Attributes:
+        plan: in brief.
+        parity: the class; `reason` says why, in one sentence.
+        states: from how many states of the baseline's path single steps were compared.
+        free_steps: steps of the free run that came after; 0 if it wasn't reached.
+        errors: worst first.
+        first: the first tensor that went wrong, and at which step; None where nothing did.
+        seconds: what the proof took.
+    """
+
+    version: int = 1
+    plan: str
+    parity: ParityClass
+    reason: str
+    states: int
+    free_steps: int = 0
+    errors: list[TensorError] = Field(default_factory=list)
+    first: str | None = None
+    seconds: float = 0.0
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class Timing(Record):
+    """How fast a plan was, beside the baseline in the same race.
+
+    Attributes:
+        name: as it was asked for, such as `baseline`, `auto` or `mine.toml`.
+        plan: its axes.
+        step_ms: median over the windows.
+        ratio: median of the baseline's time over this plan's, window by window; above 1 is faster. `ratio_low` and
+            `ratio_high` are the ends of its 95 % interval.
+        windows: pairs of windows that the ratio is from.
+        parity: its class, and `parity_reason`; None where it wasn't asked for.
+        startup_s: from the Task to the first step, without compiling; `compile_s` compiling alone.
+        run_s: time to finish this run of the Task, with both of them; None where its number of steps is unknown.
+        pays_after: steps after which the plan has won back what it costs to start and compile; None if it never does.
+        peak_memory_bytes: the most that one step allocated at a time.
+        verdict: `faster`, `slower` or `no difference` against the baseline.
+        failure: why it couldn't be run or measured; then figures are None.
+    """
+
+    name: str
+    plan: dict[str, Any] = Field(default_factory=dict)
+    step_ms: float | None = None
+    samples_per_s: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    windows: int = 0
+    parity: ParityClass | None = None
+    parity_reason: str | None = None
+    startup_s: float | None = None
+    compile_s: float | None = None
+    run_s: float | None = None
+    pays_after: int | None = None
+    peak_memory_bytes: int | None = None
+    verdict: Literal["faster", "slower", "no difference"] | None = None
+    failure: str | None = None
+
+
+class Verdict(Record):
+    """What a race found.
+
+    Attributes:
+        task: its name; `fingerprint` tells it from others of that name.
+        plans: one for each plan, in the order asked for.
+        baseline: name of the plan that the ratios are against.
+        winner: name of the trusted plan that finishes this run first; None where too little was measured to say.
+        steps: of the whole run; None for a stream of unknown length.
+        notes: what there is to know, such as that the machine was busy.
+        machine, versions: what it was measured on and with.
+    """
+
+    version: int = 1
+    task: str
+    fingerprint: str
+    plans: list[Timing]
+    baseline: str
+    winner: str | None
+    steps: int | None
+    notes: list[str] = Field(default_factory=list)
+    machine: str
+    versions: dict[str, str]
+    seconds: float
