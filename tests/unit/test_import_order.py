@@ -55,6 +55,7 @@ ORDER = (
     "probe/",
     "lowering/",
     "choosing",
+    "parity/",
     "checkpoint",
     "run",
     "view",

@@ -1,0 +1,197 @@
+"""The step in float64, as the truth that other ways to run it are measured against.
+
+It draws what fp32 draws, and it is watched: wherever a result that follows from parameters or inputs has fewer bits
+than float64, it is no truth any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hotloop.data.feed import Feed
+from hotloop.data.tree import map_tensors
+from hotloop.lowering.ingredients import Ingredients, placed
+from hotloop.lowering.program import Program
+from hotloop.lowering.step import EagerStep
+from hotloop.plan import Plan
+from hotloop.rng import preserved
+from hotloop.state import State
+from hotloop.task import Computed, Task
+
+_FACTORIES = ("rand", "randn", "normal")
+"""Operations that draw numbers of the default dtype."""
+
+_WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_DRAWS_WITHIN = ("rrelu", "_scaled_dot_product", "_fused", "_cudnn", "miopen", "mkldnn")
+"""Operations that compute with what they draw."""
+
+_NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
+def lower_exactly(task: Task, device: torch.device) -> Program:
+    """The Task's step in float64, whose States are `in_float64`.
+
+    Raises:
+        TaskError, RuntimeError: model or loss can't be turned into float64.
+    """
+    with preserved():
+        parts = placed(Ingredients.of(task, Plan(device=str(device))), device)
+        parts.model.double()
+        if isinstance(parts.task.loss, nn.Module):
+            parts.task.loss.double()
+        return Program(parts, ExactStep(parts), _NoFeed())
+
+
+class _NoFeed(Feed):
+    """For a Program that gets each batch from its caller."""
+
+    batches = None
+    reseeds = True
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def in_float64(state: State) -> State:
+    """A State with each number that the step computes with as float64; steps that an optimizer counts stay counts."""
+    optimizer = dict(state.optimizer)
+    if optimizer:
+        optimizer["state"] = {
+            name: {key: value if key == "step" else _widened(value) for key, value in values.items()}
+            for name, values in state.optimizer["state"].items()
+        }
+    wide = {part: _widened(getattr(state, part)) for part in ("parameters", "buffers", "average", "loss")}
+    return replace(state, optimizer=optimizer, **wide)
+
+
+def _widened(tree: Any) -> Any:
+    return map_tensors(lambda value: value.to(_WIDE.get(value.dtype, value.dtype)), tree)
+
+
+class ExactStep(EagerStep):
+    """One training step in float64.
+
+    Attributes:
+        watch: what was seen of its operations since it was made.
+    """
+
+    def __init__(self, parts: Ingredients) -> None:
+        super().__init__(parts)
+        self.watch = Watch(parts.model)
+
+    def _compute(self, batch: Any) -> Computed:
+        with self.watch.watching():
+            return super()._compute(_widened(batch))
+
+    def _backward_of(self, loss: Tensor) -> None:
+        with self.watch.watching():  # what is computed again in backward draws again
+            super()._backward_of(loss)
+
+
+class Watch(TorchDispatchMode):
+    """Sees each operation of a step that should be float64 throughout.
+
+    Attributes:
+        narrowed: which module first gave a result of fewer bits though it follows from float64, and how.
+        draws: whether anything random was drawn.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.narrowed: str | None = None
+        self.draws = False
+        self._model = model
+        self._inside: list[str] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                stack.callback(module.register_forward_pre_hook(self._enter(name, module)).remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            torch.set_default_dtype(torch.float64)
+            stack.callback(torch.set_default_dtype, before)
+            stack.enter_context(self)
+            yield
+
+    def _enter(self, name: str, module: nn.Module) -> Callable:
+        where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+        return lambda *_: self._inside.append(where)
+
+    def _leave(self, *_: Any) -> None:
+        if self._inside:
+            self._inside.pop()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded in function.tags and _does_draw(function, args, kwargs):
+            self.draws = True
+            if not name.startswith(_DRAWS_WITHIN):
+                return _drawn(function, args, kwargs)
+            self._note(f"draws inside of {name}, which float64 can't repeat")
+        result = function(*args, **kwargs)
+        if _is_wide(args) and (dtype := _narrow_dtype(result)) is not None:
+            self._note(f"turns float64 into {str(dtype).removeprefix('torch.')} ({name})")
+        return result
+
+    def _note(self, what: str) -> None:
+        where = self._inside[-1] if self._inside else "the loss, or what surrounds the model,"
+        self.narrowed = self.narrowed or f"{where} {what}"
+
+
+def _is_wide(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.dtype in _NARROW for leaf in tree_leaves(tree))
+
+
+def _narrow_dtype(tree: Any) -> torch.dtype | None:
+    found = (leaf.dtype for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dtype in _WIDE)
+    return next(found, None)
+
+
+def _does_draw(function: Any, args: Any, kwargs: Any) -> bool:
+    """Fused attention is marked as random whether it drops anything or not."""
+    named = {argument.name: place for place, argument in enumerate(function._schema.arguments)}
+    if "dropout_p" not in named:
+        return True
+    place = named["dropout_p"]
+    return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
+
+
+def _drawn(function: Any, args: Any, kwargs: Any) -> Any:
+    """What the operation draws in fp32, as float64."""
+    if function is torch.ops.aten.native_dropout.default:
+        x, p, training = args
+        kept = torch.ones_like(x, dtype=torch.float32)
+        scaled, mask = function(kept, p, training)
+        return x * scaled, mask
+    given = kwargs.get("dtype")
+    if given in _NARROW:
+        kwargs = {**kwargs, "dtype": _NARROW[given]}
+    elif given is None and function.overloadpacket.__name__ in _FACTORIES:
+        kwargs = {**kwargs, "dtype": torch.float32}
+    narrow = tree_map_only(Tensor, lambda value: value.to(_NARROW.get(value.dtype, value.dtype)), args)
+    result = function(*narrow, **kwargs)
+    if function._schema.is_mutable:
+        args[0].copy_(narrow[0])
+        return args[0]
+    return tree_map_only(Tensor, lambda value: value.to(_WIDE.get(value.dtype, value.dtype)), result)

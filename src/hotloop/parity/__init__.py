@@ -1,0 +1,86 @@
+"""Is this plan's result as true as the baseline's? Single steps against float64, then a free run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hotloop.errors import blame
+from hotloop.lowering import Program, lower
+from hotloop.parity.collecting import Collector
+from hotloop.parity.judging import judged
+from hotloop.parity.path import STATES
+from hotloop.parity.running import run_freely
+from hotloop.parity.witnesses import Truth, baselines
+from hotloop.plan import Plan
+from hotloop.probe import check_device
+from hotloop.rng import preserved
+from hotloop.task import Task
+from hotloop.verdicts import Parity
+
+Progress = Callable[[int, int], None]
+"""Told of states done, and how many there are."""
+
+
+def prove(task: Task, plan: Plan, *, progress: Progress = lambda done, total: None) -> Parity:
+    """Compares a plan with the baseline on its device; see `prove_programs`.
+
+    Raises:
+        PlanError: the plan can't be run here.
+    """
+    program = lower(task, plan)
+    try:
+        return prove_programs(task, [program], progress=progress)[0]
+    finally:
+        program.close()
+
+
+def prove_programs(
+    task: Task, programs: Sequence[Program], *, progress: Progress = lambda done, total: None
+) -> list[Parity]:
+    """Compares Programs of one Task, on one device and in one precision, with the baseline there.
+
+    From States along the baseline's path each takes one step, with the same batch and the same draws, and so does the
+    baseline in float64. Losses, gradients, updates, the optimizer's state and buffers may be off from the truth by a
+    small multiple of what several baselines are that differ harmlessly. A free run across the end of an epoch follows.
+    Their States are put back afterwards.
+    """
+    began = time.monotonic()
+    plans = [program.parts.plan for program in programs]
+    before = [program.state() for program in programs]
+    device = check_device(plans[0].device)
+    common: dict[str, Any] = {"states": 0, "versions": {"torch": torch.__version__}}
+
+    def all_unproven(reason: str) -> list[Parity]:
+        return [Parity(plan=plan.brief(), parity="unproven", reason=reason, **common) for plan in plans]
+
+    if not task.roles.exact:
+        return all_unproven("the data is a stream with an order of its own, so runs can't be compared step by step")
+    with preserved(device):
+        try:
+            truth = Truth(task, device)
+        except Exception as error:
+            return all_unproven(f"the model can't be turned into float64: {blame(error)}")
+        witnesses = baselines(task, plans[0])
+        try:
+            collector = Collector(truth, witnesses, programs)
+            evidence = collector.collect(lambda states: progress(states, STATES))
+            free = None if evidence.unproven else run_freely(evidence.last, witnesses, programs)
+        finally:
+            for witness in witnesses:
+                witness.program.close()
+            for program, state in zip(programs, before, strict=True):
+                program.restore(state)
+    common |= {"states": len(evidence.steps), "seconds": time.monotonic() - began}
+    return [
+        Parity(
+            plan=account.name,
+            free_steps=free[number].steps if free else 0,
+            **common,
+            **judged(account, evidence, free[number] if free else None, reduced=plans[number].precision != "fp32"),
+        )
+        for number, account in enumerate(evidence.candidates)
+    ]

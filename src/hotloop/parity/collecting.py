@@ -1,0 +1,179 @@
+"""Walks the baseline's path and writes down how far each baseline and each candidate is from the truth."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from hotloop.errors import HotloopError, blame
+from hotloop.lowering import Program
+from hotloop.parity.path import Stop, stops
+from hotloop.parity.seen import UNIT, Key, Seen, errors, missing, one_step, scales
+from hotloop.parity.witnesses import Truth, Witness, in_another_order
+from hotloop.state import State, differences
+
+Errors = dict[Key, float]
+
+_SUSPICIOUS = 8.0
+"""Times what rounding did at a state: from here on, more nudges there tell whether it could do that too."""
+
+_NUDGES, _LOOKS = 8, 6
+"""How many, and at how many states at most."""
+
+_ALIKE = 1e-2
+"""Float64 and the baseline compute the same thing if their losses agree so far; rounding is orders below."""
+
+
+@dataclass
+class Account:
+    """What was seen of a baseline or a candidate.
+
+    Attributes:
+        errors: of each tensor, at each state.
+        differs: where the State first wasn't bitwise the baseline's after a step.
+    """
+
+    name: str
+    errors: list[Errors] = field(default_factory=list)
+    differs: str | None = None
+
+
+@dataclass
+class Evidence:
+    """Of all single steps.
+
+    Attributes:
+        steps: the number of the step at each state, from 0.
+        rounding: the worst error of a baseline at each state, with more nudges where a candidate was far off.
+        last: the State that the path came to.
+        unproven: why nothing can be said, where that is so.
+    """
+
+    baselines: list[Account]
+    candidates: list[Account]
+    last: State
+    steps: list[int] = field(default_factory=list)
+    rounding: list[Errors] = field(default_factory=list)
+    unproven: str | None = None
+
+
+class Collector:
+    """Takes the same step with everyone, state by state."""
+
+    def __init__(self, truth: Truth, witnesses: Sequence[Witness], candidates: Sequence[Program]) -> None:
+        self.truth, self.witnesses, self.candidates = truth, list(witnesses), candidates
+        self.walker = witnesses[0].program
+        self._looks = 0
+        self.evidence = Evidence(
+            [Account(one.name) for one in witnesses],
+            [Account(program.parts.plan.brief()) for program in candidates],
+            self.walker.state(),
+        )
+
+    def collect(self, progress: Callable[[int], None] = lambda states: None) -> Evidence:
+        """Goes along the path, until it ends or nothing can be proven."""
+        evidence = self.evidence
+        for number, stop in enumerate(stops(self.walker)):
+            here = self.walker.state()
+            evidence.last = here
+            evidence.unproven = (number < 2 and self._unrepeatable(stop)) or self._compare(stop, number)
+            if evidence.unproven:
+                break
+            self.walker.restore(here)
+            progress(number + 1)
+        return evidence
+
+    def _compare(self, stop: Stop, number: int) -> str | None:
+        """One step with everyone; a reason if that shows that nothing can be proven."""
+        evidence = self.evidence
+        try:
+            true = self.truth.step(stop.state, stop.batch)
+        except HotloopError as error:
+            return f"the step can't be run in float64: {error.given}"
+        except Exception as error:
+            return f"the step can't be run in float64: {blame(error)}"
+        if self.truth.watch.narrowed:
+            return f"there is no float64 truth to compare with: {self.truth.watch.narrowed}"
+        if not number and not self.truth.watch.draws:
+            self.witnesses.append(in_another_order(self.walker))
+            evidence.baselines.append(Account(self.witnesses[-1].name))
+        sizes = scales(true)
+        plain, after = self.witnesses[0].step(stop.state, stop.batch, number)
+        if (off := errors(plain, true, sizes)[_LOSS]) > _ALIKE:
+            return f"the baseline's loss is off by {off:.0%} in float64, so they compute different things"
+        evidence.baselines[0].errors.append(errors(plain, true, sizes))
+        for witness, account in zip(self.witnesses[1:], evidence.baselines[1:], strict=True):
+            account.errors.append(errors(witness.step(stop.state, stop.batch, number)[0], true, sizes))
+        evidence.steps.append(stop.state.position.step)
+        evidence.rounding.append(worst([account.errors[-1] for account in evidence.baselines]))
+        for program, account in zip(self.candidates, evidence.candidates, strict=True):
+            self._try(program, account, stop, (true, sizes, after))
+        return None
+
+    def _try(self, program: Program, account: Account, stop: Stop, known: tuple[Seen, Errors, State]) -> None:
+        true, sizes, expected = known
+        seen, after = one_step(program, stop.state, stop.batch)
+        found = errors(seen, true, sizes) | dict.fromkeys(missing(seen, true), float("inf"))
+        account.errors.append(found)
+        if account.differs is None and (paths := differences(after, expected)):
+            account.differs = f"{paths[0].strip('/')} after step {stop.state.position.step + 1}"
+        rounding = self.evidence.rounding[-1]
+        if self._looks < _LOOKS and _ratio(found, rounding) > _SUSPICIOUS:
+            self._looks += 1
+            nudging = self.witnesses[1]
+            for again in range(_NUDGES):
+                step = nudging.step(stop.state, stop.batch, 1000 * stop.state.position.step + again)
+                rounding |= worst([rounding, errors(step[0], true, sizes)])
+
+    def _unrepeatable(self, stop: Stop) -> str | None:
+        """Why the baseline itself isn't the same when it is run twice, if it isn't."""
+        with warnings.catch_warnings(record=True) as told, _warning_of_chance():
+            warnings.simplefilter("always")
+            (_, first), (_, second) = (self.witnesses[0].step(stop.state, stop.batch, 0) for _ in range(2))
+        paths = differences(first, second)
+        if not paths:
+            return None
+        names = [str(one.message).partition(" ")[0] for one in told if "deterministic" in str(one.message)]
+        if names:
+            return f"{names[0]} gives another result each time, so there is nothing to compare with"
+        return (
+            "the step is too random to compare: run twice from the same State, with the generators of Python, NumPy and"
+            f" torch seeded alike, the baseline gives another {paths[0].strip('/')}"
+        )
+
+
+_LOSS = ("loss", "loss")
+
+
+@contextmanager
+def _warning_of_chance() -> Iterator[None]:
+    """Has torch warn of operations that have no deterministic implementation."""
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def worst(found: Sequence[Errors]) -> Errors:
+    """The largest error of each tensor."""
+    return {key: max(one.get(key, 0.0) for one in found) for key in {key for one in found for key in one}}
+
+
+def _ratio(found: Errors, floor: Errors) -> float:
+    return max((ratio(found[key], floor.get(key)) for key in found), default=0.0)
+
+
+def ratio(error: float, floor: float | None) -> float:
+    """An error in multiples of the floor, which is no lower than rounding a number once."""
+    if floor == float("inf"):  # even the baselines can't be compared here
+        return 0.0
+    return error / max(floor or 0.0, UNIT)

@@ -1,0 +1,96 @@
+"""From the evidence to one of the five classes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from hotloop.parity.collecting import Account, Errors, Evidence, ratio, worst
+from hotloop.parity.running import Freely
+from hotloop.parity.seen import KINDS, Key
+from hotloop.verdicts import TensorError
+
+TYPICAL = 4.0
+"""Times the floor that the median error of a tensor may be."""
+
+ANYWHERE = 64.0
+"""Times what rounding does at a state that the error there may be."""
+
+FREELY = 64.0
+"""Times the drift of the harmless baselines that a free run may end away from theirs."""
+
+SHOWN = 50
+
+
+def judged(account: Account, evidence: Evidence, free: Freely | None, *, reduced: bool) -> dict[str, Any]:
+    """Class, reason and figures of one candidate."""
+    if evidence.unproven:
+        return {"parity": "unproven", "reason": evidence.unproven}
+    table = typical(account, evidence)
+    known = {"errors": table[:SHOWN]}
+    if (wrong := _wrong(account, evidence, table)) is not None:
+        return known | wrong
+    if free is not None and (free.other or free.apart > FREELY * max(free.rounding, 1e-7)):
+        reason = free.other or (
+            f"after {free.steps} free steps its parameters are {free.apart:.2g} of their way from the baseline's, where"
+            f" rounding alone comes to {free.rounding:.2g}"
+        )
+        return known | {"parity": "broken", "reason": reason, "first": f"the parameters, within {free.steps} steps"}
+    bitwise = account.differs is None and (free is None or free.bitwise)
+    return known | _fine(table, bitwise, len(evidence.steps), reduced)
+
+
+def _fine(table: Sequence[TensorError], bitwise: bool, states: int, reduced: bool) -> dict[str, Any]:
+    largest = max((one.ratio for one in table), default=0.0)
+    if bitwise:
+        return {"parity": "bitwise", "reason": f"in {states} single steps and the free run, each bit is the baseline's"}
+    if reduced:
+        reason = "its errors are those of the reduced precision that it asks for, which changes the result"
+        return {"parity": "reduced-precision", "reason": reason}
+    reason = (
+        f"no tensor is further from float64 than {max(largest, 0.1):.1f} times what harmless changes of the baseline"
+        f" come to (allowed: {TYPICAL:g})"
+    )
+    return {"parity": "fp32-equivalent", "reason": reason}
+
+
+def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -> dict[str, Any] | None:
+    """The class `broken`, with the first tensor and step that went wrong."""
+    off = {(one.what, one.name) for one in table if one.ratio > TYPICAL}
+    for step, errors, floor in zip(evidence.steps, account.errors, evidence.rounding, strict=True):
+        far = {key for key, error in errors.items() if ratio(error, floor.get(key)) > ANYWHERE}
+        here = far | {key for key in off if ratio(errors.get(key, 0.0), floor.get(key)) > TYPICAL}
+        if here:
+            what, name = min(here, key=lambda key: (KINDS.index(key[0]), -errors[key]))
+            times = ratio(errors[what, name], floor.get((what, name)))
+            size = "differs altogether" if times == float("inf") else f"is {times:.3g} times what rounding comes to"
+            first = f"{what} {name!r} at step {step + 1}"
+            return {"parity": "broken", "reason": f"the error of the {first} {size}", "first": first}
+    if off:  # its median is, though at no state by itself
+        what, name = min(off, key=lambda key: KINDS.index(key[0]))
+        first = f"{what} {name!r} at step {evidence.steps[0] + 1}"
+        return {"parity": "broken", "reason": f"the typical error of the {what} {name!r} is too large", "first": first}
+    return None
+
+
+def typical(account: Account, evidence: Evidence) -> list[TensorError]:
+    """The median errors over the states against the floor, worst first."""
+    floor = worst([_medians(one.errors) for one in evidence.baselines])
+    found = _medians(account.errors)
+    rows = [
+        TensorError(
+            what=what,
+            name=name,
+            error=error,
+            floor=floor.get((what, name), 0.0),
+            ratio=ratio(error, floor.get((what, name))),
+        )
+        for (what, name), error in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row.ratio)
+
+
+def _medians(errors: Sequence[Errors]) -> dict[Key, float]:
+    keys = {key for one in errors for key in one}
+    return {key: statistics.median(one[key] for one in errors if key in one) for key in keys}

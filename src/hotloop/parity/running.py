@@ -1,0 +1,111 @@
+"""The free run: some steps on end, across the end of an epoch, each with its own feed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hotloop.lowering import Program
+from hotloop.parity.path import before_the_end
+from hotloop.parity.witnesses import Witness
+from hotloop.state import State, differences
+
+STEPS = 10
+_BEFORE = 5
+"""Steps before the end of the epoch."""
+
+_NUDGES = 4
+
+
+@dataclass(frozen=True)
+class Freely:
+    """How a candidate's free run ended.
+
+    Attributes:
+        steps: how many there were.
+        apart: its distance from the baseline's end, as a share of the way that the baseline's parameters went.
+        rounding: the same of baselines that differ harmlessly, the worst of them.
+        bitwise: whether it ended in the baseline's State.
+        other: what had to be equal and wasn't.
+    """
+
+    steps: int
+    apart: float
+    rounding: float
+    bitwise: bool
+    other: str | None
+
+
+@dataclass(frozen=True)
+class _End:
+    state: State
+    spans: tuple[tuple[int, int], ...]
+
+
+def run_freely(start: State, witnesses: Sequence[Witness], candidates: Sequence[Program]) -> list[Freely]:
+    """Runs on from `start` with everyone."""
+    plain, nudging = witnesses[0], witnesses[1]
+    start = before_the_end(start, plain.program.feed.batches, _BEFORE)
+    steps = min(STEPS, plain.program.schedule_left() or STEPS)
+    expected = _ended(plain.program, start, steps)
+    way = _distance(expected.state, start)
+    rounding = 0.0
+    for number in range(_NUDGES):
+        ended = _ended(nudging.program, nudging.state(start, number), steps)
+        rounding = max(rounding, _distance(ended.state, expected.state))
+    for witness in witnesses[2:]:
+        if witness.name != "permuted":
+            with witness.around():
+                ended = _ended(witness.program, start, steps)
+            rounding = max(rounding, _distance(ended.state, expected.state))
+    return [_compared(_ended(program, start, steps), expected, way, rounding, steps) for program in candidates]
+
+
+def _ended(program: Program, start: State, steps: int) -> _End:
+    program.restore(start)
+    program.seed_all()
+    left, spans = steps, []
+    while left:
+        outcome = program.advance(left)
+        spans.append((outcome.steps, outcome.samples))
+        left -= outcome.steps
+        if outcome.ended and left:
+            program.end_epoch(1.0)
+    return _End(program.state(), tuple(spans))
+
+
+def _compared(ended: _End, expected: _End, way: float, rounding: float, steps: int) -> Freely:
+    paths = differences(ended.state, expected.state)
+    return Freely(
+        steps=steps,
+        apart=_distance(ended.state, expected.state) / (way or 1.0),
+        rounding=rounding / (way or 1.0),
+        bitwise=not paths,
+        other=_unequal(ended, expected, paths),
+    )
+
+
+def _unequal(ended: _End, expected: _End, paths: list[str]) -> str | None:
+    if ended.spans != expected.spans:
+        spans = [
+            ", then ".join(f"{samples} samples in {steps} steps" for steps, samples in one.spans)
+            for one in (ended, expected)
+        ]
+        return f"it trained on {spans[0]}, where the baseline trained on {spans[1]}"
+    exact = ("/position", "/schedule", "/sums/samples", "/optimizer/groups")
+    found = [path for path in paths if path.startswith(exact)]
+    return f"{found[0].strip('/')} is another than the baseline's" if found else None
+
+
+def _distance(one: State, other: State) -> float:
+    squares = [
+        torch.linalg.vector_norm(
+            value.to(torch.complex128 if value.is_complex() else torch.float64) - other.parameters[name]
+        ).item()
+        ** 2
+        for name, value in one.parameters.items()
+    ]
+    total = sum(squares) ** 0.5
+    return float("inf") if total != total else total

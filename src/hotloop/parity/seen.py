@@ -1,0 +1,127 @@
+"""What one step did, as tensors by name, and how far two steps are from each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotloop.data.tree import map_tensors, tensors
+from hotloop.lowering import Program
+from hotloop.state import State, leaves
+
+Key = tuple[str, str]
+"""(what, name), as in `TensorError`."""
+
+Seen = dict[Key, Tensor]
+"""float64 on the CPU; what is counted stays whole."""
+
+KINDS = ("count", "loss", "buffer", "gradient", "optimizer", "update", "size of update", "average")
+"""In the order in which a step makes them."""
+
+UNIT = 2.0**-24
+"""Unit roundoff of fp32: half of the distance from 1 to the next number."""
+
+
+def one_step(program: Program, state: State, batch: Any) -> tuple[Seen, State]:
+    """Runs a step from `state` on a copy of `batch`; the State after it is also given as it is."""
+    program.restore(replace(state, sums={}))
+    before = {name: (value.grad, _version(value.grad)) for name, value in program.model.named_parameters()}
+    given = map_tensors(torch.clone, batch)
+    program.step(given)
+    after = program.state()
+    seen: Seen = {("count" if name in _COUNTS else "loss", name): _wide(value) for name, value in after.sums.items()}
+    seen |= {("buffer", name): _wide(value) for name, value in {**after.buffers, **after.loss}.items()}
+    for name, parameter in program.model.named_parameters():
+        gradient, (old, version) = parameter.grad, before[name]
+        if gradient is not None and (gradient is not old or gradient._version != version):  # made in this step
+            seen["gradient", name] = _wide(gradient)
+    for path, value in leaves({key: after.optimizer[key] for key in ("state", "own", "groups")}):
+        if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
+            seen["optimizer", path.strip("/")] = _wide(value)
+    for name, value in after.parameters.items():
+        if value.is_floating_point() or value.is_complex():
+            seen["update", name] = _wide(value) - _wide(state.parameters[name])
+    seen |= {("average", name): _wide(value) for name, value in after.average.items()}
+    for place, (was, now) in enumerate(zip(tensors(batch), tensors(given), strict=True)):
+        seen["count", f"tensors {place} of the batch that were changed"] = _wide(0 if torch.equal(was, now) else 1)
+    return seen, after
+
+
+_COUNTS = ("samples", "weight")
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None else tensor._version
+
+
+def _exact(number: float) -> torch.dtype:
+    return torch.int64 if isinstance(number, int) else torch.float64
+
+
+def _wide(value: Any) -> Tensor:
+    tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=_exact(value))
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+
+
+def scales(truth: Seen) -> dict[Key, float]:
+    """The size of each tensor: its norm, but not less than a hundredth of what its kind comes to.
+
+    So an error in what is truly zero, such as the gradient of a bias before a batch normalisation, is measured by its
+    neighbours.
+    """
+    largest: dict[Key, float] = {}
+    for key, value in truth.items():
+        if value.numel():
+            largest[_kin(key)] = max(largest.get(_kin(key), 0.0), _norm(value) / value.numel() ** 0.5)
+    return {
+        key: max(_norm(value), 0.01 * largest.get(_kin(key), 0.0) * value.numel() ** 0.5)
+        for key, value in truth.items()
+    }
+
+
+def _kin(key: Key) -> Key:
+    """Those of a kind; of an optimizer's state, those with the same role."""
+    return (key[0], key[1].rpartition("/")[2] if key[0] == "optimizer" else "")
+
+
+def errors(seen: Seen, truth: Seen, sizes: dict[Key, float]) -> dict[Key, float]:
+    """Each tensor's distance from the truth, as a share of its size; infinite where shapes or whole numbers differ.
+
+    The size of an update is looked at once more by itself: rounding hides it in single numbers, not in their sum.
+    """
+    found = {}
+    for key, value in seen.items():
+        true = truth.get(key)
+        if true is None or true.shape != value.shape:
+            found[key] = float("inf")
+            continue
+        found[key] = _distance(value, true, sizes[key])
+        if key[0] == "update" and (size := float((true * true).sum())) > 0:
+            found["size of update", key[1]] = abs(float((value.double() * true).sum()) / size - 1)
+    return found
+
+
+def missing(seen: Seen, truth: Seen) -> list[Key]:
+    """What the truth has and a step doesn't; gradients are not, since a compiled step keeps them to itself."""
+    return [key for key in truth if key not in seen and key[0] != "gradient"]
+
+
+def _distance(value: Tensor, true: Tensor, size: float) -> float:
+    if not true.is_floating_point() or not value.is_floating_point():
+        return 0.0 if torch.equal(value.double(), true.double()) else float("inf")
+    off = _norm(value - true)
+    if off != off or size == float("inf"):  # not finite: the same on both sides is no error
+        same = torch.equal(torch.nan_to_num(value, nan=1e300), torch.nan_to_num(true, nan=1e300))
+        return 0.0 if same else float("inf")
+    return off / size if size else (0.0 if off == 0 else float("inf"))
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.double()))
