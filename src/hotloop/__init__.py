@@ -23,6 +23,7 @@ _HOME = {
     "export": "hotloop.api",
     "load_model": "hotloop.api",
     "lower": "hotloop.lowering",
+    "check": "hotloop.proving",
 }
 # No module has the name of a public function: importing the module would hide the function.
 _MODULES = ("data", "errors")
@@ -34,6 +35,7 @@ __all__ = [
     "Run",
     "Task",
     "View",
+    "check",
     "data",
     "errors",
     "evaluate",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from hotloop.errors import HotloopError
     from hotloop.lowering import lower
     from hotloop.plan import Plan
+    from hotloop.proving import check
     from hotloop.run import Run
     from hotloop.task import Parameters, Task
     from hotloop.view import View

@@ -37,7 +37,7 @@ from hotloop.report.curves import draw_curves
 from hotloop.report.progress import Display
 from hotloop.run import Run
 from hotloop.steering import Steering
-from hotloop.task import Task
+from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded, load_from_run
 from hotloop.view import Callback
 from hotloop.wanted import Wanted
@@ -101,7 +101,7 @@ def start(
 ) -> tuple[Run, Ended]:
     """Starts a new run of a loaded Task; `axes` are set on top of the plan."""
     began = time.monotonic()
-    task = _overridden(loaded.task, overrides)
+    task = overridden(loaded.task, overrides)
     wanted = Wanted.of(plan, axes)
     Cadence.parse(checkpoint_every)
     stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
@@ -152,7 +152,7 @@ def go_on(
     before = task_of(handle, task)
     _check_overrides(handle, before, overrides or {})
     handle.record = handle.record.model_copy(update={"overrides": {**handle.record.overrides, **(overrides or {})}})
-    task = _overridden(before, overrides)
+    task = overridden(before, overrides)
     if (final := handle.final) is not None and len(handle.epochs) >= _last_epoch(handle, task, final):
         say(f"{path} is finished already; --epochs with a larger number goes on with it")
         return handle, Ended("finished", True, [], final)
@@ -168,7 +168,7 @@ def go_on(
 
 def considered(loaded: Loaded, base: Plan, overrides: Mapping[str, Any] | None = None) -> Considered:
     """What `--plan auto` makes of a loaded Task on this machine; the axes set in making `base` are kept."""
-    return consider(_overridden(loaded.task, overrides), base)
+    return consider(overridden(loaded.task, overrides), base)
 
 
 def _check_overrides(handle: Run, task: Task, overrides: Mapping[str, Any]) -> None:
@@ -382,12 +382,7 @@ def task_of(run: Run, task: Task | None = None) -> Task:
                 fix="pass it from Python: hotloop.fit(task, run=..., resume=True), hotloop.predict(..., task=task)",
             )
         task = load_from_run(run.source, run.record.source)
-    return _overridden(task, run.record.overrides)
-
-
-def _overridden(task: Task, overrides: Mapping[str, Any] | None) -> Task:
-    changed = {key: value for key, value in (overrides or {}).items() if getattr(task, key) != value}
-    return replace(task, **changed) if changed else task
+    return overridden(task, run.record.overrides)
 
 
 def versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -363,3 +363,9 @@ def _needs_two(function: Callable[..., Any]) -> bool:
     except TypeError:
         return True
     return False
+
+
+def overridden(task: Task, fields: Mapping[str, Any] | None) -> Task:
+    """The Task with some fields set; itself, with all that it knows already, where they are as they were."""
+    changed = {key: value for key, value in (fields or {}).items() if getattr(task, key) != value}
+    return replace(task, **changed) if changed else task

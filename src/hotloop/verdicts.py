@@ -33,6 +33,30 @@ class TensorError(Record):
     ratio: float
 
 
+class Convergence(Record):
+    """Whether a plan's training ends where the baseline's does, over several seeds.
+
+    Attributes:
+        what: the figure, `validation_loss` or `train_loss`, after `epochs`.
+        baseline, plan: it for each seed, in the same order.
+        difference: mean of the plan's minus the baseline's; `low` and `high` are the ends of its 90 % interval.
+        margin: what a difference may be: the spread of the baseline over the seeds, at least 1 % of its figure.
+        equivalent: whether the whole interval lies within the margin: two one-sided tests at 5 % (Schuirmann: A
+            comparison of the two one-sided tests procedure and the power approach, 1987).
+    """
+
+    what: str
+    epochs: int
+    seeds: list[int]
+    baseline: list[float]
+    plan: list[float]
+    difference: float
+    low: float
+    high: float
+    margin: float
+    equivalent: bool
+
+
 class Parity(Record):
     """Whether a plan's result is as true as the baseline's.
 
@@ -43,6 +67,7 @@ class Parity(Record):
         free_steps: steps of the free run that came after; 0 if it wasn't reached.
         errors: worst first.
         first: the first tensor that went wrong, and at which step; None where nothing did.
+        convergence: where it was asked for.
         seconds: what the proof took.
     """
 
@@ -54,6 +79,7 @@ class Parity(Record):
     free_steps: int = 0
     errors: list[TensorError] = Field(default_factory=list)
     first: str | None = None
+    convergence: Convergence | None = None
     seconds: float = 0.0
     versions: dict[str, str] = Field(default_factory=dict)
 

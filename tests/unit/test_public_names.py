@@ -21,6 +21,7 @@ PUBLIC = {
         "Run",
         "Task",
         "View",
+        "check",
         "data",
         "errors",
         "evaluate",

@@ -69,11 +69,11 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def bar(doing: str, after_s: float = 2.0) -> Iterator[Callable[[int, int | None], None]]:
-    """A progress bar for work that lasts longer than `after_s`; it is told `(samples done, of how many)`."""
+def bar(doing: str, of: str = "samples", after_s: float = 2.0) -> Iterator[Callable[[int, int | None], None]]:
+    """A progress bar for work that lasts longer than `after_s`; it is told `(done, of how many)`."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn("samples"), TimeRemainingColumn())
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn(of), TimeRemainingColumn())
     shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     work = shown.add_task("", total=None)
     started = time.monotonic()

@@ -14,7 +14,7 @@ from hotloop.parity.collecting import Collector
 from hotloop.parity.judging import judged
 from hotloop.parity.path import STATES
 from hotloop.parity.running import run_freely
-from hotloop.parity.witnesses import Truth, baselines
+from hotloop.parity.witnesses import Truth, baselines, peers
 from hotloop.plan import Plan
 from hotloop.probe import check_device
 from hotloop.rng import preserved
@@ -64,13 +64,12 @@ def prove_programs(
             truth = Truth(task, device)
         except Exception as error:
             return all_unproven(f"the model can't be turned into float64: {blame(error)}")
-        witnesses = baselines(task, plans[0])
+        witnesses, reduced = baselines(task, plans[0].device), peers(task, plans[0])
         try:
-            collector = Collector(truth, witnesses, programs)
-            evidence = collector.collect(lambda states: progress(states, STATES))
-            free = None if evidence.unproven else run_freely(evidence.last, witnesses, programs)
+            evidence = Collector(truth, witnesses, reduced, programs).collect(lambda states: progress(states, STATES))
+            free = None if evidence.unproven else run_freely(evidence.last, witnesses, reduced, programs)
         finally:
-            for witness in witnesses:
+            for witness in [*witnesses, *reduced]:
                 witness.program.close()
             for program, state in zip(programs, before, strict=True):
                 program.restore(state)
@@ -80,7 +79,7 @@ def prove_programs(
             plan=account.name,
             free_steps=free[number].steps if free else 0,
             **common,
-            **judged(account, evidence, free[number] if free else None, reduced=plans[number].precision != "fp32"),
+            **judged(account, evidence, free[number] if free else None),
         )
         for number, account in enumerate(evidence.candidates)
     ]

@@ -47,29 +47,40 @@ class Evidence:
     """Of all single steps.
 
     Attributes:
+        peers: the eager step in the candidates' reduced precision, and variants of it; empty for fp32.
         steps: the number of the step at each state, from 0.
-        rounding: the worst error of a baseline at each state, with more nudges where a candidate was far off.
+        rounding: the worst error at each state of those that candidates are judged by, with more nudges where a
+            candidate was far off.
         last: the State that the path came to.
         unproven: why nothing can be said, where that is so.
     """
 
     baselines: list[Account]
+    peers: list[Account]
     candidates: list[Account]
     last: State
     steps: list[int] = field(default_factory=list)
     rounding: list[Errors] = field(default_factory=list)
     unproven: str | None = None
 
+    @property
+    def judges(self) -> list[Account]:
+        """Those whose errors tell what rounding comes to in the candidates' precision."""
+        return self.peers or self.baselines
+
 
 class Collector:
     """Takes the same step with everyone, state by state."""
 
-    def __init__(self, truth: Truth, witnesses: Sequence[Witness], candidates: Sequence[Program]) -> None:
-        self.truth, self.witnesses, self.candidates = truth, list(witnesses), candidates
+    def __init__(
+        self, truth: Truth, witnesses: Sequence[Witness], peers: Sequence[Witness], candidates: Sequence[Program]
+    ) -> None:
+        self.truth, self.witnesses, self.peers, self.candidates = truth, list(witnesses), peers, candidates
         self.walker = witnesses[0].program
         self._looks = 0
         self.evidence = Evidence(
             [Account(one.name) for one in witnesses],
+            [Account(one.name) for one in peers],
             [Account(program.parts.plan.brief()) for program in candidates],
             self.walker.state(),
         )
@@ -106,10 +117,11 @@ class Collector:
         if (off := errors(plain, true, sizes)[_LOSS]) > _ALIKE:
             return f"the baseline's loss is off by {off:.0%} in float64, so they compute different things"
         evidence.baselines[0].errors.append(errors(plain, true, sizes))
-        for witness, account in zip(self.witnesses[1:], evidence.baselines[1:], strict=True):
+        others = [*self.witnesses[1:], *self.peers]
+        for witness, account in zip(others, [*evidence.baselines[1:], *evidence.peers], strict=True):
             account.errors.append(errors(witness.step(stop.state, stop.batch, number)[0], true, sizes))
         evidence.steps.append(stop.state.position.step)
-        evidence.rounding.append(worst([account.errors[-1] for account in evidence.baselines]))
+        evidence.rounding.append(worst([account.errors[-1] for account in evidence.judges]))
         for program, account in zip(self.candidates, evidence.candidates, strict=True):
             self._try(program, account, stop, (true, sizes, after))
         return None
@@ -124,7 +136,7 @@ class Collector:
         rounding = self.evidence.rounding[-1]
         if self._looks < _LOOKS and _ratio(found, rounding) > _SUSPICIOUS:
             self._looks += 1
-            nudging = self.witnesses[1]
+            nudging = (self.peers or self.witnesses)[1]
             for again in range(_NUDGES):
                 step = nudging.step(stop.state, stop.batch, 1000 * stop.state.position.step + again)
                 rounding |= worst([rounding, errors(step[0], true, sizes)])

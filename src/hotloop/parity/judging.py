@@ -20,33 +20,40 @@ ANYWHERE = 64.0
 FREELY = 64.0
 """Times the drift of the harmless baselines that a free run may end away from theirs."""
 
+REDUCED = 8.0
+"""In place of the last two in a reduced precision, where rounding itself is large."""
+
 SHOWN = 50
 
 
-def judged(account: Account, evidence: Evidence, free: Freely | None, *, reduced: bool) -> dict[str, Any]:
+def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[str, Any]:
     """Class, reason and figures of one candidate."""
     if evidence.unproven:
         return {"parity": "unproven", "reason": evidence.unproven}
-    table = typical(account, evidence)
-    known = {"errors": table[:SHOWN]}
+    known = {"errors": typical(account, evidence.baselines)[:SHOWN]}
+    table = typical(account, evidence.judges)
     if (wrong := _wrong(account, evidence, table)) is not None:
         return known | wrong
-    if free is not None and (free.other or free.apart > FREELY * max(free.rounding, 1e-7)):
+    limit = REDUCED if evidence.peers else FREELY
+    if free is not None and (free.other or free.apart > limit * max(free.rounding, 1e-7)):
         reason = free.other or (
             f"after {free.steps} free steps its parameters are {free.apart:.2g} of their way from the baseline's, where"
             f" rounding alone comes to {free.rounding:.2g}"
         )
         return known | {"parity": "broken", "reason": reason, "first": f"the parameters, within {free.steps} steps"}
     bitwise = account.differs is None and (free is None or free.bitwise)
-    return known | _fine(table, bitwise, len(evidence.steps), reduced)
+    return known | _fine(table, bitwise, evidence)
 
 
-def _fine(table: Sequence[TensorError], bitwise: bool, states: int, reduced: bool) -> dict[str, Any]:
-    largest = max((one.ratio for one in table), default=0.0)
+def _fine(table: Sequence[TensorError], bitwise: bool, evidence: Evidence) -> dict[str, Any]:
+    largest, states = max((one.ratio for one in table), default=0.0), len(evidence.steps)
     if bitwise:
         return {"parity": "bitwise", "reason": f"in {states} single steps and the free run, each bit is the baseline's"}
-    if reduced:
-        reason = "its errors are those of the reduced precision that it asks for, which changes the result"
+    if evidence.peers:
+        reason = (
+            f"it rounds to fewer bits, as it was asked to: its errors are at most {max(largest, 0.1):.1f} times those of"
+            f" the eager step in that precision (allowed: {TYPICAL:g}), and larger than those of fp32"
+        )
         return {"parity": "reduced-precision", "reason": reason}
     reason = (
         f"no tensor is further from float64 than {max(largest, 0.1):.1f} times what harmless changes of the baseline"
@@ -58,8 +65,9 @@ def _fine(table: Sequence[TensorError], bitwise: bool, states: int, reduced: boo
 def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -> dict[str, Any] | None:
     """The class `broken`, with the first tensor and step that went wrong."""
     off = {(one.what, one.name) for one in table if one.ratio > TYPICAL}
+    limit = REDUCED if evidence.peers else ANYWHERE
     for step, errors, floor in zip(evidence.steps, account.errors, evidence.rounding, strict=True):
-        far = {key for key, error in errors.items() if ratio(error, floor.get(key)) > ANYWHERE}
+        far = {key for key, error in errors.items() if ratio(error, floor.get(key)) > limit}
         here = far | {key for key in off if ratio(errors.get(key, 0.0), floor.get(key)) > TYPICAL}
         if here:
             what, name = min(here, key=lambda key: (KINDS.index(key[0]), -errors[key]))
@@ -74,9 +82,9 @@ def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -
     return None
 
 
-def typical(account: Account, evidence: Evidence) -> list[TensorError]:
-    """The median errors over the states against the floor, worst first."""
-    floor = worst([_medians(one.errors) for one in evidence.baselines])
+def typical(account: Account, judges: Sequence[Account]) -> list[TensorError]:
+    """The median errors over the states against the floor that the judges make, worst first."""
+    floor = worst([_medians(one.errors) for one in judges])
     found = _medians(account.errors)
     rows = [
         TensorError(

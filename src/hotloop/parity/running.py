@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,23 +44,25 @@ class _End:
     spans: tuple[tuple[int, int], ...]
 
 
-def run_freely(start: State, witnesses: Sequence[Witness], candidates: Sequence[Program]) -> list[Freely]:
-    """Runs on from `start` with everyone."""
-    plain, nudging = witnesses[0], witnesses[1]
-    start = before_the_end(start, plain.program.feed.batches, _BEFORE)
-    steps = min(STEPS, plain.program.schedule_left() or STEPS)
-    expected = _ended(plain.program, start, steps)
+def run_freely(
+    start: State, witnesses: Sequence[Witness], peers: Sequence[Witness], candidates: Sequence[Program]
+) -> list[Freely]:
+    """Runs on from `start` with everyone; rounding is that of the peers, if there are any."""
+    plain = witnesses[0].program
+    start = before_the_end(start, plain.feed.batches, _BEFORE)
+    steps = min(STEPS, plain.schedule_left() or STEPS)
+    expected = _ended(plain, start, steps)
     way = _distance(expected.state, start)
-    rounding = 0.0
-    for number in range(_NUDGES):
-        ended = _ended(nudging.program, nudging.state(start, number), steps)
-        rounding = max(rounding, _distance(ended.state, expected.state))
-    for witness in witnesses[2:]:
-        if witness.name != "permuted":
+    drifts = [_distance(end.state, expected.state) for end in _drifting(start, peers or witnesses, steps)]
+    return [_compared(_ended(program, start, steps), expected, way, max(drifts), steps) for program in candidates]
+
+
+def _drifting(start: State, witnesses: Sequence[Witness], steps: int) -> Iterator[_End]:
+    """Where harmless differences lead to."""
+    for witness in witnesses:
+        for number in range(_NUDGES if witness.name == "nudged" else 1):
             with witness.around():
-                ended = _ended(witness.program, start, steps)
-            rounding = max(rounding, _distance(ended.state, expected.state))
-    return [_compared(_ended(program, start, steps), expected, way, rounding, steps) for program in candidates]
+                yield _ended(witness.program, witness.state(start, number), steps)
 
 
 def _ended(program: Program, start: State, steps: int) -> _End:

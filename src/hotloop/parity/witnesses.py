@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from hotloop.data.tree import batch_length, map_tensors, tensors
-from hotloop.feasible import violations
 from hotloop.lowering import Program, lower
 from hotloop.lowering.exact import ExactStep, in_float64, lower_exactly
 from hotloop.lowering.facts import facts_of
 from hotloop.parity.seen import UNIT, Seen, one_step
 from hotloop.plan import Plan
-from hotloop.probe import here
 from hotloop.rng import generator_for
 from hotloop.state import State
 from hotloop.task import Task
+
+_UNITS = {"fp32": 2 * UNIT, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""By how much a parameter may be off without being another number in that precision."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +58,41 @@ class Truth:
         return one_step(self.program, in_float64(state), batch)[0]
 
 
-def baselines(task: Task, plan: Plan) -> list[Witness]:
-    """The baseline in the plan's precision on its device, then others that differ from it harmlessly.
+def baselines(task: Task, device: str) -> list[Witness]:
+    """The baseline on a device, the same a rounding off, and others that differ from it harmlessly.
 
     Without random draws, the samples of a batch may also come in another order; see `in_another_order`.
     """
-    plain = Plan(device=plan.device, precision=plan.precision, workers=0)
-    program = lower(task, plain)
-    found = [Witness("baseline", program)]
-    found += [Witness("nudged", program, state=nudged)]
-    if plan.device == "cpu":
+    found = _plain(task, Plan(device=device, workers=0))
+    program = found[0].program
+    if device == "cpu":
         others = 1 if torch.get_num_threads() > 1 else 2
         found += [
             Witness("threads", program, around=lambda: _threads(others)),
             Witness("without oneDNN", program, around=_without_onednn),
         ]
-    elif plan.device.startswith("cuda"):
+    elif device.startswith("cuda"):
         found += [Witness("without cuDNN", program, around=lambda: torch.backends.cudnn.flags(enabled=False))]
-    turned = plain.with_axes(layout="channels_last")
-    if not violations(turned, facts_of(program.parts), here(plan.device)):
-        found += [Witness("channels last", lower(task, turned))]
+    return found
+
+
+def peers(task: Task, plan: Plan) -> list[Witness]:
+    """The eager step in a plan's reduced precision, and variants of it; none for fp32."""
+    if plan.precision == "fp32":
+        return []
+    return _plain(task, Plan(device=plan.device, precision=plan.precision, workers=0))
+
+
+def _plain(task: Task, plan: Plan) -> list[Witness]:
+    program = lower(task, plan)
+    unit = _UNITS[plan.precision]
+    found = [
+        Witness("eager", program),
+        Witness("nudged", program, state=lambda state, number: nudged(state, number, unit)),
+    ]
+    turned = plan.with_axes(layout="channels_last")
+    if facts_of(program.parts).images:
+        found.append(Witness("channels last", lower(task, turned)))
     return found
 
 
@@ -103,17 +119,15 @@ def _without_onednn() -> Iterator[None]:
             yield
 
 
-def nudged(state: State, number: int) -> State:
-    """A State whose parameters are off by at most one rounding, up or down at random."""
+def nudged(state: State, number: int, unit: float = 2 * UNIT) -> State:
+    """A State whose parameters are off by `unit`, up, down or not at all, at random."""
     generator = generator_for(number, "nudge")
-    return replace(state, parameters={name: _nudge(value, generator) for name, value in state.parameters.items()})
 
+    def nudge(value: Tensor) -> Tensor:
+        draws = torch.randint(-1, 2, value.shape, generator=generator)
+        return value + value * draws.to(value.dtype) * unit if value.is_floating_point() else value
 
-def _nudge(value: Tensor, generator: torch.Generator) -> Tensor:
-    if not (value.is_floating_point() or value.is_complex()):
-        return value
-    draws = torch.randint(-1, 2, value.shape, generator=generator)
-    return value + value * draws.to(value.dtype) * (2 * UNIT)
+    return replace(state, parameters={name: nudge(value) for name, value in state.parameters.items()})
 
 
 def _permuted(batch: Any, number: int) -> Any:

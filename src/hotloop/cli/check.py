@@ -1,0 +1,86 @@
+"""`hotloop check`: does a plan give the same result as the baseline?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hotloop.cli.common import (
+    FAILED,
+    AsJson,
+    Device,
+    Param,
+    Set,
+    axes,
+    bar,
+    console,
+    guarded,
+    pairs,
+    print_json,
+    say,
+    stdout_for,
+)
+from hotloop.sources import file_named, split
+
+
+@guarded
+def check(
+    task: Annotated[str, typer.Argument(help="file.py, file.py:name or package.module:name.", show_default=False)],
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            help="What to check: auto, baseline or a TOML file.", show_default="auto, or with --set the baseline"
+        ),
+    ] = None,
+    settings: Set = None,
+    device: Device = None,
+    param: Param = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
+    converge: Annotated[
+        int, typer.Option(help="Also train to the end with so many seeds, both ways, and compare where they end.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Check whether a plan gives the same result as the baseline (eager fp32), and say why.
+
+    \b
+    hotloop check examples/fashion.py --plan mine.toml
+    hotloop check examples/fashion.py --set compile=step
+    hotloop check examples/fashion.py --set precision=bf16 --device cuda --converge 5
+
+    Single steps from at least 16 states are compared with the same steps in float64, then some steps on end. What
+    rounding alone comes to is measured on baselines that differ harmlessly. The classes, from the best on: bitwise,
+    fp32-equivalent, reduced-precision (as asked for), unproven, broken.
+
+    Exit code 1 for a plan that is broken.
+    """
+    given = pairs(param or [])
+    on_top = axes(settings, device=device)
+    file_named(split(task)[0])
+
+    from hotloop.wanted import Wanted
+
+    wanted = Wanted.of(plan or ("baseline" if settings else "auto"), on_top)
+
+    from hotloop.proving import check_wanted
+    from hotloop.report.parity import page
+    from hotloop.task import overridden
+    from hotloop.taskfile import load_task
+
+    overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
+    with stdout_for(as_json), bar("comparing", of="") as progress:
+        parity = check_wanted(
+            overridden(load_task(task, given).task, overrides),
+            wanted,
+            converge=converge,
+            say=say,
+            progress=lambda doing, *count: progress(*count),
+        )
+    if as_json:
+        print_json(parity.model_dump())
+    else:
+        console.print(page(parity))
+    if parity.parity == "broken":
+        raise typer.Exit(FAILED)

@@ -1,0 +1,64 @@
+"""The public functions that compare plans: they wire the stages of measuring and proving together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hotloop.choosing import Say, lowered
+from hotloop.convergence import check_seeds, converges
+from hotloop.parity import prove_programs
+from hotloop.plan import Plan
+from hotloop.task import Task
+from hotloop.verdicts import Parity
+from hotloop.wanted import Wanted
+
+Progress = Callable[[str, int, int], None]
+"""Told what is done, how much of it is done, and of how much."""
+
+
+def check(
+    task: Task,
+    plan: Plan | str | Path,
+    *,
+    device: str | None = None,
+    converge: int = 0,
+    say: Say = lambda line: None,
+    progress: Progress = lambda doing, done, total: None,
+) -> Parity:
+    """Whether a plan gives the same result as the baseline on its device, and how that was found.
+
+    Args:
+        plan: a `Plan`, a TOML file, or `auto`.
+        device: where, whatever the plan says.
+        converge: also train to the end with so many seeds, under the plan and under the baseline, and test whether both
+            end alike. That takes as long as it sounds.
+        say: is told what the plan's lowering has to say.
+        progress: told of states compared, and of trainings done.
+
+    Raises:
+        PlanError: the plan can't be run here.
+    """
+    return check_wanted(
+        task,
+        Wanted.of(plan, {} if device is None else {"device": device}),
+        converge=converge,
+        say=say,
+        progress=progress,
+    )
+
+
+def check_wanted(task: Task, wanted: Wanted, *, converge: int, say: Say, progress: Progress) -> Parity:
+    """See `check`."""
+    if converge:
+        check_seeds(converge)
+    program = lowered(task, wanted, say)
+    try:
+        parity = prove_programs(task, [program], progress=lambda *count: progress("states", *count))[0]
+        plan = program.parts.plan
+    finally:
+        program.close()
+    if not converge:
+        return parity
+    found = converges(task, plan, converge, lambda *count: progress("trainings", *count))
+    return parity.model_copy(update={"convergence": found})
