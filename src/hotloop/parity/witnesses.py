@@ -66,11 +66,9 @@ def baselines(task: Task, device: str) -> list[Witness]:
     found = _plain(task, Plan(device=device, workers=0))
     program = found[0].program
     if device == "cpu":
-        others = 1 if torch.get_num_threads() > 1 else 2
-        found += [
-            Witness("threads", program, around=lambda: _threads(others)),
-            Witness("without oneDNN", program, around=_without_onednn),
-        ]
+        found += [Witness("without oneDNN", program, around=_without_onednn)]
+        if torch.get_num_threads() > 1:
+            found += [Witness("one thread", program, around=_one_thread)]
     elif device.startswith("cuda"):
         found += [Witness("without cuDNN", program, around=lambda: torch.backends.cudnn.flags(enabled=False))]
     return found
@@ -102,9 +100,9 @@ def in_another_order(program: Program) -> Witness:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
