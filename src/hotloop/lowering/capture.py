@@ -13,7 +13,7 @@ import random
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 
 from hotloop.errors import PlanError, blame
+from hotloop.lowering.accumulation import Backward, accumulate
 from hotloop.lowering.step import EagerStep
+from hotloop.task import Computed
 
 Values = dict[str, Any]
 
@@ -38,7 +40,7 @@ class Captured:
 
     Attributes:
         graph: takes the leaves of `(tensors of the step, batch)`, changes the former in place, and returns
-            `(loss, *scalars, *gradients)`; gradients only where the update is not part of it.
+            `(loss, *scalars, *gradients)`; gradients, as scaled as the loss, only where the update is not part of it.
         examples: tensors without content, of the shapes, dtypes and strides that the graph is for.
         scalars: names of the further scalars.
         gradients: names of the parameters whose gradients are returned.
@@ -66,6 +68,8 @@ def step_tensors(step: EagerStep, hyper: dict[str, Tensor], *, whole: bool) -> V
         }
         values["average"] = step.average
         values["hyper"] = hyper
+    if step.scale is not None:
+        values["scale"] = step.scale
     return values
 
 
@@ -75,7 +79,7 @@ def capture(step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor],
     Raises:
         PlanError: the step can't be captured, or would not be the same step after step.
     """
-    tracer = _Tracer(step, whole)
+    tracer = _Tracer(step, samples, whole)
     values = (step_tensors(step, hyper, whole=whole), batch)
     first, second = (tracer.trace(values) for _ in range(2))
     if first.graph.code != second.graph.code:
@@ -84,8 +88,8 @@ def capture(step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor],
 
 
 class _Tracer:
-    def __init__(self, step: EagerStep, whole: bool) -> None:
-        self.step, self.whole = step, whole
+    def __init__(self, step: EagerStep, samples: int, whole: bool) -> None:
+        self.step, self.samples, self.whole = step, samples, whole
         self.names = {id(value): name for name, value in step.parts.model.named_parameters()}
         self.scalars: tuple[str, ...] = ()
         self.gradients: tuple[str, ...] = ()
@@ -120,18 +124,25 @@ class _Tracer:
         """One step on the given tensors, in place of the step's own."""
         parts = self.step.parts
         live = {name: value.detach().requires_grad_(self.trained(name)) for name, value in values["parameters"].items()}
-        buffers = values["buffers"]
+        buffers, scale = values["buffers"], values.get("scale")
         loss = parts.task.loss if isinstance(parts.task.loss, nn.Module) else nn.Module()
+        wanted = {name: value for name, value in live.items() if value.requires_grad}
+        gradients: dict[str, Tensor] = {}
+
+        def backward(loss: Tensor) -> None:
+            scaled = loss if scale is None else loss * scale
+            found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True)
+            for name, value in zip(wanted, found, strict=True):
+                if value is not None:
+                    gradients[name] = gradients[name] + value if name in gradients else value
+
         with (
             torch.enable_grad(),
             _reparametrize_module(parts.model, {**live, **buffers}, tie_weights=True),
             _reparametrize_module(loss, values["loss"]),
         ):
-            computed = parts.compute(parts.model, batch)
+            computed = self.compute(batch, backward)
             _check_buffers(parts.model, buffers)
-        wanted = {name: value for name, value in live.items() if value.requires_grad}
-        found = torch.autograd.grad(computed.loss, list(wanted.values()), allow_unused=True)
-        gradients = {name: value for name, value in zip(wanted, found, strict=True) if value is not None}
         self.scalars = tuple(computed.scalars)
         outputs = (computed.loss.detach(), *(value.detach() for value in computed.scalars.values()))
         if not self.whole:
@@ -140,6 +151,26 @@ class _Tracer:
         with torch.no_grad():
             self.update(values, gradients)
         return outputs
+
+    def compute(self, batch: Any, backward: Backward) -> Computed:
+        """Forward and backward: of the whole batch, or piece by piece."""
+        parts = self.step.parts
+        if parts.plan.accumulation > 1:
+            return accumulate(replace(parts, weigh=self.weigh), parts.model, batch, self.samples, backward)
+        computed = parts.compute(parts.model, batch)
+        backward(computed.loss)
+        return computed
+
+    def weigh(self, piece: Any, samples: int) -> Any:
+        """What a piece counts, which becomes a constant of the graph."""
+        weight = self.step.parts.weigh(piece, samples)
+        if isinstance(weight, Tensor):
+            raise _refused(
+                "what a piece of a batch counts depends on the values in it, such as targets that are ignored",
+                "pieces that count by their samples",
+                fix="choose accumulation=1, or compile=none",
+            )
+        return weight
 
     def trained(self, name: str) -> bool:
         return self.step.parts.model.get_parameter(name).requires_grad
@@ -205,12 +236,8 @@ def _put(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
     group[key] = value
 
 
-def _refused(why: str, expected: str) -> PlanError:
-    return PlanError(
-        f"the step can't be captured as one graph: {why}",
-        expected=expected,
-        fix="mend that line, or choose compile=none",
-    )
+def _refused(why: str, expected: str, fix: str = "mend that line, or choose compile=none") -> PlanError:
+    return PlanError(f"the step can't be captured as one graph: {why}", expected=expected, fix=fix)
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:

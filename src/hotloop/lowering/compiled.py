@@ -78,6 +78,7 @@ class CompiledStep(EagerStep):
         self.draws.seed(step)
         if self.whole:
             self._set_hyper()
+        self._set_scale()
         with torch.no_grad():
             outputs = self._runner([*self._bound, *tensors(batch)])  # type: ignore[misc]
         loss, scalars = self._finish(list(outputs))
@@ -94,8 +95,8 @@ class CompiledStep(EagerStep):
             self._clear_gradients()
             for name, value in zip(self._captured.gradients, outputs[1 + len(names) :], strict=True):
                 self.parts.model.get_parameter(name).grad = value
-            self.clip(self._trainable)
-            self.optimizer.step()
+            self._clip_unscaled()
+            self._update()
         self.step_schedule()
         if not self.whole and self.average:
             self.update_average(list(self.average.values()), self._averaged)
@@ -113,6 +114,11 @@ class CompiledStep(EagerStep):
                 expected="a schedule that changes the same numbers from its first steps on",
                 fix="choose compile=forward",
             )
+
+    def _set_scale(self) -> None:
+        """Gives the program what fp16's loss is scaled by now."""
+        if self.scaler is not None and self.scale is not None:
+            self.scale.copy_(self.scaler.scale(torch.ones_like(self.scale)))
 
     def _is_bound(self) -> bool:
         """Finds the tensors that the program works on; False while the optimizer's state is not complete."""
