@@ -73,13 +73,20 @@ def step_tensors(step: EagerStep, hyper: dict[str, Tensor], *, whole: bool) -> V
     return values
 
 
-def capture(step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool) -> Captured:
+def capture(
+    step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool, singly: bool = True
+) -> Captured:
     """The graph of one step on batches like `batch`; nothing is computed, and nothing changes.
+
+    Args:
+        hyper: a float64 for each of the optimizer's numbers that may change, by place; the others become constants.
+        whole: clipping, update and average too.
+        singly: the update parameter by parameter, for a compiler that fuses it; else as the optimizer is set.
 
     Raises:
         PlanError: the step can't be captured, or would not be the same step after step.
     """
-    tracer = _Tracer(step, samples, whole)
+    tracer = _Tracer(step, samples, whole, singly)
     values = (step_tensors(step, hyper, whole=whole), batch)
     first, second = (tracer.trace(values) for _ in range(2))
     if first.graph.code != second.graph.code:
@@ -88,8 +95,8 @@ def capture(step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor],
 
 
 class _Tracer:
-    def __init__(self, step: EagerStep, samples: int, whole: bool) -> None:
-        self.step, self.samples, self.whole = step, samples, whole
+    def __init__(self, step: EagerStep, samples: int, whole: bool, singly: bool) -> None:
+        self.step, self.samples, self.whole, self.singly = step, samples, whole, singly
         self.names = {id(value): name for name, value in step.parts.model.named_parameters()}
         self.scalars: tuple[str, ...] = ()
         self.gradients: tuple[str, ...] = ()
@@ -190,14 +197,12 @@ class _Tracer:
                     if parameter in state:
                         swapped[parameters[name]] = {**state[parameter], **values["state"].get(name, {})}
                 group["params"] = [parameters[name] for name in names]
-                group.update({key: False for key in ("foreach", "fused") if key in group})  # the compiler fuses it
+                if self.singly:
+                    group.update({key: False for key in ("foreach", "fused") if key in group})
             optimizer.state = swapped
             now = hyper_of(optimizer)
             for place, value in values["hyper"].items():
-                number = value.item()
-                if now[place]:
-                    torch._check(number != 0)  # optimizers ask, since without momentum they do something else
-                _put(optimizer, place, number)
+                _put(optimizer, place, _number(optimizer, place, value, now[place]))
             step.clip([value for group in optimizer.param_groups for value in group["params"]])
             inspect.unwrap(type(optimizer).step)(optimizer)
             _check_state(swapped, {parameters[name]: name for name in parameters}, values["state"])
@@ -234,6 +239,23 @@ def _put(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
     if rest:
         value = tuple(value if at == int(rest[0]) else item for at, item in enumerate(group[key]))
     group[key] = value
+
+
+def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: float) -> Any:
+    """What stands for one of the optimizer's numbers while the step is traced."""
+    number, key, *_ = place.split("/")
+    if optimizer.param_groups[int(number)].get("fused"):
+        if key != "lr":
+            raise _refused(
+                f"the schedule changes {key}, and a fused update takes the learning rate alone from the device",
+                "a schedule of the learning rate, such as OneCycleLR(..., cycle_momentum=False)",
+                fix="change the schedule, or choose optimizer=foreach",
+            )
+        return value.float()
+    found = value.item()
+    if now:
+        torch._check(found != 0)  # optimizers ask, since without momentum they do something else
+    return found
 
 
 def _refused(why: str, expected: str, fix: str = "mend that line, or choose compile=none") -> PlanError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,13 @@ class EagerStep:
         self._add(loss, computed.scalars, self.parts.weigh(batch, samples))
         self.sums["samples"] += samples
         return loss
+
+    def run(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[int, int]]:
+        """Runs a step on each batch, from step number `step` on; yields (steps, samples) as they are done."""
+        for batch, samples in batches:
+            self(batch, samples, step)
+            step += 1
+            yield 1, samples
 
     def _run(self, batch: Any, samples: int, step: int) -> Computed:
         """Gradients and update."""
