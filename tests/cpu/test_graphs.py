@@ -49,7 +49,7 @@ def test_it_runs_as_the_baseline_does_and_its_state_round_trips(name: str, plan:
     state = after(program, STEPS)
     assert_equal_within_rounding(state, baseline(name))
     # All but the first step, in which the optimizer makes its state, and the incomplete batch of each epoch.
-    assert sum(replays(program)) == STEPS - 1 - STEPS // 4 - (plan.graphs == 2) * 0
+    assert sum(replays(program)) == STEPS - 1 - STEPS // 4
     assert set(replays(program)) == ({1} if plan.graphs == "step" else {1, 2})
 
     program.restore(through_file(state))
@@ -85,7 +85,10 @@ def test_each_optimizer_takes_what_the_schedule_says_from_the_device(name: str, 
     """The learning rate changes at each step, and so do momentum or the first of the betas where there is one."""
     task = family("mlp", optimizer=OPTIMIZERS[name], schedule=one_cycle)
     program = hotloop.lower(task, Plan(graphs="step", optimizer=how))
-    assert_equal_within_rounding(after(program, 9), after(hotloop.lower(task), 9))
+    plain = hotloop.lower(task, Plan(optimizer=how))
+    for group in plain.optimizer.param_groups:  # torch's own arithmetic on the device, fp32 where it was Python's
+        group.update({"capturable": True} if "capturable" in group else {})
+    assert_equal_within_rounding(after(program, 9), after(plain, 9))
     assert len(replays(program)) == 9 - 1 - 2
 
 
@@ -113,7 +116,7 @@ def test_so_many_steps_are_one_replay_only_where_so_many_are_asked_for() -> None
     for steps in (1, 3, 8, 2, 14):  # across no end of an epoch, then as many as are left
         for one in (program, plain):
             outcome = one.advance(steps)
-            assert outcome.steps == (steps if steps != 14 else 14)
+            assert outcome.steps == steps
             if outcome.ended:
                 one.end_epoch(1.0)
         assert program.position == plain.position
@@ -210,20 +213,20 @@ def only_at_first(function: Callable[..., None]) -> Callable[..., None]:
 
 
 class Asking(nn.Module):
-    """Asks for a value of a tensor, which the host would have to wait for."""
+    """Asks for the value of a tensor, which the host would have to wait for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.special.zeta(self.layer(x), float(x.mean()))  # type: ignore[no-any-return]
+        return torch.full_like(x[:, :3], x.mean().item()) * self.layer(x)  # type: ignore[no-any-return]
 
 
 def test_what_has_no_form_on_the_device_is_refused_by_its_name() -> None:
     from tests.cpu.programs import a_task
 
-    with pytest.raises(PlanError, match="zeta") as caught:
+    with pytest.raises(PlanError, match=r"full_like.*takes a number") as caught:
         hotloop.lower(a_task(model=Asking), Plan(graphs="step"))
     assert "\n" not in str(caught.value)
 

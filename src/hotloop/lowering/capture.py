@@ -175,7 +175,7 @@ class _Tracer:
             raise _refused(
                 "what a piece of a batch counts depends on the values in it, such as targets that are ignored",
                 "pieces that count by their samples",
-                fix="choose accumulation=1, or compile=none",
+                fix="choose accumulation=1, or compile=none and graphs=none",
             )
         return weight
 
@@ -253,12 +253,14 @@ def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: fl
             )
         return value.float()
     found = value.item()
-    if now:
-        torch._check(found != 0)  # optimizers ask, since without momentum they do something else
+    if now:  # optimizers ask, since without momentum they do something else
+        torch._check(found != 0)
+    if now > 0:
+        torch._check(found > 0)
     return found
 
 
-def _refused(why: str, expected: str, fix: str = "mend that line, or choose compile=none") -> PlanError:
+def _refused(why: str, expected: str, fix: str = "mend that line, or choose compile=none and graphs=none") -> PlanError:
     return PlanError(f"the step can't be captured as one graph: {why}", expected=expected, fix=fix)
 
 

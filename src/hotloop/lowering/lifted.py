@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.fx import Interpreter
+from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hotloop.errors import PlanError, blame
@@ -73,6 +73,10 @@ _PYTHON: dict[Any, Callable[..., Tensor]] = {
 
 class _Lifting(Interpreter):
     """Runs a captured graph with its numbers as tensors."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph)
+        self.extra_traceback = False  # errors stay one line
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.aten._local_scalar_dense.default:
