@@ -19,7 +19,7 @@ class FakeRecorder:
     def __init__(self, device: torch.device) -> None:
         self.replays: list[int] = []
 
-    def record(self, works: Sequence[Work], *, draws: bool) -> FakeRecording:
+    def record(self, works: Sequence[Work]) -> FakeRecording:
         works[0]()  # a warm-up
         tapes: list[Tape] = []
         outputs = []
@@ -66,7 +66,7 @@ class Tape(TorchDispatchMode):
 class RecallingRecorder(FakeRecorder):
     """Calls the work again, for compiled programs, whose kernels no tape hears of."""
 
-    def record(self, works: Sequence[Work], *, draws: bool) -> Any:
+    def record(self, works: Sequence[Work]) -> Any:
         return Recalled(works, [work() for work in works], self.replays)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hotloop
 from hotloop.errors import PlanError
 from hotloop.lowering import Program, accumulation, graphs
+from hotloop.lowering.capture import check_draws
 from hotloop.lowering.graphs import GraphedStep
 from hotloop.plan import Plan
 from hotloop.rng import StepDraws
@@ -23,8 +24,8 @@ from tests.cpu.recording import FakeRecorder, RecallingRecorder
 from tests.cpu.test_plans import STEPS, after, assert_equal_within_rounding, baseline, changed
 
 TWO = Plan(graphs=2, residency="device")  # of three whole batches in an epoch: one replay of two, and one of one
-RUNS = [(name, plan) for name in ("mlp", "cnn", "gpt", "vae") for plan in (Plan(graphs="step"), TWO)]
-RUNS += [("lstm", Plan(graphs="step")), ("residual", Plan(graphs="step", layout="channels_last"))]
+RUNS = [(name, plan) for name in ("mlp", "cnn", "gpt") for plan in (Plan(graphs="step"), TWO)]
+RUNS += [("lstm", TWO), ("vae", Plan(graphs="step")), ("residual", Plan(graphs="step", layout="channels_last"))]
 RUNS += [("mlp", Plan(graphs="step", optimizer="forloop")), ("gpt", Plan(graphs="step", accumulation=3))]
 
 
@@ -79,8 +80,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("how", ["default", "forloop"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+CHANGED = [(name, "default") for name in OPTIMIZERS] + [
+    (name, "forloop") for name in ("SGD", "Adam", "NAdam", "RMSprop")
+]
+
+
+@pytest.mark.parametrize(("name", "how"), CHANGED)
 def test_each_optimizer_takes_what_the_schedule_says_from_the_device(name: str, how: str) -> None:
     """The learning rate changes at each step, and so do momentum or the first of the betas where there is one."""
     task = family("mlp", optimizer=OPTIMIZERS[name], schedule=one_cycle)
@@ -241,3 +246,16 @@ def test_an_optimizer_that_counts_on_the_host_is_refused_by_its_name(monkeypatch
     monkeypatch.setattr(step, "parts", step.parts.__class__(**{**vars(step.parts), "device": torch.device("meta")}))
     with pytest.raises(PlanError, match="Adagrad keeps its 'step' on the cpu"):
         step._check_state()
+
+
+def test_draws_that_follow_from_no_seed_are_refused() -> None:
+    """cuDNN's recurrent layers, which a CPU doesn't trace, in graphs written by hand."""
+    check_draws(recurrent(dropout=0.0))
+    with pytest.raises(PlanError, match="draw from a state of their own"):
+        check_draws(recurrent(dropout=0.5))
+
+
+def recurrent(**given: Any) -> torch.fx.GraphModule:
+    graph, operation = torch.fx.Graph(), torch.ops.aten._cudnn_rnn.default
+    graph.output(graph.call_function(operation, tuple(given.get(one.name) for one in operation._schema.arguments)))
+    return torch.fx.GraphModule(nn.Module(), graph)

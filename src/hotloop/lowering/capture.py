@@ -125,6 +125,7 @@ class _Tracer:
         if drawn != _drawn():
             raise _refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
         _check_attributes(before, _attributes(self.step.parts.model))
+        check_draws(graph)
         return Captured(graph, examples, self.scalars, self.gradients)
 
     def run(self, values: Values, batch: Any) -> tuple[Tensor, ...]:
@@ -284,6 +285,16 @@ def _check_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:
         raise _refused(
             f"it changes the attribute {changed[0]!r} of the model, which would happen once", "a buffer for it"
         )
+
+
+def check_draws(graph: GraphModule) -> None:
+    """cuDNN's recurrent layers draw from a state of their own, which would not follow from the step's seed."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._cudnn_rnn.default):
+        if node.args[_CUDNN_DROPOUT]:
+            raise _refused("cuDNN's recurrent layers with dropout draw from a state of their own", "dropout as a layer")
+
+
+_CUDNN_DROPOUT = [one.name for one in torch.ops.aten._cudnn_rnn.default._schema.arguments].index("dropout")
 
 
 def _check_buffers(model: nn.Module, given: dict[str, Tensor]) -> None:

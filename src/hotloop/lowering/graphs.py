@@ -37,6 +37,7 @@ class GraphedStep(CompiledStep):
         self._batches: list[Any] = []
         self._cells = torch.zeros(0)
         self._static: list[Tensor] = []
+        vars(self.optimizer)["_warned_capturable_if_run_uncaptured"] = True  # it does so on purpose
         for group in self.optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = True  # torch then keeps the count of steps on the device
@@ -142,10 +143,8 @@ class GraphedStep(CompiledStep):
         return True
 
     def _recorded(self, works: Sequence[Work]) -> Recording:
-        assert self._captured is not None
-        draws = any(_draws(node.target) for node in self._captured.graph.graph.nodes)
         try:
-            return self._recorder.record(works, draws=draws)
+            return self._recorder.record(works)
         except Exception as error:
             if out_of_memory(error):
                 raise
@@ -166,8 +165,3 @@ class GraphedStep(CompiledStep):
                         expected="an optimizer with `capturable`, or without a count of steps",
                         fix="choose graphs=none, or another optimizer",
                     )
-
-
-def _draws(target: Any) -> bool:
-    """Whether an operation draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())

@@ -22,17 +22,13 @@ class Recorder:
         self._device = device
         self._pool: Any = None
 
-    def record(self, works: Sequence[Work], *, draws: bool) -> Recording:
-        """The works, one after the other, as one CUDA graph.
-
-        Args:
-            draws: whether they draw random numbers; each then has a generator of its own.
-        """
+    def record(self, works: Sequence[Work]) -> Recording:
+        """The works, one after the other, as one CUDA graph; each draws from a generator of its own."""
         with torch.cuda.device(self._device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             self._warm_up(works[0])
             graph = torch.cuda.CUDAGraph()
-            generators = [torch.Generator(self._device) for _ in works] if draws else []
+            generators = [torch.Generator(self._device) for _ in works]
             for generator in generators:
                 graph.register_generator_state(generator)
             default = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -40,9 +36,8 @@ class Recorder:
             outputs = []
             try:
                 with torch.cuda.graph(graph, pool=self._pool):
-                    for number, work in enumerate(works):
-                        if draws:  # what draws from torch's own generator draws from this work's
-                            default.graphsafe_set_state(generators[number])
+                    for work, generator in zip(works, generators, strict=True):
+                        default.graphsafe_set_state(generator)
                         outputs.append(work())
             finally:
                 default.graphsafe_set_state(before)
@@ -76,6 +71,6 @@ class Recording:
         A replay begins by telling its kernels the seeds and offsets of all generators that the graph knows (torch:
         CUDAGeneratorState::replay_prologue), so seeding one beforehand is enough.
         """
-        for generator, seed in zip(self._generators, seeds, strict=False):
+        for generator, seed in zip(self._generators, seeds, strict=True):
             generator.manual_seed(seed)
         self._graph.replay()
