@@ -91,8 +91,8 @@ class GraphedStep(CompiledStep):
         return self._replay(group, step).clone() if self._can_replay(group) else self._run_eagerly(*group[0], step)
 
     def _can_replay(self, group: Sequence[tuple[Any, int]]) -> bool:
-        alike = all(signature(batch) == self._signature for batch, _ in group)
-        return len(group) in self._recordings and alike and self._is_bound()
+        fits = all(signature(batch) == self._signature for batch, _ in group)
+        return len(group) in self._recordings and fits and self._is_bound()
 
     def _replay(self, group: Sequence[tuple[Any, int]], step: int) -> Tensor:
         """Runs steps on a group of batches, as many as there is a recording of; returns the last loss."""
@@ -116,7 +116,8 @@ class GraphedStep(CompiledStep):
                 target.copy_(source)
 
     def _set_cells(self, rows: list[list[float]]) -> None:
-        """Gives the graph the optimizer's numbers of each step; without waiting, as torch keeps a copy on its way."""
+        """Gives the graph the optimizer's numbers of each step."""
+        # Nobody waits for the device: what isn't pinned is read before the call returns.
         self._cells[: len(rows)].copy_(torch.tensor(rows, dtype=torch.float64), non_blocking=True)
 
     def _work(self, hyper: dict[str, Tensor], batch: Any) -> Sequence[Tensor]:
