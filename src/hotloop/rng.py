@@ -122,6 +122,10 @@ class StepDraws:
             self._streams.reseed("step", step, 0)
             self._last = step
 
+    def seed_of(self, step: int) -> int:
+        """What `seed` seeds the generators with."""
+        return seed_for(self._streams.seed, "step", step, 0)
+
     def end_span(self) -> None:
         """Raises LateDraw if a step drew from what was not seeded for it."""
         if not self.spare or self._last is None:

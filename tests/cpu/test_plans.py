@@ -35,6 +35,7 @@ RUNS = [(name, plan) for name in FAMILIES for plan in EAGER.values() if name in 
 RUNS += [(name, COMPILED["step"]) for name in FAMILIES] + [("cnn", COMPILED["forward"]), ("mlp", COMPILED["package"])]
 RUNS += [("mlp", Plan(compile="step", optimizer="fused"))]
 RUNS += [(name, Plan(accumulation=3)) for name in ("mlp", "residual", "lstm", "gpt")]
+RUNS += [("mlp", Plan(accumulation=3, compile=how)) for how in ("forward", "step")]
 
 
 def changed(plan: Plan) -> str:
@@ -156,6 +157,20 @@ def test_a_scale_of_the_loss_that_is_not_restored_is_seen(monkeypatch: pytest.Mo
     assert differences(other.state(), state) != []
 
 
+def test_fp16_compiled_scales_its_loss_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
+    plain = after(hotloop.lower(family("mlp")), 3).parameters["1.weight"]
+
+    def error() -> float:
+        state = after(hotloop.lower(family("mlp"), Plan(precision="fp16", compile="forward")), 3)
+        assert state.scaler["_growth_tracker"] == 3  # of three steps none was left out
+        return float((state.parameters["1.weight"] - plain).norm() / plain.norm())
+
+    assert error() < 1e-4
+    monkeypatch.setattr(CompiledStep, "_set_scale", lambda self: None)
+    assert error() > 1e-3
+
+
 # ---------------------------------------------------------------- planted faults
 
 
@@ -255,6 +270,15 @@ def test_pieces_that_can_t_be_checked_are_refused_in_one_line() -> None:
 
     with pytest.raises(PlanError, match="can't be checked in float64"):
         hotloop.lower(a_task(model=casting), Plan(accumulation=2))
+
+
+def test_pieces_that_count_by_the_values_in_them_are_not_compiled() -> None:
+    from tests.cpu.programs import a_task, labelled
+
+    x, y = labelled()
+    task = a_task(data=(x, torch.where(torch.arange(len(y)) % 4 < 2, -100, y)))
+    with pytest.raises(PlanError, match=r"depends on the values in it.*accumulation=1, or compile=none"):
+        hotloop.lower(task, Plan(accumulation=2, compile="step"))
 
 
 def test_pieces_count_by_the_weight_of_the_task() -> None:

@@ -102,6 +102,7 @@ def test_what_should_pay_and_cannot_be_run_is_named_with_the_reason() -> None:
 
 
 def test_what_was_set_may_stand_in_the_way() -> None:
-    [(wish, violation)] = passed_over(facts(**LONG), CPU, Plan(accumulation=4))
-    assert (wish.axis, violation.axes) == ("compile", ("compile", "accumulation"))
-    assert ranked(facts(**LONG), CPU, Plan(accumulation=4))[0].plan == Plan(accumulation=4, optimizer="fused")
+    half = Plan(device="cuda:0", precision="fp16")
+    [(wish, violation)] = passed_over(facts(**LONG), GPU, half)
+    assert (wish.axis, violation.axes) == ("compile", ("compile", "precision"))
+    assert {choice.plan.compile for choice in ranked(facts(**LONG), GPU, half)} == {"none"}

@@ -13,7 +13,7 @@ import random
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 
 from hotloop.errors import PlanError, blame
+from hotloop.lowering.accumulation import Backward, accumulate
 from hotloop.lowering.step import EagerStep
+from hotloop.task import Computed
 
 Values = dict[str, Any]
 
@@ -38,7 +40,7 @@ class Captured:
 
     Attributes:
         graph: takes the leaves of `(tensors of the step, batch)`, changes the former in place, and returns
-            `(loss, *scalars, *gradients)`; gradients only where the update is not part of it.
+            `(loss, *scalars, *gradients)`; gradients, as scaled as the loss, only where the update is not part of it.
         examples: tensors without content, of the shapes, dtypes and strides that the graph is for.
         scalars: names of the further scalars.
         gradients: names of the parameters whose gradients are returned.
@@ -66,16 +68,25 @@ def step_tensors(step: EagerStep, hyper: dict[str, Tensor], *, whole: bool) -> V
         }
         values["average"] = step.average
         values["hyper"] = hyper
+    if step.scale is not None:
+        values["scale"] = step.scale
     return values
 
 
-def capture(step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool) -> Captured:
+def capture(
+    step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool, singly: bool = True
+) -> Captured:
     """The graph of one step on batches like `batch`; nothing is computed, and nothing changes.
+
+    Args:
+        hyper: a float64 for each of the optimizer's numbers that may change, by place; the others become constants.
+        whole: clipping, update and average too.
+        singly: the update parameter by parameter, for a compiler that fuses it; else as the optimizer is set.
 
     Raises:
         PlanError: the step can't be captured, or would not be the same step after step.
     """
-    tracer = _Tracer(step, whole)
+    tracer = _Tracer(step, samples, whole, singly)
     values = (step_tensors(step, hyper, whole=whole), batch)
     first, second = (tracer.trace(values) for _ in range(2))
     if first.graph.code != second.graph.code:
@@ -84,8 +95,8 @@ def capture(step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor],
 
 
 class _Tracer:
-    def __init__(self, step: EagerStep, whole: bool) -> None:
-        self.step, self.whole = step, whole
+    def __init__(self, step: EagerStep, samples: int, whole: bool, singly: bool) -> None:
+        self.step, self.samples, self.whole, self.singly = step, samples, whole, singly
         self.names = {id(value): name for name, value in step.parts.model.named_parameters()}
         self.scalars: tuple[str, ...] = ()
         self.gradients: tuple[str, ...] = ()
@@ -114,24 +125,32 @@ class _Tracer:
         if drawn != _drawn():
             raise _refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
         _check_attributes(before, _attributes(self.step.parts.model))
+        check_draws(graph)
         return Captured(graph, examples, self.scalars, self.gradients)
 
     def run(self, values: Values, batch: Any) -> tuple[Tensor, ...]:
         """One step on the given tensors, in place of the step's own."""
         parts = self.step.parts
         live = {name: value.detach().requires_grad_(self.trained(name)) for name, value in values["parameters"].items()}
-        buffers = values["buffers"]
+        buffers, scale = values["buffers"], values.get("scale")
         loss = parts.task.loss if isinstance(parts.task.loss, nn.Module) else nn.Module()
+        wanted = {name: value for name, value in live.items() if value.requires_grad}
+        gradients: dict[str, Tensor] = {}
+
+        def backward(loss: Tensor) -> None:
+            scaled = loss if scale is None else loss * scale
+            found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True)
+            for name, value in zip(wanted, found, strict=True):
+                if value is not None:
+                    gradients[name] = gradients[name] + value if name in gradients else value
+
         with (
             torch.enable_grad(),
             _reparametrize_module(parts.model, {**live, **buffers}, tie_weights=True),
             _reparametrize_module(loss, values["loss"]),
         ):
-            computed = parts.compute(parts.model, batch)
+            computed = self.compute(batch, backward)
             _check_buffers(parts.model, buffers)
-        wanted = {name: value for name, value in live.items() if value.requires_grad}
-        found = torch.autograd.grad(computed.loss, list(wanted.values()), allow_unused=True)
-        gradients = {name: value for name, value in zip(wanted, found, strict=True) if value is not None}
         self.scalars = tuple(computed.scalars)
         outputs = (computed.loss.detach(), *(value.detach() for value in computed.scalars.values()))
         if not self.whole:
@@ -140,6 +159,26 @@ class _Tracer:
         with torch.no_grad():
             self.update(values, gradients)
         return outputs
+
+    def compute(self, batch: Any, backward: Backward) -> Computed:
+        """Forward and backward: of the whole batch, or piece by piece."""
+        parts = self.step.parts
+        if parts.plan.accumulation > 1:
+            return accumulate(replace(parts, weigh=self.weigh), parts.model, batch, self.samples, backward)
+        computed = parts.compute(parts.model, batch)
+        backward(computed.loss)
+        return computed
+
+    def weigh(self, piece: Any, samples: int) -> Any:
+        """What a piece counts, which becomes a constant of the graph."""
+        weight = self.step.parts.weigh(piece, samples)
+        if isinstance(weight, Tensor):
+            raise _refused(
+                "what a piece of a batch counts depends on the values in it, such as targets that are ignored",
+                "pieces that count by their samples",
+                fix="choose accumulation=1, or compile=none and graphs=none",
+            )
+        return weight
 
     def trained(self, name: str) -> bool:
         return self.step.parts.model.get_parameter(name).requires_grad
@@ -159,14 +198,12 @@ class _Tracer:
                     if parameter in state:
                         swapped[parameters[name]] = {**state[parameter], **values["state"].get(name, {})}
                 group["params"] = [parameters[name] for name in names]
-                group.update({key: False for key in ("foreach", "fused") if key in group})  # the compiler fuses it
+                if self.singly:
+                    group.update({key: False for key in ("foreach", "fused") if key in group})
             optimizer.state = swapped
             now = hyper_of(optimizer)
             for place, value in values["hyper"].items():
-                number = value.item()
-                if now[place]:
-                    torch._check(number != 0)  # optimizers ask, since without momentum they do something else
-                _put(optimizer, place, number)
+                _put(optimizer, place, _number(optimizer, place, value, now[place]))
             step.clip([value for group in optimizer.param_groups for value in group["params"]])
             inspect.unwrap(type(optimizer).step)(optimizer)
             _check_state(swapped, {parameters[name]: name for name in parameters}, values["state"])
@@ -205,12 +242,27 @@ def _put(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
     group[key] = value
 
 
-def _refused(why: str, expected: str) -> PlanError:
-    return PlanError(
-        f"the step can't be captured as one graph: {why}",
-        expected=expected,
-        fix="mend that line, or choose compile=none",
-    )
+def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: float) -> Any:
+    """What stands for one of the optimizer's numbers while the step is traced."""
+    number, key, *_ = place.split("/")
+    if optimizer.param_groups[int(number)].get("fused"):
+        if key != "lr":
+            raise _refused(
+                f"the schedule changes {key}, and a fused update takes the learning rate alone from the device",
+                "a schedule of the learning rate, such as OneCycleLR(..., cycle_momentum=False)",
+                fix="change the schedule, or choose optimizer=foreach",
+            )
+        return value.float()
+    found = value.item()
+    if now:  # optimizers ask, since without momentum they do something else
+        torch._check(found != 0)
+    if now > 0:
+        torch._check(found > 0)
+    return found
+
+
+def _refused(why: str, expected: str, fix: str = "mend that line, or choose compile=none and graphs=none") -> PlanError:
+    return PlanError(f"the step can't be captured as one graph: {why}", expected=expected, fix=fix)
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
@@ -233,6 +285,16 @@ def _check_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:
         raise _refused(
             f"it changes the attribute {changed[0]!r} of the model, which would happen once", "a buffer for it"
         )
+
+
+def check_draws(graph: GraphModule) -> None:
+    """cuDNN's recurrent layers draw from a state of their own, which would not follow from the step's seed."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._cudnn_rnn.default):
+        if node.args[_CUDNN_DROPOUT]:
+            raise _refused("cuDNN's recurrent layers with dropout draw from a state of their own", "dropout as a layer")
+
+
+_CUDNN_DROPOUT = [one.name for one in torch.ops.aten._cudnn_rnn.default._schema.arguments].index("dropout")
 
 
 def _check_buffers(model: nn.Module, given: dict[str, Tensor]) -> None:

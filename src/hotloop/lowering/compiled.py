@@ -55,12 +55,11 @@ class CompiledStep(EagerStep):
         Raises:
             PlanError: the step can't be captured or compiled.
         """
-        now = hyper_of(self.optimizer)
-        self._hyper = {place: torch.tensor(now[place], dtype=torch.float64) for place in now if place in varying}
-        self._constants = {place: value for place, value in now.items() if place not in varying}
+        self._hold_constant(varying)
+        self._hyper = {place: torch.zeros((), dtype=torch.float64) for place in sorted(varying)}
         self._captured = capture(self, batch, batch_length(batch), self._hyper, whole=self.whole)
-        self._runner = _built(self._captured, self.parts.plan.compile, self.parts.device)
-        self._signature = _signature(batch)
+        self._runner = built(self._captured, self.parts.plan.compile, self.parts.device)
+        self._signature = signature(batch)
 
     def rebind(self) -> None:
         """Notes that tensors of the optimizer's state were replaced."""
@@ -72,18 +71,22 @@ class CompiledStep(EagerStep):
 
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
         """Runs step number `step`; returns the loss, 0-dim, on the device."""
-        if self._runner is None or _signature(batch) != self._signature or not self._is_bound():
-            self._bound = None  # an eager step may replace tensors of the optimizer's state
-            return super().__call__(batch, samples, step)
+        if self._runner is None or signature(batch) != self._signature or not self._is_bound():
+            return self._run_eagerly(batch, samples, step)
         self.draws.seed(step)
         if self.whole:
             self._set_hyper()
+        self._set_scale()
         with torch.no_grad():
             outputs = self._runner([*self._bound, *tensors(batch)])  # type: ignore[misc]
         loss, scalars = self._finish(list(outputs))
         self._add(loss, scalars, self.parts.weigh(batch, samples))
         self.sums["samples"] += samples
         return loss
+
+    def _run_eagerly(self, batch: Any, samples: int, step: int) -> Tensor:
+        self._bound = None  # an eager step may replace tensors of the optimizer's state
+        return EagerStep.__call__(self, batch, samples, step)
 
     def _finish(self, outputs: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and scalars; with gradients, the update too."""
@@ -94,8 +97,8 @@ class CompiledStep(EagerStep):
             self._clear_gradients()
             for name, value in zip(self._captured.gradients, outputs[1 + len(names) :], strict=True):
                 self.parts.model.get_parameter(name).grad = value
-            self.clip(self._trainable)
-            self.optimizer.step()
+            self._clip_unscaled()
+            self._update()
         self.step_schedule()
         if not self.whole and self.average:
             self.update_average(list(self.average.values()), self._averaged)
@@ -103,16 +106,35 @@ class CompiledStep(EagerStep):
 
     def _set_hyper(self) -> None:
         """Gives the program what the schedule says now."""
+        for place, value in self._varying().items():
+            self._hyper[place].fill_(value)
+
+    def _hold_constant(self, varying: set[str]) -> None:
+        """Remembers the optimizer's numbers that no schedule changes."""
         now = hyper_of(self.optimizer)
-        for place, cell in self._hyper.items():
-            cell.fill_(now.pop(place))
+        self._constants = {place: value for place, value in now.items() if place not in varying}
+
+    def _varying(self) -> dict[str, float]:
+        """What the schedule says now, by place.
+
+        Raises:
+            PlanError: it has changed what the program holds fixed.
+        """
+        now = hyper_of(self.optimizer)
+        varying = {place: now.pop(place) for place in self._hyper}
         if now != self._constants:
             place = next(place for place in now if now[place] != self._constants.get(place))
             raise PlanError(
                 f"the optimizer's {place} has changed to {now[place]}, which the compiled step holds fixed",
                 expected="a schedule that changes the same numbers from its first steps on",
-                fix="choose compile=forward",
+                fix="choose compile=forward" if self.parts.plan.graphs == "none" else "choose graphs=none",
             )
+        return varying
+
+    def _set_scale(self) -> None:
+        """Gives the program what fp16's loss is scaled by now."""
+        if self.scaler is not None and self.scale is not None:
+            self.scale.copy_(self.scaler.scale(torch.ones_like(self.scale)))
 
     def _is_bound(self) -> bool:
         """Finds the tensors that the program works on; False while the optimizer's state is not complete."""
@@ -122,22 +144,22 @@ class CompiledStep(EagerStep):
             found = pytree.tree_leaves(values)
             expected = self._captured.examples[: len(found)]
             count = len(self._captured.examples) - len(self._signature)
-            if len(found) != count or any(not _alike(a, b) for a, b in zip(found, expected, strict=True)):
+            if len(found) != count or any(not alike(a, b) for a, b in zip(found, expected, strict=True)):
                 return False
             self._bound = found
         return True
 
 
-def _signature(batch: Any) -> tuple:
+def signature(batch: Any) -> tuple:
     """Shapes, dtypes and strides of a batch: a compiled program checks none of them itself."""
     return tuple([(value.shape, value.dtype, value.stride(), value.device) for value in tensors(batch)])
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
 
 
-def _built(captured: Captured, how: str, device: torch.device) -> Runner:
+def built(captured: Captured, how: str, device: torch.device) -> Runner:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own parts to each other

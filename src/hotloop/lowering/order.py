@@ -12,6 +12,7 @@ from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.compiled import CompiledStep
 from hotloop.lowering.facts import facts_of
+from hotloop.lowering.graphs import GraphedStep
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout
 from hotloop.lowering.precision import in_precision
@@ -74,22 +75,26 @@ def lower(task: Task, plan: Plan = BASELINE, say: Callable[[str], None] = lambda
 
 
 def _step(parts: Ingredients) -> EagerStep:
+    if parts.plan.graphs != "none":
+        return GraphedStep(parts)
     return EagerStep(parts) if parts.plan.compile == "none" else CompiledStep(parts)
 
 
 def _checked(program: Program) -> Program:
     """Tries on a first batch what may not work for this Task; nothing of it stays in the program's State."""
-    parts, step = program.parts, program.parts.plan
-    if step.accumulation == 1 and step.compile == "none":
+    parts, plan = program.parts, program.parts.plan
+    made = " and ".join(["compiled"] * (plan.compile != "none") + ["recorded"] * (plan.graphs != "none"))
+    if plan.accumulation == 1 and not made:
         return program
     batch, samples = next(open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=0).epoch(0))
-    if step.accumulation > 1:
+    if plan.accumulation > 1:
         check_accumulation(parts, batch, samples)
-    if step.compile != "none":
+    if made:
         began = time.perf_counter()
-        parts.say("compiling the step, which may take half a minute")
+        if plan.compile != "none":
+            parts.say("compiling the step, which may take half a minute")
         program.prepare(batch, samples)
-        parts.say(f"compiled the step in {time.perf_counter() - began:.1f}s")
+        parts.say(f"{made} the step in {time.perf_counter() - began:.1f}s")
     return program
 
 

@@ -89,9 +89,8 @@ class Program:
         samples = 0
         try:
             with self._around():
-                for batch, size in islice(self._batches, steps):
-                    self._step(batch, size, number)
-                    number += 1
+                for done, size in self._step.run(islice(self._batches, steps), start):
+                    number += done
                     samples += size
         finally:
             done = number - start
@@ -124,10 +123,10 @@ class Program:
             yield
 
     def prepare(self, batch: Any, samples: int) -> None:
-        """Compiles the step for batches like this one; the State stays as it is.
+        """Compiles or records the step for batches like this one; the State stays as it is.
 
         Raises:
-            PlanError: it can't be captured or compiled.
+            PlanError: it can't be captured, compiled or recorded.
         """
         step, before = self._step, self.state()
         assert isinstance(step, CompiledStep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class EagerStep:
     Attributes:
         optimizer, schedule: made by the Task's factories.
         draws: seeds the generators before each step.
+        scaler: decides by how much fp16's loss is scaled; None in other precisions.
+        scale: what a compiled step scales its loss by, 0-dim, on the device; None in other precisions.
         average: exponential average by parameter name; empty without one.
         sums: over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
             `samples`.
@@ -37,6 +39,7 @@ class EagerStep:
         self.parts = parts
         self.optimizer = parts.build_optimizer(model)
         self.scaler = torch.amp.GradScaler(parts.device.type) if parts.scaled else None
+        self.scale = torch.ones((), device=parts.device) if parts.scaled else None
         self.schedule = task.build_schedule(self.optimizer, parts.roles.batches)
         self._trainable = [value for group in self.optimizer.param_groups for value in group["params"]]
         self._check_ownership()
@@ -64,15 +67,25 @@ class EagerStep:
         self.sums["samples"] += samples
         return loss
 
+    def run(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[int, int]]:
+        """Runs a step on each batch, from step number `step` on; yields (steps, samples) as they are done."""
+        for batch, samples in batches:
+            self(batch, samples, step)
+            step += 1
+            yield 1, samples
+
     def _run(self, batch: Any, samples: int, step: int) -> Computed:
         """Gradients and update."""
         computed = self._backward(batch, samples, step)
+        self._update()
+        return computed
+
+    def _update(self) -> None:
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        return computed
 
     def _backward(self, batch: Any, samples: int, step: int) -> Computed:
         self.draws.seed(step)
@@ -86,10 +99,13 @@ class EagerStep:
             self._backward_of(computed.loss)
         if first:
             self._check_clipping()
+        self._clip_unscaled()
+        return computed
+
+    def _clip_unscaled(self) -> None:
         if self.scaler is not None and self._clips:
             self.scaler.unscale_(self.optimizer)
         self.clip(self._trainable)
-        return computed
 
     def _backward_of(self, loss: Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()

@@ -1,0 +1,168 @@
+"""The graphs axis: a step, or several, as one CUDA graph, which the device runs without waiting for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from hotloop.data.tree import batch_length, map_tensors, tensors
+from hotloop.errors import PlanError, blame, out_of_memory
+from hotloop.lowering.capture import capture, step_tensors
+from hotloop.lowering.compiled import CompiledStep, alike, built, signature
+from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.lifted import lift
+from hotloop.lowering.recorder import Recorder, Recording, Work
+
+
+class GraphedStep(CompiledStep):
+    """Training steps as CUDA graphs: of one step, and of as many as the plan wants in one replay.
+
+    A graph works on the tensors that it was recorded with. Batches are copied into tensors of its own, and so are the
+    numbers that a schedule changes; optimizer state that was made or restored elsewhere is moved to where the graph
+    expects it. What a graph isn't for, such as an incomplete last batch, runs eagerly on the same tensors.
+    """
+
+    def __init__(self, parts: Ingredients) -> None:
+        super().__init__(parts)
+        graphs = parts.plan.graphs
+        self.at_once = graphs if isinstance(graphs, int) else 1
+        self._recorder = Recorder(parts.device)
+        self._recordings: dict[int, Recording] = {}
+        self._batches: list[Any] = []
+        self._cells = torch.zeros(0)
+        self._static: list[Tensor] = []
+        vars(self.optimizer)["_warned_capturable_if_run_uncaptured"] = True  # it does so on purpose
+        for group in self.optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True  # torch then keeps the count of steps on the device
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True  # as torch would choose, were it not for tensors without content
+
+    def prepare(self, batch: Any, varying: set[str]) -> None:
+        """Captures and records; the eager step must have run, so that the optimizer's state is there.
+
+        Raises:
+            PlanError: the step can't be captured, compiled, or recorded as a CUDA graph.
+        """
+        plan, device = self.parts.plan, self.parts.device
+        self._check_state()
+        self._hold_constant(varying)
+        self._signature = signature(batch)
+        self._batches = [map_tensors(torch.clone, batch) for _ in range(self.at_once)]
+        self._cells = torch.zeros(self.at_once, len(varying), dtype=torch.float64, device=device)
+        rows = [dict(zip(sorted(varying), row.unbind(), strict=True)) for row in self._cells]
+        self._hyper = rows[0]
+        self._set_cells([list(self._varying().values())] * self.at_once)
+        compiles = plan.compile != "none"
+        captured = capture(self, self._batches[0], batch_length(batch), rows[0], whole=True, singly=compiles)
+        self._captured = captured = lift(captured)
+        self._runner = built(captured, plan.compile, device) if compiles else lambda flat: captured.graph(*flat)
+        self._static = self._tensors()
+        works = [partial(self._work, *pair) for pair in zip(rows, self._batches, strict=True)]
+        for count in dict.fromkeys((1, self.at_once)):
+            self._recordings[count] = self._recorded(works[:count])
+
+    def run_eagerly(self) -> None:
+        """From now on, operation by operation, so that hooks of modules see what happens."""
+        self._recordings.clear()
+
+    def run(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[int, int]]:
+        """Runs a step on each batch, from step number `step` on; yields (steps, samples) as they are done.
+
+        As many steps as the plan wants are one replay, where so many batches are left; the others run one by one.
+        """
+        while group := list(islice(batches, self.at_once)):
+            if len(group) == self.at_once and self._can_replay(group):
+                self._replay(group, step)
+                yield len(group), sum(samples for _, samples in group)
+            else:
+                yield from super().run(iter(group), step)
+            step += len(group)
+
+    def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
+        """Runs step number `step`; returns the loss, 0-dim, on the device."""
+        group = [(batch, samples)]
+        return self._replay(group, step).clone() if self._can_replay(group) else self._run_eagerly(*group[0], step)
+
+    def _can_replay(self, group: Sequence[tuple[Any, int]]) -> bool:
+        fits = all(signature(batch) == self._signature for batch, _ in group)
+        return len(group) in self._recordings and fits and self._is_bound()
+
+    def _replay(self, group: Sequence[tuple[Any, int]], step: int) -> Tensor:
+        """Runs steps on a group of batches, as many as there is a recording of; returns the last loss."""
+        assert self._captured is not None
+        recording, rows = self._recordings[len(group)], []
+        self._fill(batch for batch, _ in group)
+        for _ in group:
+            rows.append(list(self._varying().values()))
+            self.step_schedule()
+        self._set_cells(rows)
+        recording.replay([self.draws.seed_of(step + number) for number in range(len(group))])
+        for (batch, samples), (loss, *scalars) in zip(group, recording.outputs, strict=True):
+            self._add(loss, dict(zip(self._captured.scalars, scalars, strict=True)), self.parts.weigh(batch, samples))
+            self.sums["samples"] += samples
+        return loss
+
+    def _fill(self, batches: Iterator[Any]) -> None:
+        """Copies batches to where the graph reads them."""
+        for own, batch in zip(self._batches, batches, strict=False):
+            for target, source in zip(tensors(own), tensors(batch), strict=True):
+                target.copy_(source)
+
+    def _set_cells(self, rows: list[list[float]]) -> None:
+        """Gives the graph the optimizer's numbers of each step."""
+        # Nobody waits for the device: what isn't pinned is read before the call returns.
+        self._cells[: len(rows)].copy_(torch.tensor(rows, dtype=torch.float64), non_blocking=True)
+
+    def _work(self, hyper: dict[str, Tensor], batch: Any) -> Sequence[Tensor]:
+        assert self._runner is not None
+        with torch.no_grad():
+            return tuple(self._runner([*self._tensors(hyper), *tensors(batch)]))
+
+    def _tensors(self, hyper: dict[str, Tensor] | None = None) -> list[Tensor]:
+        return pytree.tree_leaves(step_tensors(self, hyper or self._hyper, whole=True))
+
+    def _is_bound(self) -> bool:
+        """Moves what was put elsewhere back to where the graph works; False while the optimizer's state isn't complete."""
+        if self._bound is None:
+            values = step_tensors(self, self._hyper, whole=True) | {
+                "parameters": dict(self.parts.model.named_parameters())
+            }
+            found = pytree.tree_leaves(values)
+            if len(found) != len(self._static) or not all(map(alike, found, self._static)):
+                return False
+            for tensor, static in zip(found, self._static, strict=True):
+                if tensor.data_ptr() != static.data_ptr():
+                    tensor.data = static.copy_(tensor.detach())
+            self._bound = found
+        return True
+
+    def _recorded(self, works: Sequence[Work]) -> Recording:
+        try:
+            return self._recorder.record(works)
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            raise PlanError(
+                f"the step can't be recorded as a CUDA graph: {blame(error)}",
+                expected="work that never waits for the host",
+                fix="choose graphs=none",
+            ) from error
+
+    def _check_state(self) -> None:
+        """An optimizer that counts its steps on the host would need the host at each."""
+        device, name = self.parts.device.type, type(self.optimizer).__name__
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.device.type != device:
+                    raise PlanError(
+                        f"{name} keeps its {key!r} on the {value.device.type}, where a CUDA graph can't read it",
+                        expected="an optimizer with `capturable`, or without a count of steps",
+                        fix="choose graphs=none, or another optimizer",
+                    )
