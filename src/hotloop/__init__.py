@@ -23,6 +23,7 @@ _HOME = {
     "export": "hotloop.api",
     "load_model": "hotloop.api",
     "lower": "hotloop.lowering",
+    "race": "hotloop.proving",
 }
 # No module has the name of a public function: importing the module would hide the function.
 _MODULES = ("data", "errors")
@@ -42,6 +43,7 @@ __all__ = [
     "load_model",
     "lower",
     "predict",
+    "race",
 ]
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from hotloop.errors import HotloopError
     from hotloop.lowering import lower
     from hotloop.plan import Plan
+    from hotloop.proving import race
     from hotloop.run import Run
     from hotloop.task import Parameters, Task
     from hotloop.view import View

@@ -29,6 +29,7 @@ PUBLIC = {
         "load_model",
         "lower",
         "predict",
+        "race",
     ],
     "hotloop.data": [
         "Bundle",

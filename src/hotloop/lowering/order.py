@@ -89,7 +89,8 @@ def _checked(program: Program) -> Program:
         began = time.perf_counter()
         parts.say("compiling the step, which may take half a minute")
         program.prepare(batch, samples)
-        parts.say(f"compiled the step in {time.perf_counter() - began:.1f}s")
+        program.compile_s = time.perf_counter() - began
+        parts.say(f"compiled the step in {program.compile_s:.1f}s")
     return program
 
 
