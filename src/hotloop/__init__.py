@@ -24,6 +24,7 @@ _HOME = {
     "load_model": "hotloop.api",
     "lower": "hotloop.lowering",
     "check": "hotloop.proving",
+    "race": "hotloop.contests",
 }
 # No module has the name of a public function: importing the module would hide the function.
 _MODULES = ("data", "errors")
@@ -44,11 +45,13 @@ __all__ = [
     "load_model",
     "lower",
     "predict",
+    "race",
 ]
 
 if TYPE_CHECKING:
     from hotloop import data, errors
     from hotloop.api import evaluate, export, fit, load_model, predict
+    from hotloop.contests import race
     from hotloop.errors import HotloopError
     from hotloop.lowering import lower
     from hotloop.plan import Plan

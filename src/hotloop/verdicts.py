@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -98,7 +99,8 @@ class Timing(Record):
         startup_s: from the Task to the first step, without compiling; `compile_s` compiling alone.
         run_s: time to finish this run of the Task, with both of them; None where its number of steps is unknown.
         pays_after: steps after which the plan has won back what it costs to start and compile; None if it never does.
-        peak_memory_bytes: the most that one step allocated at a time.
+        peak_memory_bytes: the most that one step held at a time, beyond what was there before it.
+        feed_ms: what a batch takes to come onto the device, loaded and copied, with no step waiting for it.
         verdict: `faster`, `slower` or `no difference` against the baseline.
         failure: why it couldn't be run or measured; then figures are None.
     """
@@ -118,6 +120,7 @@ class Timing(Record):
     run_s: float | None = None
     pays_after: int | None = None
     peak_memory_bytes: int | None = None
+    feed_ms: float | None = None
     verdict: Literal["faster", "slower", "no difference"] | None = None
     failure: str | None = None
 
@@ -146,3 +149,56 @@ class Verdict(Record):
     machine: str
     versions: dict[str, str]
     seconds: float
+
+    def plan(self, name: str) -> Timing:
+        return next(timing for timing in self.plans if timing.name == name)
+
+
+def best_of(plans: Sequence[Timing], baseline: str, *, proven: bool) -> str | None:
+    """Name of the plan to choose: of the baseline and those shown to be faster, the one that finishes the run first.
+
+    Args:
+        proven: leave out plans whose parity isn't trusted.
+
+    Returns:
+        None where too little was measured to say.
+    """
+    base = next(timing for timing in plans if timing.name == baseline)
+    if base.ratio_low is None:
+        return None
+    faster = [timing for timing in plans if timing.verdict == "faster"]
+    allowed = [timing for timing in faster if not proven or timing.parity in TRUSTED]
+    return min([base, *allowed], key=lambda timing: timing.run_s or timing.step_ms or 0.0).name
+
+
+class Crossing(Record):
+    """Where a plan overtakes the baseline as a Task grows.
+
+    Attributes:
+        name: of the plan.
+        at: the size at which both take the same time; None if one of them is faster at all sizes raced.
+        low, high: sizes at which the ends of the ratio's interval say so; None where they don't within those raced.
+        reason: what decides it, in words.
+    """
+
+    name: str
+    at: float | None
+    low: float | None = None
+    high: float | None = None
+    reason: str
+
+
+class Scaling(Record):
+    """Races of the same plans at several sizes of a Task.
+
+    Attributes:
+        parameter: of the file's `task(...)` that was changed; `values` are its values, in the order asked for.
+        races: one for each value.
+        crossings: one for each plan but the baseline.
+    """
+
+    version: int = 1
+    parameter: str
+    values: list[str]
+    races: list[Verdict]
+    crossings: list[Crossing]

@@ -30,6 +30,7 @@ PUBLIC = {
         "load_model",
         "lower",
         "predict",
+        "race",
     ],
     "hotloop.data": [
         "Bundle",

@@ -31,6 +31,7 @@ class Roles:
         collate: turns a list of samples into a batch, where the Task says how.
         raw_test: the test data, not prepared yet.
         read: by role, what was read into memory (or why it can't be), so that it is read once.
+        reading_s: by role, how many seconds that took, and the `time.perf_counter()` of its end.
         moved: by role and device, tables that lie there, for as long as something uses them.
     """
 
@@ -45,6 +46,7 @@ class Roles:
     collate: Callable | None = None
     raw_test: Source | None = None
     read: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    reading_s: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
     moved: WeakValueDictionary[tuple[str, str], Table] = field(
         default_factory=WeakValueDictionary, compare=False, repr=False
     )

@@ -94,7 +94,8 @@ def _checked(program: Program) -> Program:
         if plan.compile != "none":
             parts.say("compiling the step, which may take half a minute")
         program.prepare(batch, samples)
-        parts.say(f"{made} the step in {time.perf_counter() - began:.1f}s")
+        program.compile_s = time.perf_counter() - began
+        parts.say(f"{made} the step in {program.compile_s:.1f}s")
     return program
 
 

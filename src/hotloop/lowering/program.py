@@ -46,12 +46,18 @@ class Outcome:
 
 
 class Program:
-    """Runs the steps of a Task under a Plan; losses and sums stay on the device until they are read."""
+    """Runs the steps of a Task under a Plan; losses and sums stay on the device until they are read.
+
+    Attributes:
+        position: where in the data training stands.
+        compile_s: seconds that capturing and compiling the step took, or loading it compiled; 0 if it isn't.
+    """
 
     def __init__(self, parts: Ingredients, step: EagerStep, feed: Feed) -> None:
         self.parts = parts
         self.feed = feed
         self.position = Position()
+        self.compile_s = 0.0
         self._step = step
         self._batches: Iterator[tuple[Any, int]] | None = None
         if feed.reseeds:

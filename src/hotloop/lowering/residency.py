@@ -79,6 +79,7 @@ def _read(parts: Ingredients, name: str, samples: Samples) -> tuple[Table | Plan
         error = error.with_traceback(None)  # it is kept, and all that its frames hold need not be
         return error, () if name == "data" else (f"{error.given}; it is loaded sample by sample",)
     took = time.perf_counter() - began
+    roles.reading_s[name] = (took, time.perf_counter())
     said = f"read {len(table):,} samples of {name} into memory ({megabytes(table.nbytes())}) in {took:.1f}s"
     return table, (said,)
 

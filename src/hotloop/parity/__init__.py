@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hotloop.errors import blame
+from hotloop.errors import HotloopError, blame
 from hotloop.lowering import Program, lower
 from hotloop.parity.collecting import Collector
 from hotloop.parity.judging import judged
@@ -36,6 +36,30 @@ def prove(task: Task, plan: Plan, *, progress: Progress = lambda done, total: No
         return prove_programs(task, [program], progress=progress)[0]
     finally:
         program.close()
+
+
+def prove_plans(
+    task: Task, plans: Sequence[Plan], *, progress: Progress = lambda done, total: None
+) -> list[Parity]:
+    """Compares plans with the baseline, those of one device and precision together; see `prove_programs`.
+
+    One that can't be run is unproven.
+    """
+    found: dict[Plan, Parity] = {}
+    groups: dict[tuple[str, str], list[Program]] = {}
+    for plan in dict.fromkeys(plans):
+        try:
+            groups.setdefault((plan.device, plan.precision), []).append(lower(task, plan))
+        except HotloopError as error:
+            found[plan] = Parity(plan=plan.brief(), parity="unproven", reason=error.given, states=0)
+    for programs in groups.values():
+        try:
+            parities = prove_programs(task, programs, progress=progress)
+        finally:
+            for program in programs:
+                program.close()
+        found |= zip([program.parts.plan for program in programs], parities, strict=True)
+    return [found[plan] for plan in plans]
 
 
 def prove_programs(

@@ -170,18 +170,18 @@ def _need(program: Program, samples: int) -> int:
         module.reset_peak_memory_stats(program.device)
         program.step(batch)
         return max(0, module.max_memory_allocated(program.device) - before - gradients)
-    with _Peak(_present(program, batch)) as peak:
+    with Peak(present(program, batch)) as peak:
         program.step(batch)
     return max(0, peak.bytes - gradients)
 
 
-def _present(program: Program, batch: Any) -> list[Tensor]:
+def present(program: Program, batch: Any) -> list[Tensor]:
     """Tensors that are there before a step."""
     state = list(program.optimizer.state.values())
     return [*program.model.parameters(), *program.model.buffers(), *program.average.values(), *tensors([state, batch])]
 
 
-class _Peak(TorchDispatchMode):
+class Peak(TorchDispatchMode):
     """Adds up the memory of all tensors that operations make, as long as they live; `bytes` is its height."""
 
     def __init__(self, present: list[Tensor]) -> None:

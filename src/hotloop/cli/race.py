@@ -1,0 +1,118 @@
+"""`hotloop race`: how fast plans are side by side, and whether they give the same result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hotloop.cli.common import AsJson, Param, axes, console, guarded, pairs, print_json, say, stdout_for
+from hotloop.sources import file_named, split
+
+
+@guarded
+def race(
+    task: Annotated[str, typer.Argument(help="file.py, file.py:name or package.module:name.", show_default=False)],
+    plans: Annotated[
+        str | None,
+        typer.Option(
+            help="baseline, auto and TOML files, separated by commas.",
+            show_default="baseline,auto; with --devices or --scale: baseline",
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Race each plan on each of these devices, such as cpu,cuda.")
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(help="name=a,b,c: race at each of these sizes, passed to the file's task(name=...)."),
+    ] = None,
+    param: Param = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="axis=value on top of each plan but the baseline; repeatable."),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
+    time_limit: Annotated[
+        str, typer.Option(help="For what is measured, such as 60s or 5m; preparing and proving come on top.")
+    ] = "60s",
+    parity: Annotated[bool, typer.Option(help="Prove that each plan gives the baseline's result.")] = True,
+    save: Annotated[Path | None, typer.Option(help="The picture of --scale.", show_default="race-NAME.html")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Race plans side by side: which finishes this run first.
+
+    \b
+    hotloop race examples/fashion.py                                  baseline against auto
+    hotloop race examples/fashion.py --plans baseline,auto,mine.toml
+    hotloop race examples/fashion.py --devices cpu,cuda               does a GPU pay?
+    hotloop race examples/fashion.py --devices cpu,cuda --scale width=0.25,1,4      and from which size on?
+
+    Windows of steps of all plans run in turn, so that what disturbs one disturbs all. Nothing is trained.
+    """
+    given, on_top = pairs(param or []), axes(settings)
+    if devices is not None and "device" in on_top:
+        raise typer.BadParameter("the device is given by --devices and by --set")
+    sizes = _sizes(scale, given)
+    if save is not None and sizes is None:
+        raise typer.BadParameter("--save is for the picture of --scale")
+    file_named(split(task)[0])
+    named = _listed(plans) if plans is not None else ["baseline"] + ["auto"] * (devices is None and sizes is None)
+    overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
+
+    from hotloop import contests
+
+    contest = contests.Contest(
+        named, devices=None if devices is None else _listed(devices), axes=on_top, time_limit=time_limit
+    )
+    contest.entries()  # a wrong plan shows at once
+
+    from hotloop.report.contest import watched
+    from hotloop.taskfile import load_task
+
+    with stdout_for(as_json), watched(console) as moved:
+        common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
+        if sizes is not None:
+            scaling = contests.raced_scales(task, given, sizes, contest, **common)
+        else:
+            verdict = contests.raced(load_task(task, given), contest, prove=contests.PROVE if parity else None, **common)
+    if sizes is not None:
+        _show_scaling(scaling, save or Path(f"race-{scaling.parameter}.html"), as_json)
+    else:
+        _show(verdict, as_json)
+
+
+def _show(verdict: Any, as_json: bool) -> None:
+    from hotloop.report.contest import page
+
+    if as_json:
+        print_json(verdict.model_dump())
+    else:
+        console.print(page(verdict))
+
+
+def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
+    from hotloop.report.scales import page, write_picture
+
+    write_picture(scaling, path)
+    if as_json:
+        print_json({**scaling.model_dump(), "page": str(path)})
+    else:
+        console.print(page(scaling))
+        say(f"picture: {path}")
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _sizes(scale: str | None, given: dict[str, str]) -> tuple[str, list[str]] | None:
+    """`width=0.25,1,4` as `("width", ["0.25", "1", "4"])`."""
+    if scale is None:
+        return None
+    [(name, values)] = pairs([scale]).items()
+    if name in given:
+        raise typer.BadParameter(f"{name} is given by --scale and by --param")
+    return name, _listed(values)

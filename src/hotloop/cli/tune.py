@@ -1,0 +1,58 @@
+"""`hotloop tune`: finds the fastest plan that is proven equal, and remembers it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hotloop.cli.common import AsJson, Device, Param, Set, axes, console, guarded, pairs, print_json, stdout_for
+from hotloop.sources import file_named, split
+
+
+@guarded
+def tune(
+    task: Annotated[str, typer.Argument(help="file.py, file.py:name or package.module:name.", show_default=False)],
+    param: Param = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
+    settings: Set = None,
+    device: Device = None,
+    time_limit: Annotated[
+        str | None,
+        typer.Option(help="For racing, such as 60s or 5m.", show_default="what a better plan can win back in this run"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest plan that is proven to give the same result, and remember it.
+
+    \b
+    hotloop tune examples/fashion.py
+    hotloop tune examples/fashion.py --time-limit 2m     look further than this run pays for
+    hotloop tune examples/fashion.py --set threads=1     with an axis set, as in hotloop train
+    hotloop train examples/fashion.py                    then uses what was found
+
+    Changes of single axes are raced against eager fp32, those that pay are put together, compiled where the run is
+    long enough, and proven (see hotloop check). It never ends with a plan that is slower than eager fp32.
+    """
+    given = pairs(param or [])
+    on_top = axes(settings, device=device)
+    file_named(split(task)[0])
+
+    from hotloop.wanted import Wanted
+
+    wanted = Wanted.of("auto", on_top)
+
+    from hotloop import proving
+    from hotloop.pacing import seconds
+    from hotloop.report.races import page
+    from hotloop.taskfile import load_task
+
+    limit_s = None if time_limit is None else seconds(time_limit, "time-limit")
+    overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
+    with stdout_for(as_json):
+        verdict = proving.tune_loaded(load_task(task, given), wanted.plan, overrides, limit_s)
+    if as_json:
+        print_json(verdict.model_dump())
+    else:
+        console.print(page(verdict))

@@ -1,0 +1,62 @@
+"""What a window takes, and what a step allocates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import islice
+
+import torch
+
+from hotloop.lowering import Program
+from hotloop.trouble.memory import Peak, present
+
+Clock = Callable[[], float]
+
+_FEED_S = 0.2
+_FEED_BATCHES = 200
+
+
+def synchronise(device: torch.device) -> None:
+    """Waits until the device has done what it was asked for; the CPU has, whenever it is asked."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak_of_step(program: Program) -> int | None:
+    """The most bytes that one training step holds at a time beyond what was there before; None where nobody says.
+
+    One step is run. On the CPU, what compiled code allocates is not seen, so a compiled step has none.
+    """
+    device, plan = program.device, program.parts.plan
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        synchronise(device)
+        before = module.memory_allocated(device)
+        module.reset_peak_memory_stats(device)
+        program.advance(1)
+        synchronise(device)
+        return int(module.max_memory_allocated(device) - before)
+    if device.type != "cpu" or plan.compile != "none":
+        return None
+    with Peak(present(program, ())) as peak:
+        program.advance(1)
+    return peak.bytes
+
+
+def feed_time(program: Program, clock: Clock = time.perf_counter) -> float | None:
+    """Seconds that a batch takes to come onto the device, with no step waiting for it; None with too few batches.
+
+    The program's feed is used up by this.
+    """
+    batches = program.feed.epoch(program.position.epoch)
+    if next(batches, None) is None:  # what starts the feed is not its pace
+        return None
+    synchronise(program.device)
+    began, done = clock(), 0
+    for _ in islice(batches, _FEED_BATCHES):
+        done += 1
+        if clock() - began > _FEED_S:
+            break
+    synchronise(program.device)
+    return (clock() - began) / done if done else None

@@ -1,0 +1,55 @@
+"""Whether the machine had other work to do while something was measured on it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import psutil
+
+_BUSY = 0.1
+"""Share of the cores that others may use before it is worth a word."""
+
+
+@dataclass(frozen=True)
+class Used:
+    """CPU seconds used so far: by all on this machine, and by this process with its children."""
+
+    at: float
+    by_all: float
+    by_us: float
+
+    @classmethod
+    def now(cls) -> Used:
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice already
+        return cls(time.monotonic(), sum(times) - idle - guests, _own())
+
+
+def _own() -> float:
+    """CPU seconds of this process, its children that are done, and those that run."""
+    me = psutil.Process()
+    total = sum(me.cpu_times()[:4])
+    for child in me.children(recursive=True):
+        try:
+            total += sum(child.cpu_times()[:2])
+        except psutil.Error:  # it ended in between
+            continue
+    return total
+
+
+def cores_of_others(before: Used, after: Used) -> float:
+    """Cores that other programs kept busy on average, those of other virtual machines on this one included."""
+    wall = max(after.at - before.at, 1e-9)
+    return max(0.0, (after.by_all - before.by_all) - (after.by_us - before.by_us)) / wall
+
+
+def busy_note(others: float, cores: int) -> str:
+    """What to say of a machine on which others kept so many of its cores busy; empty if it's not worth a word."""
+    if others < _BUSY * cores:
+        return ""
+    return (
+        f"the machine was busy: other programs used {others:.1f} of its {cores} cores, so intervals are wider, and plans "
+        "of many threads look slower than on a machine of their own"
+    )

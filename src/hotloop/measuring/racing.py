@@ -1,0 +1,257 @@
+"""A race of plans: lowers them all, warms them up, runs windows of them in turn, and says what was found of each."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hotloop.errors import HotloopError
+from hotloop.lowering import Program
+from hotloop.measuring.clocks import Clock, feed_time, peak_of_step
+from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
+from hotloop.measuring.runner import Runner
+from hotloop.measuring.statistics import LEAST_PAIRS, Ratio, answer, undecided
+from hotloop.plan import Plan
+from hotloop.rng import preserved
+from hotloop.trouble import explained
+from hotloop.verdicts import Timing
+
+Progress = Callable[[str, float], None]
+"""Called with what goes on, and which share of it is done."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A plan that takes part.
+
+    Attributes:
+        name: as it was asked for; no two are the same.
+        lower: makes its Program.
+        plan: what was asked for; None where lowering chooses.
+    """
+
+    name: str
+    lower: Callable[[], Program]
+    plan: Plan | None = None
+
+
+@dataclass
+class _Racer:
+    name: str
+    program: Program | None = None
+    runner: Runner | None = None
+    lane: Lane | None = None
+    device: str = ""
+    startup_s: float = 0.0
+    step_s: float = math.inf
+    figures: dict[str, Any] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a race measured.
+
+    Attributes:
+        plans: in the order of the entrants.
+        notes: where too little was measured to say.
+    """
+
+    plans: list[Timing]
+    notes: list[str]
+
+
+def measure(
+    entrants: Sequence[Entrant],
+    baseline: str,
+    *,
+    steps: int | None,
+    time_limit_s: float,
+    clock: Clock = time.perf_counter,
+    progress: Progress = lambda doing, share: None,
+) -> Measured:
+    """Races plans against the one named `baseline`; each Program has its first State again at the end, and is closed.
+
+    A plan that can't be lowered or run has a `failure` in place of figures, and the others go on.
+
+    Args:
+        steps: of the whole run, which `run_s` is for; None if unknown.
+        time_limit_s: for the windows; lowering, compiling and warming up come on top.
+
+    Raises:
+        HotloopError: the baseline can't be lowered or run.
+    """
+    racers = [_Racer(entrant.name, figures=_asked(entrant)) for entrant in entrants]
+    with preserved():
+        try:
+            _rehearse(entrants[[racer.name for racer in racers].index(baseline)])
+            for racer, entrant in zip(racers, entrants, strict=True):
+                progress(f"preparing {racer.name}", 0.0)
+                _attempt(racer, baseline, partial(_prepare, racer, entrant, clock))
+            _run(racers, baseline, Limits(time_limit_s, clock), progress)
+        finally:
+            for racer in racers:
+                if racer.program is not None:
+                    racer.program.close()
+    return _summed_up(racers, baseline, steps)
+
+
+def _asked(entrant: Entrant) -> dict[str, Any]:
+    return {} if entrant.plan is None else {"plan": entrant.plan.model_dump()}
+
+
+def _rehearse(entrant: Entrant) -> None:
+    """One step of the baseline: what a process pays once, whatever the plan, such as imports, is no plan's own."""
+    program = entrant.lower()
+    try:
+        program.advance(1)
+    except Exception as error:
+        raise explained(error, program, None) from error
+    finally:
+        program.close()
+
+
+def _attempt(racer: _Racer, baseline: str, act: Callable[[], None]) -> None:
+    """Does something for a plan; what goes wrong is its failure, or ends the race if it is the baseline."""
+    try:
+        act()
+    except Exception as error:
+        _failed(racer, baseline, error)
+
+
+def _failed(racer: _Racer, baseline: str, error: Exception) -> None:
+    known = error
+    if not isinstance(error, HotloopError):
+        if racer.program is None:
+            raise error
+        known = explained(error, racer.program, None)
+    if racer.name == baseline:
+        raise known from error
+    racer.failure = str(known)
+    if racer.program is not None:
+        racer.program.close()
+    racer.program = racer.runner = racer.lane = None
+
+
+def _prepare(racer: _Racer, entrant: Entrant, clock: Clock) -> None:
+    """From the Task to a Program that is warm, with its State as it was."""
+    began = clock()
+    program = racer.program = entrant.lower()
+    racer.startup_s = clock() - began - program.compile_s + _read_before(program, began)
+    racer.device = program.device.type
+    racer.figures["plan"] = program.parts.plan.model_dump()
+    with preserved(program.device):
+        racer.runner = Runner(program, clock)
+        first_s, racer.step_s = racer.runner.warm_up()
+    racer.startup_s += first_s
+
+
+def _read_before(program: Program, began: float) -> float:
+    """Seconds that reading data into memory took for a plan before this one, which found it there."""
+    if program.parts.plan.residency == "stream":
+        return 0.0
+    return sum(took for took, at in program.parts.roles.reading_s.values() if at < began)
+
+
+def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Progress) -> None:
+    runners = [racer for racer in racers if racer.runner is not None]
+    base = next(racer for racer in runners if racer.name == baseline)
+    for racer in runners:
+        assert racer.runner is not None
+        racer.lane = Lane(racer.name, racer.runner)
+        racer.lane.lay_out(racer.device, racer.step_s, base.step_s)
+    lanes = {racer.name: racer.lane for racer in runners if racer.lane is not None}
+    try:
+        run_rounds(list(lanes.values()), lanes[baseline], limits, lambda share: progress("racing", share))
+    except Exception as error:
+        _failed(base, baseline, error)
+    for racer in runners:
+        assert racer.lane is not None
+        if racer.lane.error is not None:
+            _failed(racer, baseline, racer.lane.error)
+        else:
+            _attempt(racer, baseline, partial(_look_closer, racer))
+
+
+def _look_closer(racer: _Racer) -> None:
+    """What is measured outside of the windows; then the State is as it was."""
+    runner, program = racer.runner, racer.program
+    assert runner is not None and program is not None
+    runner.put_back()
+    runner.settle(1)
+    feed_s = None
+    with preserved(program.device):
+        racer.figures["peak_memory_bytes"] = peak_of_step(program)
+        feed_s = feed_time(program)
+    racer.figures["feed_ms"] = None if feed_s is None else 1e3 * feed_s
+    runner.put_back()
+
+
+def _summed_up(racers: Sequence[_Racer], baseline: str, steps: int | None) -> Measured:
+    base = next(racer for racer in racers if racer.name == baseline)
+    notes: list[str] = []
+    plans = []
+    for racer in racers:
+        if racer.failure is not None:
+            plans.append(Timing(name=racer.name, plan=racer.figures.get("plan", {}), failure=racer.failure))
+            continue
+        assert racer.lane is not None and base.lane is not None
+        found = ratio(racer.lane, base.lane)
+        plans.append(_timing(racer, base, found, steps))
+        if not racer.lane.running:
+            notes.append(f"{racer.name} was left out after {found.pairs} pairs of windows: it can't be the fastest")
+        elif racer is not base and (note := _doubt(racer.name, found)):
+            notes.append(note)
+    return Measured(plans, notes)
+
+
+def _timing(racer: _Racer, base: _Racer, found: Ratio, steps: int | None) -> Timing:
+    assert racer.lane is not None and racer.runner is not None and racer.program is not None
+    step_s, compile_s = statistics.median(racer.lane.times), racer.program.compile_s
+    start_s = racer.startup_s + compile_s
+    timing = Timing(
+        name=racer.name,
+        step_ms=1e3 * step_s,
+        samples_per_s=racer.runner.samples / racer.runner.seconds,
+        ratio=found.median,
+        ratio_low=found.low,
+        ratio_high=found.high,
+        windows=found.pairs,
+        startup_s=racer.startup_s,
+        compile_s=compile_s,
+        run_s=None if steps is None else start_s + steps * step_s,
+        verdict=answer(found),
+        **racer.figures,
+    )
+    assert base.lane is not None and base.program is not None
+    if timing.verdict != "faster":
+        return timing
+    base_start_s, base_step_s = base.startup_s + base.program.compile_s, statistics.median(base.lane.times)
+    return timing.model_copy(update={"pays_after": _pays_after(start_s - base_start_s, base_step_s - step_s)})
+
+
+def _pays_after(costs_s: float, saves_s: float) -> int | None:
+    """Steps that win back what starting costs more than the baseline's start."""
+    if saves_s <= 0:
+        return None
+    return max(0, math.ceil(costs_s / saves_s))
+
+
+def _doubt(name: str, found: Ratio) -> str:
+    """What to say where the time was too short."""
+    if found.low is None or found.high is None:
+        return (
+            f"the time limit was too short to say anything of {name}: its windows make {found.pairs} of the "
+            f"{LEAST_PAIRS} pairs that are needed; give it more time"
+        )
+    if answer(found) == "no difference" and undecided(found):
+        return (
+            f"the time limit was too short to tell {name} from the baseline: the interval of its ratio, {found.low:.3f} "
+            f"to {found.high:.3f}, reaches across what would be a difference; give it more time"
+        )
+    return ""

@@ -1,0 +1,89 @@
+"""One Program in a race: it runs windows of steps, and is put back to how it was."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from hotloop.lowering import Outcome, Program
+from hotloop.measuring.clocks import Clock, synchronise
+from hotloop.rng import LateDraw
+from hotloop.state import Position
+
+_WARM_S = 0.5
+_WARM_STEPS = 3
+
+
+class Runner:
+    """Times steps of a Program, which trains on meanwhile; where its run ends, it begins again outside of the clock.
+
+    Attributes:
+        samples, seconds: what was trained on within the clock, and how long it took.
+    """
+
+    def __init__(self, program: Program, clock: Clock = time.perf_counter) -> None:
+        self.program = program
+        self.samples, self.seconds = 0, 0.0
+        self._clock = clock
+        self._start = program.state()
+        self._begun_at = self._start.position.epoch  # the epoch of the data at which the run began last
+        self._cold = True
+
+    def warm_up(self) -> tuple[float, float]:
+        """Runs until the first steps' costs are over, then puts the State back: `(first step, a step)` in seconds."""
+        first, _ = self._run(1)
+        total, done, rate = 0.0, 1, first
+        while total < _WARM_S or done < _WARM_STEPS:
+            steps = max(1, min(done, int((_WARM_S - total) / max(rate, 1e-7))))
+            took, _ = self._run(steps)
+            total, done, rate = total + took, done + steps, took / steps
+        self.put_back()
+        return first, rate
+
+    def put_back(self) -> None:
+        """Goes to the State from before."""
+        self.program.restore(self._start)
+        self._begun_at, self._cold = self._start.position.epoch, True
+
+    def settle(self, steps: int) -> None:
+        """Runs steps that don't count, since another plan was there before: caches, threads, clocks of the device."""
+        self._run(max(steps, 1) if self._cold else steps)
+        self._cold = False
+
+    def window(self, steps: int) -> float:
+        """Seconds that so many steps take, with the device waited for at both ends."""
+        seconds, samples = self._run(steps)
+        self.seconds, self.samples = self.seconds + seconds, self.samples + samples
+        return seconds
+
+    def _run(self, steps: int) -> tuple[float, int]:
+        """Runs so many steps: `(seconds, samples)`."""
+        seconds, samples, left = 0.0, 0, steps
+        while left:
+            took, outcome = self._span(left)
+            seconds, samples, left = seconds + took, samples + outcome.samples, left - outcome.steps
+        return seconds, samples
+
+    def _span(self, steps: int) -> tuple[float, Outcome]:
+        """Runs up to `steps` steps, not past the end of an epoch."""
+        program = self.program
+        if program.position.epoch - self._begun_at >= program.parts.task.epochs:
+            self._begin_again()
+        synchronise(program.device)
+        began = self._clock()
+        try:
+            outcome = program.advance(steps)
+        except LateDraw:  # from here on all generators are seeded at each step, as in training
+            program.seed_all()
+            self._begin_again()
+            return 0.0, Outcome(0, 0, False)
+        if outcome.ended:
+            program.end_epoch(1.0)
+        synchronise(program.device)
+        return self._clock() - began, outcome
+
+    def _begin_again(self) -> None:
+        """Goes to the beginning of training, at the next epoch of the data, so that its loaders go on as they are."""
+        epoch = self.program.position.epoch + (1 if self.program.position.batch else 0)
+        self.program.restore(replace(self._start, position=Position(epoch=epoch)))
+        self._begun_at = epoch

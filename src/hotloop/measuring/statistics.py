@@ -1,0 +1,103 @@
+"""What pairs of windows say: the median of their ratios, its interval, and a verdict of three."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.stats import quantile_test
+
+Answer = Literal["faster", "slower", "no difference"]
+
+MARGIN = 0.02
+"""Plans whose times differ by less than this are as good as equal: nobody would change a plan for it."""
+
+LEAST_PAIRS = 6
+"""With fewer, no two of the ratios enclose the true median in 95 of 100 cases: 1 - 2 / 2**5 is only 0.94."""
+
+_ENOUGH_PAIRS = 12
+_NARROW = 0.02
+_NARROWEST = 0.01
+_BEHIND = 1.1
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The baseline's time over a plan's; above 1 the plan is faster.
+
+    Attributes:
+        median: over the pairs of windows.
+        low, high: ends of its 95 % interval; None with too few pairs.
+        pairs: how many there are.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval's width, as a share of the median; infinite without an interval."""
+        return math.inf if self.low is None or self.high is None else (self.high - self.low) / (2 * self.median)
+
+
+def ratio_of(baseline: Sequence[float], own: Sequence[float]) -> Ratio:
+    """Median ratio of paired times with its 95 % interval.
+
+    The interval is the one between two of the sorted ratios that the binomial distribution gives (Conover, Practical
+    Nonparametric Statistics, 3rd edition, section 3.2). It holds the true median in at least 95 of 100 cases whatever
+    the distribution of the noise, from 6 pairs on, as long as the pairs don't depend on each other. A bootstrap is
+    narrower with few pairs, and then promises too much.
+
+    Args:
+        baseline, own: seconds of a step in each pair, above zero; pairs beyond the shorter of the two don't count.
+    """
+    count = min(len(baseline), len(own))
+    ratios = np.asarray(baseline[:count]) / np.asarray(own[:count])
+    median = float(np.median(ratios))
+    if count < LEAST_PAIRS:
+        return Ratio(median, None, None, count)
+    interval = quantile_test(ratios, q=median, p=0.5).confidence_interval(confidence_level=0.95)
+    return Ratio(median, float(interval.low), float(interval.high), count)
+
+
+def answer(ratio: Ratio) -> Answer | None:
+    """`faster` or `slower` if the whole interval is, by more than the margin; None with too few pairs to say.
+
+    `no difference` says that none was shown: either there is none worth a change, or the interval is too wide to tell;
+    see `undecided`.
+    """
+    if ratio.low is None or ratio.high is None:
+        return None
+    if ratio.low > 1 + MARGIN:
+        return "faster"
+    return "slower" if ratio.high < 1 / (1 + MARGIN) else "no difference"
+
+
+def undecided(ratio: Ratio) -> bool:
+    """Whether the interval reaches across the margin, so that more pairs could change the answer."""
+    if ratio.low is None or ratio.high is None:
+        return True
+    return any(ratio.low <= limit <= ratio.high for limit in (1 / (1 + MARGIN), 1 + MARGIN))
+
+
+def settled(ratio: Ratio) -> bool:
+    """Whether enough was measured: the interval is narrow, and on one side of each margin or as narrow as is useful.
+
+    What is looked at again and again would be found different by chance some time; the margin and a least number of
+    pairs keep that rare.
+    """
+    if ratio.pairs < _ENOUGH_PAIRS or ratio.half_width > _NARROW:
+        return False
+    return ratio.half_width <= _NARROWEST or not undecided(ratio)
+
+
+def behind(ratio: Ratio, best: Ratio) -> bool:
+    """Whether a plan can't become the best any more: its whole interval lies clearly below that of the best."""
+    if ratio.high is None or best.low is None or ratio.pairs < _ENOUGH_PAIRS:
+        return False
+    return ratio.high * _BEHIND < best.low

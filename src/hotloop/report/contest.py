@@ -1,0 +1,122 @@
+"""What a race found: a table, and a sentence with the winner and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from hotloop.report.progress import duration
+from hotloop.verdicts import TRUSTED, Timing, Verdict
+
+
+@contextmanager
+def watched(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar while plans race; it is told what goes on, and which share is done."""
+    columns = (TextColumn("{task.description}"), BarColumn())
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    work = shown.add_task("", total=1.0)
+    with shown:
+        yield lambda doing, share: shown.update(work, description=doing, completed=share)
+
+
+def page(verdict: Verdict) -> RenderableType:
+    """The table, the notes and the sentence."""
+    failures = [f"{timing.name}: {timing.failure}" for timing in verdict.plans if timing.failure]
+    reasons = [
+        f"{timing.name} is {timing.parity}: {timing.parity_reason}"
+        for timing in verdict.plans
+        if timing.parity and timing.name != verdict.baseline
+    ]
+    notes = [f"Note: {note}" for note in verdict.notes]
+    return Group(table(verdict), *(Text(line) for line in [*failures, *reasons, *notes, sentence(verdict)]))
+
+
+def table(verdict: Verdict) -> Table:
+    """A row for each plan."""
+    asked = any(timing.parity for timing in verdict.plans)
+    shown = Table()
+    shown.add_column("plan", overflow="fold")
+    for name in ("step", "times as fast", *(["parity"] * asked), "start", "compile", "this run"):
+        shown.add_column(name, justify="right")
+    shown.add_column("verdict")
+    for timing in verdict.plans:
+        cells = [
+            _step(timing),
+            _ratio(timing, timing.name == verdict.baseline),
+            *([timing.parity or "-"] * asked),
+            *map(_time, _times(timing)),
+        ]
+        style = "bold" if timing.name == verdict.winner else ""
+        shown.add_row(*(Text(cell) for cell in (timing.name, *cells, _said(timing, verdict))), style=style)
+    return shown
+
+
+def _said(timing: Timing, verdict: Verdict) -> str:
+    if timing.name == verdict.baseline:
+        return "the baseline"
+    return "failed" if timing.failure else timing.verdict or "too little measured"
+
+
+def _times(timing: Timing) -> tuple[float | None, ...]:
+    return timing.startup_s, timing.compile_s, timing.run_s
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
+
+
+def _step(timing: Timing) -> str:
+    return "-" if timing.step_ms is None else f"{timing.step_ms:.3g} ms"
+
+
+def _ratio(timing: Timing, is_baseline: bool) -> str:
+    if timing.ratio is None:
+        return "-"
+    if is_baseline:
+        return "1"
+    interval = "" if timing.ratio_low is None else f" ({timing.ratio_low:.2f} to {timing.ratio_high:.2f})"
+    return f"{timing.ratio:.2f}{interval}"
+
+
+def sentence(verdict: Verdict) -> str:
+    """Which plan wins, and why."""
+    if verdict.winner is None:
+        return "No winner: too little was measured to say which plan is faster. Give it more time by --time-limit."
+    base, winner = verdict.plan(verdict.baseline), verdict.plan(verdict.winner)
+    if winner is not base:
+        return f"{winner.name} wins: {_speed(winner, base)}{_trust(winner)}{_finish(winner, base, verdict.steps)}."
+    rivals = [timing for timing in verdict.plans if timing is not base]
+    return f"{base.name} wins: {'; '.join(_lost(rival, base) for rival in rivals)}."
+
+
+def _speed(timing: Timing, base: Timing) -> str:
+    return f"{timing.ratio:.2f} times as fast as {base.name} (95 % interval {timing.ratio_low:.2f} to {timing.ratio_high:.2f})"
+
+
+def _trust(timing: Timing) -> str:
+    return f", and proven {timing.parity}" if timing.parity in TRUSTED else ""
+
+
+def _finish(timing: Timing, base: Timing, steps: int | None) -> str:
+    if timing.run_s is None or base.run_s is None:
+        return ""
+    return f"; this run of {steps:,} steps takes {duration(timing.run_s)} with it, and {duration(base.run_s)} without"
+
+
+def _lost(rival: Timing, base: Timing) -> str:
+    """Why a plan didn't win against the baseline."""
+    if rival.failure:
+        return f"{rival.name} can't be run"
+    if rival.verdict == "slower":
+        return f"{rival.name} takes {1 / (rival.ratio or 1):.2f} times as long"
+    if rival.verdict != "faster":
+        return f"no difference was found to {rival.name}"
+    if rival.parity is not None and rival.parity not in TRUSTED:
+        return f"{rival.name} is {rival.ratio:.2f} times as fast, but {rival.parity}"
+    pays = "" if rival.pays_after is None else f", which pays after {rival.pays_after:,} steps"
+    return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to start{pays}"

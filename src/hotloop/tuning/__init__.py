@@ -1,0 +1,1 @@
+"""Looks for the fastest plan that is proven equal."""

@@ -1,0 +1,47 @@
+"""What looking for a plan may cost: no more than what a better plan can win back in this run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SHARE = 0.02
+"""Of the run under the baseline, for racing."""
+
+_LEAST_S, _MOST_S = 1.0, 60.0
+"""A race is not worth its start below the first, and knows all that it will know by the second."""
+
+_UNKNOWN_S = 30.0
+"""For a stream, whose run is of unknown length."""
+
+COLD_COMPILE_S = 25.0
+"""A compilation with nothing kept from an earlier one; it takes 10 to 40 s on processors of today."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of one search.
+
+    Attributes:
+        run_s: of the run under the baseline; None if unknown.
+        racing_s: for all races together.
+    """
+
+    run_s: float | None
+    racing_s: float
+
+    @classmethod
+    def of(cls, step_s: float, steps: int | None, time_limit_s: float | None) -> Budget:
+        """From what a step takes; a time limit that the user gives is kept to, however short the run is."""
+        run_s = None if steps is None else steps * step_s
+        if time_limit_s is not None:
+            return cls(run_s, time_limit_s)
+        return cls(run_s, _UNKNOWN_S if run_s is None else min(_MOST_S, _SHARE * run_s))
+
+    @property
+    def too_small(self) -> bool:
+        """Whether the run is over before a race could tell anything."""
+        return self.racing_s < _LEAST_S
+
+    def wins_s(self, ratio: float) -> float:
+        """Seconds that a plan so many times as fast as the baseline saves in this run."""
+        return float("inf") if self.run_s is None else self.run_s * (1 - 1 / ratio)

@@ -1,0 +1,80 @@
+"""Plans worth a try: changes of one axis each, of what can be run here; and what they come to together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from hotloop.feasible import device_of, violations
+from hotloop.hardware import Hardware
+from hotloop.plan import Plan
+from hotloop.records import TaskFacts
+from hotloop.verdicts import Timing
+
+Change = dict[str, object]
+"""Axes and the values that they get."""
+
+
+def eager_changes(facts: TaskFacts, hardware: Hardware, base: Plan, threads: int) -> list[Change]:
+    """Single axes that need no compiler, feasible with `base`.
+
+    Args:
+        threads: what torch uses where the plan says nothing.
+    """
+    every = [*_threads(hardware, base, threads), *_update(facts), *_layout(facts), *_residency(facts, hardware, base)]
+    return _feasible(every, facts, hardware, base)
+
+
+def compiled_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
+    """Ways to compile, likeliest best first; a package on a CPU, where a step by itself costs more to call."""
+    device = device_of(base, hardware)
+    ways: Sequence[Change] = [{"compile": "package"}, {"compile": "step"}, {"compile": "forward"}]
+    if device is not None and device.kind == "cuda":
+        ways = [{"compile": "step", "graphs": "step"}, {"graphs": "step"}, {"compile": "step"}, {"compile": "forward"}]
+    return _feasible(ways, facts, hardware, base)
+
+
+def _feasible(changes: Iterable[Change], facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
+    return [change for change in changes if not violations(base.with_axes(**change), facts, hardware)]
+
+
+def without(changes: Iterable[Change], fixed: Collection[str]) -> list[Change]:
+    """Those that leave the axes alone that the user set."""
+    return [change for change in changes if change.keys().isdisjoint(fixed)]
+
+
+def combined(changes: Iterable[Change], timings: Sequence[Timing | None]) -> Change:
+    """Of each axis the value that was surely faster than the baseline, and most so."""
+    best: dict[str, tuple[float, Change]] = {}
+    for change, timing in zip(changes, timings, strict=True):
+        if timing is None or timing.ratio is None or timing.verdict != "faster":
+            continue
+        (axis,) = change
+        if timing.ratio > best.get(axis, (0.0, {}))[0]:
+            best[axis] = (timing.ratio, change)
+    return {axis: value for _, change in best.values() for axis, value in change.items()}
+
+
+def _threads(hardware: Hardware, base: Plan, now: int) -> Iterator[Change]:
+    device = device_of(base, hardware)
+    if device is None or device.is_accelerator:
+        return
+    most = max(hardware.processor.allowed_cores, 1)
+    counts = {1, most, hardware.processor.threads, *(2**power for power in range(1, 8) if 2**power < most)}
+    yield from ({"threads": count} for count in sorted(counts - {now}))
+
+
+def _update(facts: TaskFacts) -> Iterator[Change]:
+    yield from ({"optimizer": name} for name in ("fused", "foreach") if name in facts.implementations)
+
+
+def _layout(facts: TaskFacts) -> Iterator[Change]:
+    if facts.images:
+        yield {"layout": "channels_last"}
+
+
+def _residency(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[Change]:
+    device = device_of(base, hardware)
+    if facts.data == "Samples":
+        yield {"residency": "host"}
+    if device is not None and device.is_accelerator:
+        yield {"residency": "device"}

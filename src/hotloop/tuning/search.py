@@ -1,0 +1,187 @@
+"""The search for the fastest plan that is proven equal: race single changes, put the good ones together, prove."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hotloop.errors import PlanError
+from hotloop.hardware import Hardware
+from hotloop.lowering import Program, lower
+from hotloop.measuring import Entrant, measure
+from hotloop.measuring.runner import Runner
+from hotloop.plan import Plan
+from hotloop.records import TaskFacts
+from hotloop.rng import preserved
+from hotloop.task import Task
+from hotloop.tuning.bounds import compiling_gains, operations
+from hotloop.tuning.budget import COLD_COMPILE_S, Budget
+from hotloop.tuning.candidates import combined, compiled_changes, eager_changes, without
+from hotloop.verdicts import TRUSTED, Parity, Timing
+
+BASELINE = "baseline"
+
+_PROVING_STEPS = 300
+"""Steps, of all witnesses together, that a proof takes."""
+
+_GLANCE_S = 0.2
+"""For a baseline that nothing is raced against."""
+
+_PROVED = 2
+"""Plans at most that a proof is tried for."""
+
+Progress = Callable[[str, float], None]
+Prove = Callable[[Sequence[Program]], list[Parity]]
+
+
+@dataclass
+class Search:
+    """One search for one Task on one device.
+
+    Attributes:
+        baseline: eager fp32 on the device; `base` is it with the axes that the user set.
+        fixed: those axes, which stay. With a precision among them, a plan that has it is accepted for what it is.
+        timings: of each plan raced, by name, from its last race.
+        notes: what was decided on the way, and why.
+    """
+
+    task: Task
+    baseline: Plan
+    base: Plan
+    fixed: Collection[str]
+    facts: TaskFacts
+    hardware: Hardware
+    prove: Prove
+    time_limit_s: float | None = None
+    progress: Progress = lambda doing, share: None
+    timings: dict[str, Timing] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _programs: dict[str, Program] = field(default_factory=dict)
+    _starts: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def run(self) -> str:
+        """The name of the plan that finishes this run first and is proven equal: the baseline, if none is."""
+        try:
+            return self._run()
+        finally:
+            for program in self._programs.values():
+                program.close()
+
+    def _run(self) -> str:
+        program = self._lowered(BASELINE, self.baseline)
+        with preserved(program.device):
+            step_s = Runner(program).warm_up()[1]
+            count = operations(program)
+        budget = Budget.of(step_s, self.facts.steps, self.time_limit_s)
+        if budget.too_small:
+            self._race([], _GLANCE_S)
+            self.notes.append(
+                f"the whole run takes {budget.run_s:.0f} s under the baseline, so looking for a better plan doesn't pay;"
+                " a --time-limit looks for one all the same"
+            )
+            return BASELINE
+        changes = without(eager_changes(self.facts, self.hardware, self.base, torch.get_num_threads()), self.fixed)
+        start = [] if self.base == self.baseline else [self.base]
+        found = self._race([*start, *(self.base.with_axes(**change) for change in changes)], budget.racing_s / 2)
+        best = combined(changes, found[len(start) :])
+        plan = self.base.with_axes(**best)
+        entrants = [plan] if len(best) > 1 else []
+        entrants += self._worth_compiling(plan, compiling_gains(count, step_s), budget)
+        if entrants:
+            self._race(entrants, budget.racing_s / 2)
+        return self._proven(budget, step_s)
+
+    def _worth_compiling(self, plan: Plan, gains: float, budget: Budget) -> list[Plan]:
+        """The plan compiled, if this run is long enough to win back the compilation."""
+        changes = without(compiled_changes(self.facts, self.hardware, plan), self.fixed)
+        if not changes:
+            return []
+        won = budget.wins_s(gains) if self.time_limit_s is None else float("inf")
+        if won < COLD_COMPILE_S:
+            self.notes.append(
+                f"no compilation was tried: it could win {won:.0f} s of this run at most, and takes about"
+                f" {COLD_COMPILE_S:.0f} s"
+            )
+            return []
+        # A compiler writes the update its own way.
+        return [plan.with_axes(**changes[0], optimizer=self.base.optimizer)]
+
+    def _race(self, plans: Sequence[Plan], seconds: float) -> list[Timing | None]:
+        """Races plans against the baseline; what was raced before keeps its costs of starting."""
+        named = {plan.brief(): plan for plan in plans if plan.brief() not in self.timings}
+        entrants = [self._entrant(BASELINE, self.baseline), *(self._entrant(name, plan) for name, plan in named.items())]
+        found = measure(
+            entrants, BASELINE, steps=self.facts.steps, time_limit_s=seconds, progress=self.progress
+        )
+        for timing in found.plans:
+            self.timings[timing.name] = self._with_start(timing)
+        return [self.timings.get(plan.brief()) for plan in plans]
+
+    def _entrant(self, name: str, plan: Plan) -> Entrant:
+        return Entrant(name, lambda: self._lowered(name, plan))
+
+    def _lowered(self, name: str, plan: Plan) -> Program:
+        if name not in self._programs:
+            began = time.perf_counter()
+            program = self._programs[name] = lower(self.task, plan)
+            self._starts[name] = (time.perf_counter() - began - program.compile_s, program.compile_s)
+        return self._programs[name]
+
+    def _with_start(self, timing: Timing) -> Timing:
+        """A Program is used in several races, and costs its start in the first alone."""
+        if timing.step_ms is None:
+            return timing
+        startup_s, compile_s = self._starts[timing.name]
+        startup_s = max(startup_s, timing.startup_s or 0.0)
+        steps = self.facts.steps
+        run_s = None if steps is None else startup_s + compile_s + steps * timing.step_ms / 1e3
+        return timing.model_copy(update={"startup_s": startup_s, "compile_s": compile_s, "run_s": run_s})
+
+    def _proven(self, budget: Budget, step_s: float) -> str:
+        """The first of the plans that finish earlier than the baseline, best first, whose proof succeeds."""
+        for timing in self._faster()[:_PROVED]:
+            assert timing.ratio is not None
+            costs = _PROVING_STEPS * step_s
+            if self.time_limit_s is None and budget.wins_s(timing.ratio) < costs:
+                self.notes.append(f"{timing.name} was not proven: that takes about {costs:.0f} s, more than it wins")
+                continue
+            self.progress(f"proving {timing.name}", 0.0)
+            parity = self._parity(timing.name)
+            found = timing.model_copy(update={"parity": parity.parity, "parity_reason": parity.reason})
+            self.timings[timing.name] = found
+            if parity.parity in self._accepted:
+                return timing.name
+        return BASELINE
+
+    def _faster(self) -> list[Timing]:
+        """Those that finish this run before the baseline, the first of them first.
+
+        What was compiled here is kept, so the run that follows doesn't pay for it once more.
+        """
+        for timing in self.timings.values():
+            if timing.verdict == "faster" and timing.compile_s:
+                self.timings[timing.name] = timing.model_copy(update={"compile_warm_s": self._compiled_again(timing)})
+        finishes = {one.name: one.finishes(self.facts.steps) for one in self.timings.values() if one.step_ms}
+        faster = [one for one in self.timings.values() if one.verdict == "faster"]
+        able = [one for one in faster if finishes[one.name] < finishes[BASELINE]]
+        return sorted(able, key=lambda one: finishes[one.name])
+
+    def _compiled_again(self, timing: Timing) -> float:
+        program = lower(self.task, Plan(**timing.plan))
+        program.close()
+        return program.compile_s
+
+    @property
+    def _accepted(self) -> tuple[str, ...]:
+        return (*TRUSTED, "reduced-precision") if "precision" in self.fixed else TRUSTED
+
+    def _parity(self, name: str) -> Parity:
+        program = self._programs[name]
+        try:
+            return self.prove([program])[0]
+        except PlanError as error:
+            return Parity(plan=name, parity="unproven", reason=error.given, states=0)
+

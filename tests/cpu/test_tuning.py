@@ -1,0 +1,236 @@
+"""The search for a plan: what is tried, what it may cost, and what is never chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hotloop.choosing import known, placed
+from hotloop.hardware import Hardware
+from hotloop.measuring import Entrant
+from hotloop.measuring.racing import Measured
+from hotloop.plan import Plan
+from hotloop.records import TaskFacts
+from hotloop.tuning import search as module
+from hotloop.tuning.bounds import compiling_gains, operations
+from hotloop.tuning.budget import Budget
+from hotloop.tuning.candidates import combined, compiled_changes, eager_changes, without
+from hotloop.tuning.search import BASELINE, Search
+from hotloop.verdicts import Parity, Timing
+from tests.cpu.families import family
+from tests.cpu.programs import a_task
+
+STEP_MS = 10.0
+
+
+def told(task: Any) -> tuple[TaskFacts, Hardware]:
+    return known(task, Plan())
+
+
+class Races:
+    """In place of races: each plan is so many times as fast as the baseline as `speeds` say, by axis=value."""
+
+    def __init__(self, **speeds: float) -> None:
+        self.speeds = {name.replace("__", "="): value for name, value in speeds.items()}
+        self.raced: list[str] = []
+        self.seconds = 0.0
+
+    def __call__(
+        self, entrants: Sequence[Entrant], baseline: str, *, steps: int, time_limit_s: float, **_: Any
+    ) -> Measured:
+        self.seconds += time_limit_s
+        return Measured([self.timing(entrant, steps) for entrant in entrants], [])
+
+    def timing(self, entrant: Entrant, steps: int) -> Timing:
+        ratio = 1.0
+        for part in entrant.name.split():
+            ratio *= self.speeds.get(part, 1.0)
+        self.raced.append(entrant.name)
+        return Timing(
+            name=entrant.name,
+            plan=entrant.lower().parts.plan.model_dump(),
+            step_ms=STEP_MS / ratio,
+            ratio=ratio,
+            ratio_low=0.99 * ratio,
+            ratio_high=1.01 * ratio,
+            verdict="faster" if ratio > 1.03 else "slower" if ratio < 0.97 else "no difference",
+            startup_s=0.0,
+            compile_s=0.0,
+            run_s=steps * STEP_MS / ratio / 1e3,
+        )
+
+
+def proving(parity: str = "bitwise") -> Any:
+    def prove(programs: Sequence[Any]) -> list[Parity]:
+        return [Parity(plan=one.parts.plan.brief(), parity=parity, reason="said so", states=16) for one in programs]
+
+    return prove
+
+
+def searching(monkeypatch: pytest.MonkeyPatch, races: Races, steps: int = 100_000, **given: Any) -> Search:
+    """A search whose races, times and compilations are made up; the rest is real."""
+    task = given.pop("task", None) or family("cnn")
+    base = placed(Plan(), "cpu")
+    facts, hardware = told(task)
+    hardware = replace(hardware, compiler=None) if not given.pop("compiler", False) else hardware
+    monkeypatch.setattr(module, "measure", races)
+    monkeypatch.setattr(module.Runner, "warm_up", lambda self: (STEP_MS / 1e3, STEP_MS / 1e3))
+    facts = facts.model_copy(update={"steps": steps})
+    fields = dict(
+        task=task, baseline=base, base=base, fixed={"device"}, facts=facts, hardware=hardware, prove=proving()
+    )
+    return Search(**{**fields, **given})
+
+
+# ---------------------------------------------------------------- what is tried
+
+
+def test_only_what_can_be_run_is_tried() -> None:
+    facts, hardware = told(family("mlp"))
+    changes = eager_changes(facts.model_copy(update={"images": False}), hardware, Plan(), threads=1)
+    assert {"layout": "channels_last"} not in changes
+    assert {"optimizer": "fused"} in changes
+    assert {"threads": 1} not in changes  # as it is anyway
+    assert compiled_changes(facts, replace(hardware, compiler=None), Plan()) == []
+
+
+def test_axes_that_the_user_set_stay() -> None:
+    facts, hardware = told(family("cnn"))
+    changes = without(eager_changes(facts, hardware, Plan(), threads=64), {"threads", "optimizer"})
+    assert {"layout": "channels_last"} in changes
+    assert not any(change.keys() & {"threads", "optimizer"} for change in changes)
+
+
+def test_the_best_value_of_each_axis_is_put_together() -> None:
+    changes = [{"threads": 1}, {"threads": 2}, {"optimizer": "fused"}, {"layout": "channels_last"}]
+    speeds = [(1.2, "faster"), (1.5, "faster"), (1.01, "no difference"), (1.3, "faster")]
+    timings = [Timing(name="x", ratio=ratio, verdict=verdict) for ratio, verdict in speeds]  # type: ignore[arg-type]
+    assert combined(changes, timings) == {"threads": 2, "layout": "channels_last"}
+
+
+def test_operations_are_counted_and_nothing_has_happened() -> None:
+    from hotloop.lowering import lower
+    from hotloop.state import differences
+
+    program = lower(family("mlp"))
+    before = program.state()
+    count = operations(program)
+    assert count > 30  # forward, backward, clipping and update of four parameters
+    assert differences(program.state(), before) == []
+
+
+def test_a_step_of_many_small_operations_gains_most_by_compiling() -> None:
+    gains = [compiling_gains(200, step_s) for step_s in (1e-3, 1e-2, 1.0)]
+    assert gains[0] > gains[1] > gains[2] > 1
+    assert compiling_gains(10_000, 1e-3) < 10
+
+
+# ---------------------------------------------------------------- what it may cost
+
+
+def test_racing_takes_a_small_share_of_the_run() -> None:
+    budget = Budget.of(0.01, 100_000, None)
+    assert budget.racing_s < 0.05 * budget.run_s
+    assert Budget.of(0.01, 100, None).too_small
+    assert Budget.of(0.01, 100, 30.0).racing_s == 30.0
+    assert not Budget.of(0.01, 100, 30.0).too_small
+
+
+def test_a_short_run_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = Races(threads__1=3.0)
+    looked = searching(monkeypatch, races, steps=100)
+    assert looked.run() == BASELINE
+    assert races.raced == [BASELINE]
+    assert "doesn't pay" in looked.notes[0]
+
+
+def test_races_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = Races(optimizer__fused=1.2, layout__channels_last=1.2)
+    searching(monkeypatch, races, steps=30_000).run()
+    assert races.seconds <= Budget.of(STEP_MS / 1e3, 30_000, None).racing_s
+
+
+def test_a_proof_that_costs_more_than_it_wins_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = searching(monkeypatch, Races(optimizer__fused=1.04), steps=6_000)  # 60 s, of which it saves 2
+    assert looked.run() == BASELINE
+    assert "not proven" in looked.notes[-1]
+
+
+def test_no_compilation_where_the_run_is_too_short_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = searching(monkeypatch, Races(), steps=6_000, compiler=True)
+    looked.run()
+    assert any("no compilation was tried" in note for note in looked.notes)
+
+
+# ---------------------------------------------------------------- what is chosen
+
+
+def test_what_pays_is_put_together_and_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = Races(optimizer__fused=1.3, layout__channels_last=1.4)
+    looked = searching(monkeypatch, races)
+    assert set(looked.run().split()) == {"optimizer=fused", "layout=channels_last"}
+    chosen = looked.timings[races.raced[-1]]
+    assert chosen.parity == "bitwise"
+
+
+def test_nothing_slower_than_the_baseline_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searching(monkeypatch, Races(optimizer__fused=0.8, optimizer__foreach=0.9)).run() == BASELINE
+
+
+def test_good_changes_that_are_bad_together_are_not_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clashing(Races):
+        def timing(self, entrant: Entrant, steps: int) -> Timing:
+            found = super().timing(entrant, steps)
+            clash = {"ratio": 0.5, "step_ms": 2 * STEP_MS, "verdict": "slower"}
+            return found.model_copy(update=clash) if len(entrant.name.split()) > 1 else found
+
+    looked = searching(monkeypatch, Clashing(optimizer__fused=1.3, layout__channels_last=1.4))
+    assert looked.run() == "layout=channels_last"
+
+
+@pytest.mark.parametrize("parity", ["broken", "unproven", "reduced-precision"])
+def test_what_is_not_proven_equal_is_not_chosen(monkeypatch: pytest.MonkeyPatch, parity: str) -> None:
+    looked = searching(monkeypatch, Races(optimizer__fused=1.3), prove=proving(parity))
+    assert looked.run() == BASELINE
+    assert looked.timings["optimizer=fused"].parity == parity
+
+
+def test_a_reduced_precision_that_was_asked_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = searching(
+        monkeypatch, Races(optimizer__fused=1.3), prove=proving("reduced-precision"), fixed={"precision"}
+    )
+    assert looked.run() == "optimizer=fused"
+
+
+def test_a_plan_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Races):
+        def timing(self, entrant: Entrant, steps: int) -> Timing:
+            if "fused" in entrant.name:
+                return Timing(name=entrant.name, failure="no room")
+            return super().timing(entrant, steps)
+
+    assert searching(monkeypatch, Failing(layout__channels_last=1.3)).run() == "layout=channels_last"
+
+
+def test_a_real_search_ends_with_the_baseline_or_a_proven_plan() -> None:
+    task = a_task(epochs=50)
+    base = placed(Plan(), "cpu")
+    facts, hardware = told(task)
+    from hotloop.parity import prove_programs
+
+    looked = Search(
+        task,
+        base,
+        base,
+        {"device"},
+        facts,
+        replace(hardware, compiler=None),
+        lambda made: prove_programs(task, made),
+        2.0,
+    )
+    winner = looked.run()
+    assert winner == BASELINE or looked.timings[winner].parity in ("bitwise", "fp32-equivalent")
+    assert set(looked.timings) > {BASELINE}
