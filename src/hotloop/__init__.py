@@ -25,6 +25,7 @@ _HOME = {
     "lower": "hotloop.lowering",
     "check": "hotloop.proving",
     "race": "hotloop.contests",
+    "tune": "hotloop.seeking",
 }
 # No module has the name of a public function: importing the module would hide the function.
 _MODULES = ("data", "errors")
@@ -46,6 +47,7 @@ __all__ = [
     "lower",
     "predict",
     "race",
+    "tune",
 ]
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from hotloop.plan import Plan
     from hotloop.proving import check
     from hotloop.run import Run
+    from hotloop.seeking import tune
     from hotloop.task import Parameters, Task
     from hotloop.view import View
 

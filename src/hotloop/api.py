@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hotloop import __version__
 from hotloop.answers import evaluate_weights
 from hotloop.choosing import Considered, Say, consider, lowered, placed
 from hotloop.data.feed import peek
@@ -32,15 +30,17 @@ from hotloop.pacing import Cadence, seconds
 from hotloop.plan import Plan
 from hotloop.probe import check_device
 from hotloop.records import Evaluation, Exported, RunRecord
+from hotloop.remembering import lowered_by_memory
 from hotloop.report import tensorboard
 from hotloop.report.curves import draw_curves
 from hotloop.report.progress import Display
 from hotloop.run import Run
+from hotloop.setting import versions
 from hotloop.steering import Steering
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded, load_from_run
 from hotloop.view import Callback
-from hotloop.wanted import Wanted
+from hotloop.wanted import AUTO, BASELINE, Wanted
 
 
 def fit(
@@ -60,8 +60,8 @@ def fit(
     Args:
         run: a new folder for the run; default `runs/<name>-<date>-<time>`.
         resume: go on with the run in that folder, exactly where it stopped.
-        plan: how to run it: a `Plan`, a TOML file, `auto` (chosen by rules), or `baseline` (eager fp32), which is the
-            default; to resume with, the run's own.
+        plan: how to run it: a `Plan`, a TOML file, `baseline` (eager fp32), or `auto`, which is the default: what `tune`
+            found and remembered for a Task in a file, else what the rules say. To resume with, the run's own.
         device: where, whatever the plan says, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
         stop_after: stop cleanly after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
@@ -102,7 +102,7 @@ def start(
     """Starts a new run of a loaded Task; `axes` are set on top of the plan."""
     began = time.monotonic()
     task = overridden(loaded.task, overrides)
-    wanted = Wanted.of(plan, axes)
+    wanted = Wanted.of(default_plan(axes) if plan is None else plan, axes)
     Cadence.parse(checkpoint_every)
     stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
     path = run or _free(Path("runs") / f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -110,7 +110,7 @@ def start(
     Steering.of(
         task.monitor, task.goal, task.roles.validation is not None
     )  # what can't be watched shows before an hour
-    program = lowered(task, wanted, say)
+    program = lowered_by_memory(loaded, task, wanted, say)
     as_given = replace(program.parts, task=task, roles=task.roles)  # facts are of the Task, not of how it is run
     record = RunRecord(
         name=task.name,
@@ -128,6 +128,11 @@ def start(
         say(task.roles.note)
     stop_after_s = None if stop_after_s is None else stop_after_s - (time.monotonic() - began)
     return handle, _train(handle, task, lambda: program, False, stop_after_s, callbacks, say)
+
+
+def default_plan(axes: Mapping[str, Any] | None) -> str:
+    """What runs where no plan was asked for: `auto`, but with axes that say how to compute, those on the baseline."""
+    return BASELINE if (axes or {}).keys() - {"device", "workers", "threads"} else AUTO
 
 
 def go_on(
@@ -383,13 +388,3 @@ def task_of(run: Run, task: Task | None = None) -> Task:
             )
         task = load_from_run(run.source, run.record.source)
     return overridden(task, run.record.overrides)
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
-    return {
-        "hotloop": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,24 +10,20 @@ from typing import Any
 
 from rich.console import Console
 
-from hotloop.api import versions
 from hotloop.choosing import Say, lowered
 from hotloop.errors import PlanError, TaskError
-from hotloop.hardware import Device
+from hotloop.kept import remember
 from hotloop.lowering import Program
-from hotloop.lowering.facts import facts_of
-from hotloop.lowering.ingredients import Ingredients
 from hotloop.measuring import Entrant, measure
 from hotloop.measuring.crossing import Point, crossing
-from hotloop.measuring.kept import remember
 from hotloop.measuring.load import Used, busy_note, cores_of_others
 from hotloop.pacing import seconds
 from hotloop.parity import prove_plans
 from hotloop.plan import BASELINE, Plan
-from hotloop.probe import check_device, here, machine
-from hotloop.records import TaskFacts
+from hotloop.probe import check_device, machine
+from hotloop.remembering import fingerprinted
 from hotloop.report.contest import watched
-from hotloop.rng import preserved
+from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task
 from hotloop.taskfile import Loaded, load_task
 from hotloop.verdicts import Crossing, Parity, Scaling, Timing, Verdict, best_of
@@ -38,7 +33,6 @@ from hotloop.wanted import BASELINE as BY_NAME
 Prove = Callable[[Task, Sequence[Plan], Callable[[int, int], None]], list[Parity]]
 Progress = Callable[[str, float], None]
 Asked = Plan | str | Path
-
 
 
 def proven_all(task: Task, plans: Sequence[Plan], progress: Callable[[int, int], None]) -> list[Parity]:
@@ -161,7 +155,6 @@ def raced(
     measured = measure(entrants, baseline, steps=facts.steps, time_limit_s=limit, progress=progress)
     others = cores_of_others(before, Used.now())
     plans = measured.plans if prove is None else _proven(task, measured.plans, baseline, prove, progress)
-    processor, devices = _machine(plans)
     verdict = Verdict(
         task=task.name,
         fingerprint=facts.fingerprint,
@@ -170,8 +163,8 @@ def raced(
         winner=best_of(plans, baseline, proven=prove is not None),
         steps=facts.steps,
         notes=[*measured.notes, *filter(None, [busy_note(others, machine.processor().allowed_cores)])],
-        machine=", ".join([processor, *(device.model or device.name for device in devices)]),
-        versions=_versions(devices),
+        machine=machine_name(),
+        versions=speed_versions(),
         seconds=time.monotonic() - began,
     )
     if loaded.record is not None:  # without its source, a Task can't be told from another of the same shapes
@@ -182,14 +175,6 @@ def raced(
 
 def _lowering(task: Task, wanted: Wanted, say: Say) -> Callable[[], Program]:
     return lambda: lowered(task, wanted, say)
-
-
-def fingerprinted(loaded: Loaded) -> TaskFacts:
-    """The Task's facts; their fingerprint depends on its source and on the parameters given to its `task(...)`."""
-    known = loaded.record
-    digest = "" if known is None else repr((known.digest, sorted(known.parameters.items())))
-    with preserved():
-        return facts_of(Ingredients.of(loaded.task, BASELINE), hashlib.sha256(digest.encode()).hexdigest())
 
 
 def _proven(task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, progress: Progress) -> list[Timing]:
@@ -209,19 +194,6 @@ def _proven(task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, pr
 def _with_parity(timing: Timing, known: Mapping[Plan, Parity]) -> Timing:
     parity = known[Plan(**timing.plan)]
     return timing.model_copy(update={"parity": parity.parity, "parity_reason": parity.reason})
-
-
-def _machine(plans: Sequence[Timing]) -> tuple[str, list[Device]]:
-    """The processor, and the accelerators that took part."""
-    names = sorted({timing.plan["device"] for timing in plans if timing.failure is None} - {"cpu"})
-    found = [device for name in names if (device := here(name).device(name)) is not None]
-    processor = machine.processor()
-    return f"{processor.model or processor.architecture}, {processor.allowed_cores} cores", found
-
-
-def _versions(devices: Sequence[Device]) -> dict[str, str]:
-    driver = machine.nvidia()[1] if any(device.kind == "cuda" for device in devices) else None
-    return versions() | ({} if driver is None else {"nvidia_driver": driver})
 
 
 def raced_scales(

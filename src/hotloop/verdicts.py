@@ -97,6 +97,7 @@ class Timing(Record):
         windows: pairs of windows that the ratio is from.
         parity: its class, and `parity_reason`; None where it wasn't asked for.
         startup_s: from the Task to the first step, without compiling; `compile_s` compiling alone.
+        compile_warm_s: compiling once more, with what was kept of the first time; None where nobody asked.
         run_s: time to finish this run of the Task, with both of them; None where its number of steps is unknown.
         pays_after: steps after which the plan has won back what it costs to start and compile; None if it never does.
         peak_memory_bytes: the most that one step held at a time, beyond what was there before it.
@@ -117,12 +118,22 @@ class Timing(Record):
     parity_reason: str | None = None
     startup_s: float | None = None
     compile_s: float | None = None
+    compile_warm_s: float | None = None
     run_s: float | None = None
     pays_after: int | None = None
     peak_memory_bytes: int | None = None
     feed_ms: float | None = None
     verdict: Literal["faster", "slower", "no difference"] | None = None
     failure: str | None = None
+
+    def finishes(self, steps: int | None) -> float:
+        """Seconds that a run of so many steps takes from now on, what was compiled before being kept; or a step's."""
+        if self.step_ms is None:
+            return float("inf")
+        if steps is None:
+            return self.step_ms / 1e3
+        compile_s = self.compile_s if self.compile_warm_s is None else self.compile_warm_s
+        return (self.startup_s or 0.0) + (compile_s or 0.0) + steps * self.step_ms / 1e3
 
 
 class Verdict(Record):

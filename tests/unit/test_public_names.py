@@ -31,6 +31,7 @@ PUBLIC = {
         "lower",
         "predict",
         "race",
+        "tune",
     ],
     "hotloop.data": [
         "Bundle",

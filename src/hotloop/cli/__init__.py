@@ -13,7 +13,17 @@ import typer
 
 from hotloop.cli.common import run
 
-COMMANDS = ("devices", "train", "plan", "race", "check", "evaluate", "predict", "export")  # in the order of the help
+COMMANDS = (
+    "devices",
+    "train",
+    "plan",
+    "race",
+    "check",
+    "tune",
+    "evaluate",
+    "predict",
+    "export",
+)  # in the order of the help
 
 # \b keeps the lines of a paragraph as they are.
 HELP = """\
@@ -28,6 +38,7 @@ You write what to train, as a Task in a Python file; hotloop decides how to run 
   hotloop plan task.py                          how --plan auto would run it here, and why
   hotloop race task.py                          which plan finishes this run first
   hotloop check task.py                         does that give the same result as eager fp32?
+  hotloop tune task.py                          find the fastest plan that does, and remember it
   hotloop evaluate runs/first                   its metrics on the test data
   hotloop predict runs/first images.npy         what the trained network says
   hotloop export runs/first --to model.onnx     the network for use elsewhere

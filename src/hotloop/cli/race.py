@@ -77,7 +77,9 @@ def race(
         if sizes is not None:
             scaling = contests.raced_scales(task, given, sizes, contest, **common)
         else:
-            verdict = contests.raced(load_task(task, given), contest, prove=contests.PROVE if parity else None, **common)
+            verdict = contests.raced(
+                load_task(task, given), contest, prove=contests.PROVE if parity else None, **common
+            )
     if sizes is not None:
         _show_scaling(scaling, save or Path(f"race-{scaling.parameter}.html"), as_json)
     else:

@@ -31,7 +31,7 @@ def train(
         str | None,
         typer.Option(
             help="How to run it: auto, baseline (eager fp32) or a TOML file.",
-            show_default="baseline, or the run's own",
+            show_default="auto, with --set the baseline, or the run's own",
         ),
     ] = None,
     settings: Set = None,
@@ -57,8 +57,11 @@ def train(
     hotloop train --resume runs/first
     hotloop train examples/fashion.py --stop-after 11h      stops cleanly, resumable
     hotloop train examples/fashion.py -p width=0.5          sets a parameter of the file's task(width=...)
-    hotloop train examples/fashion.py --plan auto           chosen by rules; see hotloop plan
-    hotloop train examples/fashion.py --set compile=step    one axis of the plan
+    hotloop train examples/fashion.py --plan baseline       eager fp32, as a textbook would write it
+    hotloop train examples/fashion.py --set compile=step    the same, with one axis of the plan set
+
+    Without a word on it, the plan is what hotloop tune found and remembered, else what hotloop plan shows.
+
 
     Ctrl-C and SIGTERM save and stop. Exit code 0: finished, or stopped by --stop-after.
     """

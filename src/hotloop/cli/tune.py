@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, Device, Param, Set, axes, console, guarded, pairs, print_json, stdout_for
+from hotloop.cli.common import AsJson, Device, Param, Set, axes, console, guarded, pairs, print_json, say, stdout_for
 from hotloop.sources import file_named, split
 
 
@@ -43,15 +43,20 @@ def tune(
 
     wanted = Wanted.of("auto", on_top)
 
-    from hotloop import proving
-    from hotloop.pacing import seconds
-    from hotloop.report.races import page
+    from hotloop import seeking
+    from hotloop.report.contest import page, watched
     from hotloop.taskfile import load_task
 
-    limit_s = None if time_limit is None else seconds(time_limit, "time-limit")
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
-    with stdout_for(as_json):
-        verdict = proving.tune_loaded(load_task(task, given), wanted.plan, overrides, limit_s)
+    with stdout_for(as_json), watched(console) as moved:
+        verdict = seeking.tuned(
+            load_task(task, given),
+            wanted.plan,
+            overrides=overrides,
+            time_limit=time_limit,
+            say=say,
+            progress=moved,
+        )
     if as_json:
         print_json(verdict.model_dump())
     else:

@@ -38,9 +38,7 @@ def prove(task: Task, plan: Plan, *, progress: Progress = lambda done, total: No
         program.close()
 
 
-def prove_plans(
-    task: Task, plans: Sequence[Plan], *, progress: Progress = lambda done, total: None
-) -> list[Parity]:
+def prove_plans(task: Task, plans: Sequence[Plan], *, progress: Progress = lambda done, total: None) -> list[Parity]:
     """Compares plans with the baseline, those of one device and precision together; see `prove_programs`.
 
     One that can't be run is unproven.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from hotloop.feasible import device_of, violations
 from hotloop.hardware import Hardware
@@ -10,7 +11,7 @@ from hotloop.plan import Plan
 from hotloop.records import TaskFacts
 from hotloop.verdicts import Timing
 
-Change = dict[str, object]
+Change = dict[str, Any]
 """Axes and the values that they get."""
 
 

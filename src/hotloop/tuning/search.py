@@ -112,10 +112,11 @@ class Search:
     def _race(self, plans: Sequence[Plan], seconds: float) -> list[Timing | None]:
         """Races plans against the baseline; what was raced before keeps its costs of starting."""
         named = {plan.brief(): plan for plan in plans if plan.brief() not in self.timings}
-        entrants = [self._entrant(BASELINE, self.baseline), *(self._entrant(name, plan) for name, plan in named.items())]
-        found = measure(
-            entrants, BASELINE, steps=self.facts.steps, time_limit_s=seconds, progress=self.progress
-        )
+        entrants = [
+            self._entrant(BASELINE, self.baseline),
+            *(self._entrant(name, plan) for name, plan in named.items()),
+        ]
+        found = measure(entrants, BASELINE, steps=self.facts.steps, time_limit_s=seconds, progress=self.progress)
         for timing in found.plans:
             self.timings[timing.name] = self._with_start(timing)
         return [self.timings.get(plan.brief()) for plan in plans]
@@ -184,4 +185,3 @@ class Search:
             return self.prove([program])[0]
         except PlanError as error:
             return Parity(plan=name, parity="unproven", reason=error.given, states=0)
-

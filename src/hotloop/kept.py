@@ -40,10 +40,8 @@ class Kept(Record):
     def run_s(self, steps: int | None) -> float:
         """Seconds that a run of so many steps takes, if the baseline is as fast as in the race; steps alone if None."""
         assert self.baseline.step_ms is not None
-        step_s = 1e-3 * self.baseline.step_ms / (self.timing.ratio or 1.0)
-        if steps is None:
-            return step_s
-        return (self.timing.startup_s or 0.0) + (self.timing.compile_s or 0.0) + steps * step_s
+        step_ms = self.baseline.step_ms / (self.timing.ratio or 1.0)
+        return self.timing.model_copy(update={"step_ms": step_ms}).finishes(steps)
 
 
 def folder() -> Path:
@@ -86,7 +84,8 @@ def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple
 def best(kept: Sequence[Kept], steps: int | None) -> Kept | None:
     """The trusted plan that was found faster than the baseline and finishes a run of so many steps first; or None."""
     able = [one for one in kept if one.timing.verdict == "faster" and one.timing.parity in TRUSTED]
-    return min(able, key=lambda one: one.run_s(steps), default=None)
+    finishing = [one for one in able if steps is None or one.run_s(steps) < one.baseline.finishes(steps)]
+    return min(finishing, key=lambda one: one.run_s(steps), default=None)
 
 
 def _about(fingerprint: str, machine: str, versions: Mapping[str, str]) -> dict[str, Any]:

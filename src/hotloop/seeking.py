@@ -1,0 +1,101 @@
+"""`tune`: wires the search for a plan, its proof, and the memory of what was found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+
+from hotloop.choosing import Say, known, placed
+from hotloop.kept import remember
+from hotloop.measuring.load import Used, busy_note, cores_of_others
+from hotloop.pacing import seconds
+from hotloop.parity import prove_programs
+from hotloop.plan import Plan
+from hotloop.probe import machine
+from hotloop.remembering import fingerprinted
+from hotloop.report.contest import watched
+from hotloop.setting import machine_name, speed_versions
+from hotloop.task import Task, overridden
+from hotloop.taskfile import Loaded
+from hotloop.tuning.search import BASELINE, Search
+from hotloop.verdicts import Verdict
+
+Progress = Callable[[str, float], None]
+
+
+def tune(
+    task: Task,
+    *,
+    plan: Plan | None = None,
+    device: str | None = None,
+    time_limit: str | None = None,
+    progress: bool = True,
+) -> Verdict:
+    """Finds the fastest plan that is proven to give the baseline's result; `fit(task, plan=...)` then takes it.
+
+    Args:
+        plan: axes that are set already; the others are looked for.
+        device: where, whatever the plan says; default this machine's accelerator, else the CPU.
+        time_limit: for racing, such as `60s`; default what a better plan can win back in this run.
+        progress: show a progress bar.
+
+    Returns:
+        What was raced, and the winner: `Plan(**verdict.plan(verdict.winner).plan)`. It's never slower than the baseline.
+
+    Raises:
+        PlanError: the axes can't be run here.
+    """
+    given = {} if plan is None else {axis: getattr(plan, axis) for axis in plan.model_fields_set}
+    base = Plan(**given, **({} if device is None else {"device": device}))
+    console = Console(stderr=True) if progress else Console(quiet=True)
+    with watched(console) as moved:
+        return tuned(Loaded(task, None, {}), base, time_limit=time_limit, progress=moved)
+
+
+def tuned(
+    loaded: Loaded,
+    base: Plan,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    time_limit: str | None = None,
+    say: Say = lambda line: None,
+    progress: Progress = lambda doing, share: None,
+) -> Verdict:
+    """Tunes a loaded Task, and remembers what was found; see `tune`."""
+    began, before = time.monotonic(), Used.now()
+    limit_s = None if time_limit is None else seconds(time_limit, "time-limit")
+    task = overridden(loaded.task, overrides)
+    start = placed(base)
+    facts = fingerprinted(Loaded(task, loaded.record, loaded.files))
+    search = Search(
+        task=task,
+        baseline=Plan(device=start.device, workers=start.workers),
+        base=start,
+        fixed=base.model_fields_set,
+        facts=facts,
+        hardware=known(task, start)[1],
+        prove=lambda programs: prove_programs(task, programs, progress=lambda done, of: progress("proving", done / of)),
+        time_limit_s=limit_s,
+        progress=progress,
+    )
+    winner = search.run()
+    others = cores_of_others(before, Used.now())
+    verdict = Verdict(
+        task=task.name,
+        fingerprint=facts.fingerprint,
+        plans=list(search.timings.values()),
+        baseline=BASELINE,
+        winner=winner,
+        steps=facts.steps,
+        notes=[*search.notes, *filter(None, [busy_note(others, machine.processor().allowed_cores)])],
+        machine=machine_name(),
+        versions=speed_versions(),
+        seconds=time.monotonic() - began,
+    )
+    if loaded.record is not None:
+        for note in remember(verdict):
+            say(note)
+    return verdict

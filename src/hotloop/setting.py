@@ -1,0 +1,35 @@
+"""What a result depends on beside Task and Plan: the machine, and the versions of what computes."""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+import torch
+
+from hotloop import __version__
+from hotloop.probe import devices, machine
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    return {
+        "hotloop": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def machine_name() -> str:
+    """The processor, how much of it this process may use, and the accelerators."""
+    processor = machine.processor()
+    found = [machine.describe(name, processor.vectors) for name in devices() if name != "cpu"]
+    cores = f"{processor.model or processor.architecture}, {processor.allowed_cores} cores"
+    return ", ".join([cores, *(device.model or device.name for device in found)])
+
+
+def speed_versions() -> dict[str, str]:
+    """Versions of what speed depends on: the above, and the driver of NVIDIA's GPUs where there are any."""
+    driver = machine.nvidia()[1] if any(name.startswith("cuda") for name in devices()) else None
+    return versions() | ({} if driver is None else {"nvidia_driver": driver})
