@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hotloop.choosing import Say, lowered
+from hotloop.choosing import Say
 from hotloop.errors import PlanError, TaskError
 from hotloop.kept import remember
 from hotloop.lowering import Program
@@ -21,7 +21,7 @@ from hotloop.pacing import seconds
 from hotloop.parity import prove_plans
 from hotloop.plan import BASELINE, Plan
 from hotloop.probe import check_device, machine
-from hotloop.remembering import fingerprinted
+from hotloop.remembering import fingerprinted, lowered_by_memory
 from hotloop.report.contest import watched
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task
@@ -147,7 +147,7 @@ def raced(
     task = replace(loaded.task, **(overrides or {}))
     facts = fingerprinted(replace(loaded, task=task))
     entrants = [
-        Entrant(name, _lowering(task, wanted, say), None if wanted.auto else wanted.plan)
+        Entrant(name, _lowering(loaded, task, wanted, say), None if wanted.auto else wanted.plan)
         for name, wanted in entries.items()
     ]
     limit = seconds(contest.time_limit, "time-limit")
@@ -173,8 +173,8 @@ def raced(
     return verdict
 
 
-def _lowering(task: Task, wanted: Wanted, say: Say) -> Callable[[], Program]:
-    return lambda: lowered(task, wanted, say)
+def _lowering(loaded: Loaded, task: Task, wanted: Wanted, say: Say) -> Callable[[], Program]:
+    return lambda: lowered_by_memory(loaded, task, wanted, say)
 
 
 def _proven(task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, progress: Progress) -> list[Timing]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -37,22 +38,17 @@ def page(verdict: Verdict) -> RenderableType:
 
 
 def table(verdict: Verdict) -> Table:
-    """A row for each plan."""
-    asked = any(timing.parity for timing in verdict.plans)
-    shown = Table()
+    """A row for each plan; its parity stands below, with the reason."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("plan", overflow="fold")
-    for name in ("step", "times as fast", *(["parity"] * asked), "start", "compile", "this run"):
-        shown.add_column(name, justify="right")
-    shown.add_column("verdict")
+    for name in ("step", "times as fast (95 %)", "compile", "this run"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("verdict", no_wrap=True)
     for timing in verdict.plans:
-        cells = [
-            _step(timing),
-            _ratio(timing, timing.name == verdict.baseline),
-            *([timing.parity or "-"] * asked),
-            *map(_time, _times(timing)),
-        ]
+        ratio = _ratio(timing, timing.name == verdict.baseline)
+        cells = [_step(timing), ratio, _time(timing.compile_s), _time(timing.run_s), _said(timing, verdict)]
         style = "bold" if timing.name == verdict.winner else ""
-        shown.add_row(*(Text(cell) for cell in (timing.name, *cells, _said(timing, verdict))), style=style)
+        shown.add_row(*(Text(cell) for cell in (timing.name, *cells)), style=style)
     return shown
 
 
@@ -60,10 +56,6 @@ def _said(timing: Timing, verdict: Verdict) -> str:
     if timing.name == verdict.baseline:
         return "the baseline"
     return "failed" if timing.failure else timing.verdict or "too little measured"
-
-
-def _times(timing: Timing) -> tuple[float | None, ...]:
-    return timing.startup_s, timing.compile_s, timing.run_s
 
 
 def _time(seconds: float | None) -> str:
@@ -103,9 +95,11 @@ def _trust(timing: Timing) -> str:
 
 
 def _finish(timing: Timing, base: Timing, steps: int | None) -> str:
-    if timing.run_s is None or base.run_s is None:
+    if steps is None:
         return ""
-    return f"; this run of {steps:,} steps takes {duration(timing.run_s)} with it, and {duration(base.run_s)} without"
+    kept = "" if timing.compile_warm_s is None else ", now that it is compiled"
+    ours, theirs = duration(timing.finishes(steps)), duration(base.finishes(steps))
+    return f"; this run of {steps:,} steps takes {ours} with it{kept}, and {theirs} without"
 
 
 def _lost(rival: Timing, base: Timing) -> str:
