@@ -11,6 +11,7 @@ Half of the mutants are of the captured graph (bench/graph_mutations.py), half o
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -192,7 +193,7 @@ def binned(rows: list[dict[str, Any]], key: str, edges: Any) -> list[dict[str, A
     bounds = [0.0, *edges, float("inf")]
     return [
         {"from": low, "to": None if high == float("inf") else high, **rate(found)}
-        for low, high in zip(bounds, bounds[1:], strict=False)
+        for low, high in itertools.pairwise(bounds)
         if (found := [row for row in rows if low <= row[key] < high])
     ]
 

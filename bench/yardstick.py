@@ -49,6 +49,7 @@ class Yardstick:
     """The honest path of one Program, kept for all faults of its kind."""
 
     honest: Program
+    steps: int = STEPS
     befores: list[State] = field(default_factory=list)
     afters: list[State] = field(default_factory=list)
     rounding: dict[Key, float] = field(default_factory=dict)
@@ -58,7 +59,7 @@ class Yardstick:
         program = self.honest
         program.seed_all()
         before = program.state()
-        for number in range(STEPS):
+        for number in range(self.steps):
             before = replace(before, sums={})
             after = self._step(program, before)
             self.befores.append(before)
@@ -98,7 +99,7 @@ class Yardstick:
 
     def _freely(self, program: Program, start: State) -> State:
         program.restore(start)
-        left = STEPS
+        left = self.steps
         while left:
             outcome = program.advance(left)
             left -= outcome.steps

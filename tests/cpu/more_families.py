@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import hotloop
-from tests.cpu.families import BATCH, CLASSES, LENGTH, SAMPLES, WORDS, Autoencoder, Recurrent, Residual, Transformer, elbo
+from tests.cpu.families import (
+    BATCH,
+    CLASSES,
+    LENGTH,
+    SAMPLES,
+    WORDS,
+    Autoencoder,
+    Recurrent,
+    Residual,
+    Transformer,
+    elbo,
+)
 
 
 def mlp() -> nn.Module:
