@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -31,10 +30,13 @@ from tests.cpu.programs import a_task, advance
 FORLOOP = Plan(optimizer="forloop")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
     """On a busy machine two threads are many times slower than one, and nothing here depends on them."""
-    monkeypatch.setattr("hotloop.parity.witnesses._threads", lambda count: nullcontext())
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------- honest plans
@@ -186,15 +188,13 @@ FAULTS: dict[str, tuple[Callable[[Program], None], str]] = {
 
 
 @pytest.fixture(scope="module")
-def judged() -> dict[str, Parity]:
+def judged(one_thread: None) -> dict[str, Parity]:
     """All faults of one network, proven together."""
     task = another_family("batchnorm", clip_norm=0.5, average=0.9)
     programs = [hotloop.lower(task, FORLOOP) for _ in FAULTS]
     for program, (plant, _) in zip(programs, FAULTS.values(), strict=True):
         plant(program)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotloop.parity.witnesses._threads", lambda count: nullcontext())
-        return dict(zip(FAULTS, prove_programs(task, programs), strict=True))
+    return dict(zip(FAULTS, prove_programs(task, programs), strict=True))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
