@@ -133,7 +133,7 @@ def ratios(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
         for key, error in errors.items()
     ]
     return {
-        "typical": max(one.ratio for one in judging.typical(account, evidence)),
+        "typical": max(one.ratio for one in judging.typical(account, evidence.judges)),
         "anywhere": max(anywhere),
         "freely": free.apart / max(free.rounding, 1e-7),
     }
