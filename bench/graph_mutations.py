@@ -71,7 +71,7 @@ class Graphs:
             graph = change(copy.deepcopy(captured.graph))
             return lambda flat: graph(*flat)
 
-        with mock.patch.object(compiled, "capture", capture_once), mock.patch.object(compiled, "_built", built):
+        with mock.patch.object(compiled, "capture", capture_once), mock.patch.object(compiled, "built", built):
             return lower(self.task, Plan(compile=self.how))
 
 
