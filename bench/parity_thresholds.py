@@ -70,7 +70,6 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, help="a file to which each proof is written, and from which to go on")
     parser.add_argument("--no-record", action="store_true", help="print the figures, write no claim")
     options = parser.parse_args()
-    began = time.monotonic()
     rows = [json.loads(line) for line in options.rows.open()] if options.rows and options.rows.is_file() else []
     done = {(row["family"], row["seed"]) for row in rows}
     for seed in range(options.seeds):
@@ -82,7 +81,7 @@ def main() -> int:
             if options.rows is not None:
                 with options.rows.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in found)
-    figures = summary(rows) | {"minutes": round((time.monotonic() - began) / 60, 1)}
+    figures = summary(rows)
     print(json.dumps(figures, indent=2))
     if not options.no_record:
         command = f"python -m bench.parity_thresholds --seeds {options.seeds}"
