@@ -126,6 +126,7 @@ class _Tracer:
             raise _refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
         _check_attributes(before, _attributes(self.step.parts.model))
         check_draws(graph)
+        _spell_out_factors(graph)
         return Captured(graph, examples, self.scalars, self.gradients)
 
     def run(self, values: Values, batch: Any) -> tuple[Tensor, ...]:
@@ -215,6 +216,22 @@ class _Tracer:
                 value.grad = None
         if values["average"]:
             step.update_average(list(values["average"].values()), [parameters[name] for name in values["average"]])
+
+
+def _spell_out_factors(graph: GraphModule) -> None:
+    """Turns `a + factor * b`, where that is one operation, into two.
+
+    Inductor makes `addmm` of an addition to a matrix product and forgets the factor (torch 2.13): the update of plain
+    SGD, `parameter + (-rate) * (x @ y)`, would go uphill with a rate of 1.
+    """
+    aten = torch.ops.aten
+    kinds = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)
+    for node in graph.graph.nodes:
+        if node.target in kinds and "alpha" in node.kwargs:
+            with graph.graph.inserting_before(node):
+                scaled = graph.graph.call_function(aten.mul.Tensor, (node.args[1], node.kwargs["alpha"]))
+            node.args, node.kwargs = (node.args[0], scaled), {}
+    graph.recompile()
 
 
 def hyper_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -35,11 +35,13 @@ class Account:
     Attributes:
         errors: of each tensor, at each state.
         differs: where the State first wasn't bitwise the baseline's after a step.
+        looks: at how many states more nudges were asked for because of it.
     """
 
     name: str
     errors: list[Errors] = field(default_factory=list)
     differs: str | None = None
+    looks: int = 0
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Collector:
     ) -> None:
         self.truth, self.witnesses, self.peers, self.candidates = truth, list(witnesses), peers, candidates
         self.walker = witnesses[0].program
-        self._looks = 0
+        self._looked = 0
         self.evidence = Evidence(
             [Account(one.name) for one in witnesses],
             [Account(one.name) for one in peers],
@@ -133,13 +135,19 @@ class Collector:
         account.errors.append(found)
         if account.differs is None and (paths := differences(after, expected)):
             account.differs = f"{paths[0].strip('/')} after step {stop.state.position.step + 1}"
-        rounding = self.evidence.rounding[-1]
-        if self._looks < _LOOKS and _ratio(found, rounding) > _SUSPICIOUS:
-            self._looks += 1
-            nudging = (self.peers or self.witnesses)[1]
-            for again in range(_NUDGES):
-                step = nudging.step(stop.state, stop.batch, 1000 * stop.state.position.step + again)
-                rounding |= worst([rounding, errors(step[0], true, sizes)])
+        if account.looks < _LOOKS and _ratio(found, self.evidence.rounding[-1]) > _SUSPICIOUS:
+            account.looks += 1
+            self._look_closer(stop, true, sizes)
+
+    def _look_closer(self, stop: Stop, true: Seen, sizes: Errors) -> None:
+        """Finds out better what rounding does at this state, once for all candidates."""
+        if self._looked == len(self.evidence.rounding):
+            return
+        self._looked, rounding = len(self.evidence.rounding), self.evidence.rounding[-1]
+        nudging = (self.peers or self.witnesses)[1]
+        for again in range(_NUDGES):
+            step = nudging.step(stop.state, stop.batch, 1000 * stop.state.position.step + again)
+            rounding |= worst([rounding, errors(step[0], true, sizes)])
 
     def _unrepeatable(self, stop: Stop) -> str | None:
         """Why the baseline itself isn't the same when it is run twice, if it isn't."""

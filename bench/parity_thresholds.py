@@ -1,0 +1,190 @@
+"""How far honest plans are from the truth: what the limits of parity are fixed on, and tried on. Takes a quarter hour.
+
+    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python -m bench.parity_thresholds
+    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python -m bench.parity_thresholds --seeds 1 --no-compile --no-record
+
+Ten architectures (tests/cpu/more_families.py), each under every plan that a CPU can run and that gives the same result,
+with several seeds. The largest ratios of five of them, times a margin, are the limits; on the other five no honest plan
+may exceed them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from bench.claim import write_claim
+from hotloop import parity
+from hotloop.errors import PlanError
+from hotloop.lowering import Program, lower
+from hotloop.parity import judging
+from hotloop.parity.collecting import Account, Evidence, ratio
+from hotloop.parity.running import Freely
+from hotloop.plan import BASELINE, Plan
+from hotloop.task import Task
+from hotloop.verdicts import TRUSTED, Parity
+from tests.cpu.more_families import FIXED_ON, MORE_FAMILIES, another_family
+
+DRAWS = ("vae", "batchnorm", "encoder")
+"""Families that draw: in pieces they draw something else."""
+
+MARGINS = {"typical": 2.0, "anywhere": 4.0, "freely": 16.0}
+"""Times the largest ratio that was seen, before the limit is rounded up to a power of two.
+
+A median over states hardly moves; at a single state rounding has a long tail (a ReLU may switch); and what a free run
+drifts is known from a handful of runs alone.
+"""
+
+EAGER = [
+    {"optimizer": "forloop"},
+    {"optimizer": "foreach"},
+    {"optimizer": "fused"},
+    {"layout": "channels_last"},
+    {"layout": "channels_last", "optimizer": "fused"},
+    {"threads": 1},
+    {"threads": 2},
+    {"accumulation": 2},
+    {"accumulation": 3},
+    {"residency": "host"},
+    {"residency": "device"},
+]
+COMPILED = [
+    {"compile": "forward"},
+    {"compile": "step"},
+    {"compile": "step", "layout": "channels_last"},
+    {"compile": "package"},
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(MORE_FAMILIES))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--rows", type=Path, help="a file to which each proof is written, and from which to go on")
+    parser.add_argument("--no-record", action="store_true", help="print the figures, write no claim")
+    options = parser.parse_args()
+    rows = [json.loads(line) for line in options.rows.open()] if options.rows and options.rows.is_file() else []
+    done = {(row["family"], row["seed"]) for row in rows}
+    for seed in range(options.seeds):
+        for name in options.families.split(","):
+            if (name, seed) in done:
+                continue
+            found = list(proofs(name, seed, EAGER if options.no_compile or seed else EAGER + COMPILED))
+            rows += found
+            if options.rows is not None:
+                with options.rows.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in found)
+    figures = summary(rows)
+    print(json.dumps(figures, indent=2))
+    if not options.no_record:
+        command = f"python -m bench.parity_thresholds --seeds {options.seeds}"
+        print(write_claim("parity-thresholds", command, BASELINE, {**figures, "proofs": rows}))
+    return 1 if figures["false_alarms"] else 0
+
+
+def proofs(name: str, seed: int, plans: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """All honest plans of one family with one seed, and how far each was off."""
+    task = another_family(name, seed=seed)
+    programs = list(lowered(task, [Plan(**axes) for axes in plans if "accumulation" not in axes or name not in DRAWS]))
+    seen: list[dict[str, float]] = []
+    judged = judging.judged
+
+    def noting(account: Account, evidence: Evidence, free: Freely | None, **options: Any) -> dict[str, Any]:
+        seen.append(ratios(account, evidence, free))
+        return judged(account, evidence, free, **options)
+
+    began = time.monotonic()
+    with mock.patch.object(parity, "judged", noting):
+        verdicts: list[Parity] = parity.prove_programs(task, programs)
+    for program in programs:
+        program.close()
+    for verdict, found in zip(verdicts, seen, strict=True):
+        row = {"family": name, "seed": seed, "plan": verdict.plan, "parity": verdict.parity, **found}
+        row |= {"reason": verdict.reason, "first": verdict.first}
+        print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+        yield row
+    print(f"{name}: {time.monotonic() - began:.0f}s", flush=True)
+
+
+def lowered(task: Task, plans: list[Plan]) -> Iterator[Program]:
+    """Those that can be run for this Task; the others are refused with a reason, so they prove nothing."""
+    for plan in plans:
+        try:
+            yield lower(task, plan)
+        except PlanError as error:
+            print(f"{plan.brief()} refused: {error}", flush=True)
+
+
+def ratios(account: Account, evidence: Evidence, free: Freely | None) -> dict[str, float]:
+    """The largest of each of the three that there are limits of."""
+    if evidence.unproven or free is None:
+        return {}
+    anywhere = [
+        ratio(error, floor.get(key))
+        for errors, floor in zip(account.errors, evidence.rounding, strict=True)
+        for key, error in errors.items()
+    ]
+    return {
+        "typical": max(one.ratio for one in judging.typical(account, evidence.judges)),
+        "anywhere": max(anywhere),
+        "freely": free.apart / max(free.rounding, 1e-7),
+    }
+
+
+LIMITS = {"typical": judging.TYPICAL, "anywhere": judging.ANYWHERE, "freely": judging.FREELY}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the limits follow from, and whether any honest plan of the other families exceeds them."""
+    fixed = [row for row in rows if row["family"] in FIXED_ON]
+    tried = [row for row in rows if row["family"] not in FIXED_ON]
+    alarms = [row for row in rows if row["parity"] not in TRUSTED]
+    return {
+        "n_proofs": len(rows),
+        "fixed_on": sorted({row["family"] for row in fixed}),
+        "tried_on": sorted({row["family"] for row in tried}),
+        "limits": LIMITS,
+        "margins": MARGINS,
+        "limits_that_follow": {key: limit([row[key] for row in fixed], margin) for key, margin in MARGINS.items()},
+        "largest_where_fixed": {key: largest(fixed, key) for key in LIMITS},
+        "largest_where_tried": {key: largest(tried, key) for key in LIMITS},
+        "quantiles_where_fixed": {key: quantiles([row[key] for row in fixed]) for key in LIMITS},
+        "quantiles_where_tried": {key: quantiles([row[key] for row in tried]) for key in LIMITS},
+        "classes": {name: sum(row["parity"] == name for row in rows) for name in sorted({r["parity"] for r in rows})},
+        "false_alarms": alarms,
+    }
+
+
+def limit(ratios: list[float], margin: float) -> float | None:
+    """The power of two from so many times the largest on."""
+    if not ratios:
+        return None
+    power = 1.0
+    while power < margin * max(ratios):
+        power *= 2
+    return power
+
+
+def largest(rows: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
+    if not rows:
+        return None
+    row = max(rows, key=lambda one: one[key])
+    return {"ratio": row[key], **{name: row[name] for name in ("family", "plan", "seed")}}
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    import numpy as np
+
+    shares = (0.5, 0.9, 0.99, 1.0)
+    return {f"{share:.0%}": float(np.quantile(values, share)) for share in shares} if values else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
