@@ -21,7 +21,7 @@ from hotloop.lowering.accumulation import Means, pieces_of
 from hotloop.plan import BASELINE, Plan
 from hotloop.state import State, differences
 from tests.cpu.families import FAMILIES, family
-from tests.cpu.programs import advance, through_file
+from tests.cpu.programs import a_task, advance, through_file
 from tests.cpu.test_plans import IMAGES, STEPS, assert_equal_within_rounding
 
 Row = Mapping[str, Any]
@@ -175,6 +175,18 @@ def test_switching_among_combinations_keeps_order_and_result() -> None:
     assert_equal_within_rounding(state, baseline("residual", "arrays"))
 
 
+def test_a_schedule_that_moves_adams_betas_goes_with_a_compiled_step() -> None:
+    """Adam's update asks for the size of its first beta, which a compiled step knows only when it runs."""
+    task = a_task(
+        optimizer=torch.optim.AdamW,
+        schedule=lambda optimizer, total: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=total),
+        epochs=6,
+    )
+    assert_equal_within_rounding(
+        after(hotloop.lower(task, Plan(compile="step")), STEPS), after(hotloop.lower(task), STEPS)
+    )
+
+
 # ---------------------------------------------------------------- the choice itself
 
 
@@ -211,3 +223,27 @@ def test_a_fault_in_one_combination_is_seen(row: Row, monkeypatch: pytest.Monkey
     program.close()
     with pytest.raises(AssertionError):
         assert_equal_within_rounding(state, baseline(row["family"], row["data"]))
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_steps_that_run_eagerly_under_a_compiled_plan_are_said_once() -> None:
+    """The incomplete last batch of each epoch, and then, in a loop of one's own, a batch of other strides."""
+    said: list[str] = []
+    program = hotloop.lower(family("mlp"), Plan(compile="step"), said.append)
+    before = len(said)
+    advance(program, 3)
+    assert said[before:] == []
+    advance(program, STEPS)
+    assert said[before:] == ["a batch of 8 instead of 16 samples: steps on such batches run eagerly"]
+
+    program = hotloop.lower(family("mlp"), Plan(compile="step"), said.append)
+    images, label = (column[:16] for column in family("mlp").data)
+    for _ in range(2):
+        program.step((images, label))
+    assert said[-1].startswith("compiled the step")
+    for _ in range(2):
+        program.step((images.transpose(2, 3), label))
+    assert said[-1] == "a batch of other shapes, dtypes or strides than the first: steps on such batches run eagerly"
+    assert said[-2].startswith("compiled the step")

@@ -106,7 +106,8 @@ class _Tracer:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
                 with mode, plain:
-                    graph = make_fx(lambda *flat: self.run(*pytree.tree_unflatten(list(flat), spec)))(*examples)
+                    run = make_fx(lambda *flat: self.run(*pytree.tree_unflatten(list(flat), spec)), _WRITTEN_OUT)
+                    graph = run(*examples)
         except PlanError:
             raise
         except Exception as error:
@@ -178,6 +179,14 @@ class _Tracer:
                 value.grad = None
         if values["average"]:
             step.update_average(list(values["average"].values()), [parameters[name] for name in values["average"]])
+
+
+def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    return start.add_((end - start) * weight)
+
+
+# The compiler's own form asks whether the weight is below a half, which a schedule's number doesn't tell before it runs.
+_WRITTEN_OUT = {torch.ops.aten.lerp_.Scalar: _lerp_}
 
 
 def hyper_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -44,6 +44,8 @@ class CompiledStep(EagerStep):
         self._constants: dict[str, float] = {}
         self._bound: list[Tensor] | None = None
         self._signature: tuple = ()
+        self._samples = 0
+        self._told = False
 
     def prepare(self, batch: Any, varying: set[str]) -> None:
         """Captures and compiles; the eager step must have run once, so that the optimizer's state is there.
@@ -60,7 +62,7 @@ class CompiledStep(EagerStep):
         self._constants = {place: value for place, value in now.items() if place not in varying}
         self._captured = capture(self, batch, batch_length(batch), self._hyper, whole=self.whole)
         self._runner = _built(self._captured, self.parts.plan.compile, self.parts.device)
-        self._signature = _signature(batch)
+        self._signature, self._samples = _signature(batch), batch_length(batch)
 
     def rebind(self) -> None:
         """Notes that tensors of the optimizer's state were replaced."""
@@ -74,6 +76,7 @@ class CompiledStep(EagerStep):
         """Runs step number `step`; returns the loss, 0-dim, on the device."""
         if self._runner is None or _signature(batch) != self._signature or not self._is_bound():
             self._bound = None  # an eager step may replace tensors of the optimizer's state
+            self._tell(batch, samples)
             return super().__call__(batch, samples, step)
         self.draws.seed(step)
         if self.whole:
@@ -84,6 +87,16 @@ class CompiledStep(EagerStep):
         self._add(loss, scalars, self.parts.weigh(batch, samples))
         self.sums["samples"] += samples
         return loss
+
+    def _tell(self, batch: Any, samples: int) -> None:
+        """Says, once, that a batch is not like the one that the program was made for."""
+        if self._told or self._runner is None or _signature(batch) == self._signature:
+            return
+        self._told = True
+        other = f"of {samples} instead of {self._samples} samples"
+        if samples == self._samples:
+            other = "of other shapes, dtypes or strides than the first"
+        self.parts.say(f"a batch {other}: steps on such batches run eagerly")
 
     def _finish(self, outputs: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and scalars; with gradients, the update too."""
