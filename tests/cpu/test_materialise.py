@@ -20,7 +20,7 @@ from hotloop.data.materialise import ASKED, Reading, difference, materialise
 from hotloop.data.order import Order
 from hotloop.data.source import Samples, Table
 from hotloop.errors import DataError, PlanError, TaskError
-from hotloop.lowering import residency
+from hotloop.lowering import residency, telling
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.plan import Plan
@@ -188,7 +188,7 @@ def test_progress_is_told_while_reading() -> None:
 
 
 def test_long_reading_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "_SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(telling, "_SAY_EVERY_S", 0.0)
     lines: list[str] = []
     hotloop.lower(a_task(data=Pairs()), Plan(residency="host"), lines.append)
     assert "reading data into memory: 20 of 24 samples" in lines
