@@ -15,7 +15,7 @@ from hotloop.plan import Plan
 from hotloop.probe import check_device, devices, here
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
-from hotloop.rules import Choice, passed_over, ranked
+from hotloop.rules import Choice, left_open, passed_over, ranked
 from hotloop.task import Task
 from hotloop.wanted import Wanted
 
@@ -78,11 +78,13 @@ class Considered:
         choices: best first; the last is the baseline.
         passed_over: what should pay but can't be run here, each with the reason.
         refused: values of each axis that can't be run here, starting from the baseline.
+        left_open: what lowering the first choice will find out.
     """
 
     choices: list[Choice]
     passed_over: list[str]
     refused: list[Refused]
+    left_open: list[str]
     device: Device
 
 
@@ -98,13 +100,15 @@ def consider(task: Task, base: Plan) -> Considered:
     check(plain, facts, hardware)
     found = hardware.device(plain.device)
     assert found is not None
+    choices = ranked(facts, hardware, base)
     return Considered(
-        choices=ranked(facts, hardware, base),
+        choices=choices,
         passed_over=[
             f"{settings(plain.with_axes(**{wish.axis: wish.value}), problem)}: {problem.reason}"
             for wish, problem in passed_over(facts, hardware, base)
         ],
         refused=refused(plain, facts, hardware),
+        left_open=left_open(facts, choices[0].plan),
         device=found,
     )
 
