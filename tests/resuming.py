@@ -1,7 +1,7 @@
 """Real trainings that are killed and resumed, and what must then be equal to one that never was.
 
-The Task is `tests/everything.py`, which notes each step it begins, so that what a killed process did is known from
-outside, not from what hotloop says of itself.
+The Task, `tests/everything.py` or `tests/capturable.py`, notes each step it begins, so that what a killed process did is
+known from outside, not from what hotloop says of itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hotloop.run import Run, is_run
 from hotloop.state import differences
 
 EVERYTHING = Path(__file__).with_name("everything.py")
+CAPTURABLE = Path(__file__).with_name("capturable.py")
 
 INSTANTS = ("start-up", "step", "step", "step", "checkpoint", "evaluation")
 """Where to kill, each as often as it stands here."""
@@ -63,6 +64,9 @@ class Training:
     Attributes:
         folder: holds the run and the marks.
         every: steps from checkpoint to checkpoint.
+        task: the Task's file.
+        plan: options of the first start that choose the plan.
+        tried: whether each process tries its plan on one batch before its first step.
         problems: what was found wrong on the way; empty when all is well.
         orphans: workers that were alive when their training was killed.
         start_up_s: how long the last process took to its first step.
@@ -72,6 +76,9 @@ class Training:
     epochs: int
     every: int
     workers: int = 0
+    task: Path = EVERYTHING
+    plan: tuple[str, ...] = ()
+    tried: bool = False
     problems: list[str] = field(default_factory=list)
     orphans: list[psutil.Process] = field(default_factory=list)
     start_up_s: float = 2.0
@@ -81,20 +88,20 @@ class Training:
         self.folder.mkdir(parents=True)
         self.run = self.folder / "run"
 
-    def begin(self, *options: str, task: Path = EVERYTHING, **popen: Any) -> subprocess.Popen[str]:
+    def begin(self, *options: str, **popen: Any) -> subprocess.Popen[str]:
         """Starts the run, or goes on with it if there is one."""
         if is_run(self.run):
             arguments = ["--resume", str(self.run)]
         else:
-            arguments = [str(task), "--run", str(self.run), "-p", f"epochs={self.epochs}"]
+            arguments = [str(self.task), *self.plan, "--run", str(self.run), "-p", f"epochs={self.epochs}"]
             arguments += ["-p", f"marks={self.folder}", "--checkpoint-every", str(self.every)]
             arguments += ["--workers", str(self.workers)]
         command = [sys.executable, "-m", "hotloop", "train", *arguments, *options]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", **popen)
 
-    def finish(self) -> str:
+    def finish(self, *options: str) -> str:
         """Lets it run to its end; returns what it printed."""
-        process = self.begin()
+        process = self.begin(*options)
         output, _ = process.communicate(timeout=600)
         if process.returncode != 0:
             self.problems.append(f"exit code {process.returncode}: {output}")
@@ -111,10 +118,10 @@ class Training:
             [e for e in Run.open(self.run).journal() if e["event"] in ("start", "resume")] if is_run(self.run) else []
         )
 
-    def kill(self, instant: str, draws: random.Random) -> bool:
+    def kill(self, instant: str, draws: random.Random, *options: str) -> bool:
         """Goes on, and kills at a random moment of the kind; False if training came to its end before."""
         begun, started = self.marks("steps"), len(self.starts())
-        process = self.begin()
+        process = self.begin(*options)
         try:
             if not self._moment(instant, draws, process):
                 self._ended(process)
@@ -126,7 +133,7 @@ class Training:
         finally:
             process.kill()
             process.communicate()
-        self._look(instant, self.marks("steps") - begun, started)
+        self._look(instant, max(0, self.marks("steps") - begun - self.tried), started)
         return True
 
     def _ended(self, process: subprocess.Popen[str]) -> None:
@@ -141,7 +148,7 @@ class Training:
             time.sleep(draws.uniform(0, self.start_up_s))
             return process.poll() is None
         started = time.monotonic()
-        if not until(process, lambda: self.marks("steps") > steps):
+        if not until(process, lambda: self.marks("steps") > steps + self.tried):
             return False
         self.start_up_s = time.monotonic() - started
         if instant == "evaluation":

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from rich.console import Console
 from torch import nn
 
 from hotloop.answers import evaluate_weights
-from hotloop.choosing import Considered, Say, consider, lowered, placed
+from hotloop.choosing import Considered, consider, lowered, placed
+from hotloop.continuing import check_overrides
 from hotloop.data.feed import peek
 from hotloop.data.tree import inputs_of
 from hotloop.errors import HotloopError, RunError, TaskError
@@ -26,6 +28,7 @@ from hotloop.inference import predict as answers_to
 from hotloop.loop import Ended, train_loop
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
+from hotloop.lowering.telling import During, Say
 from hotloop.pacing import Cadence, seconds
 from hotloop.plan import Plan
 from hotloop.probe import check_device
@@ -78,6 +81,7 @@ def fit(
         stop_after=stop_after,
         callbacks=[*callbacks, display],
         say=display.say,
+        during=display.during,
     )
     if not resume:
         path = Path(run) if run else None
@@ -98,8 +102,9 @@ def start(
     checkpoint_every: str = "auto",
     callbacks: Sequence[Callback] = (),
     say: Say = lambda line: None,
+    during: During | None = None,
 ) -> tuple[Run, Ended]:
-    """Starts a new run of a loaded Task; `axes` are set on top of the plan."""
+    """Starts a new run of a loaded Task; `axes` are set on top of the plan, and see `lower` for `during`."""
     began = time.monotonic()
     task = overridden(loaded.task, overrides)
     wanted = Wanted.of(default_plan(axes) if plan is None else plan, axes)
@@ -110,7 +115,7 @@ def start(
     Steering.of(
         task.monitor, task.goal, task.roles.validation is not None
     )  # what can't be watched shows before an hour
-    program = lowered_by_memory(loaded, task, wanted, say)
+    program = lowered_by_memory(loaded, task, wanted, say, during)
     as_given = replace(program.parts, task=task, roles=task.roles)  # facts are of the Task, not of how it is run
     record = RunRecord(
         name=task.name,
@@ -146,6 +151,7 @@ def go_on(
     checkpoint_every: str | None = None,
     callbacks: Sequence[Callback] = (),
     say: Say = lambda line: None,
+    during: During | None = None,
 ) -> tuple[Run, Ended]:
     """Goes on with a run where it was stopped or killed; under another plan from here on, if there is one."""
     handle = Run.open(path)
@@ -155,7 +161,7 @@ def go_on(
         handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})
     stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
     before = task_of(handle, task)
-    _check_overrides(handle, before, overrides or {})
+    check_overrides(handle.record.facts, before, overrides or {})
     handle.record = handle.record.model_copy(update={"overrides": {**handle.record.overrides, **(overrides or {})}})
     task = overridden(before, overrides)
     if (final := handle.final) is not None and len(handle.epochs) >= _last_epoch(handle, task, final):
@@ -168,24 +174,13 @@ def go_on(
         f"{name} {then[name]} then, {now} now" for name, now in versions().items() if then.get(name, now) != now
     ]:
         say(f"{', '.join(other)}: the result may differ in its last bits")
-    return handle, _train(handle, task, lambda: lowered(task, wanted, say), True, stop_after_s, callbacks, say)
+    first = partial(lowered, task, wanted, say, during)
+    return handle, _train(handle, task, first, True, stop_after_s, callbacks, say)
 
 
 def considered(loaded: Loaded, base: Plan, overrides: Mapping[str, Any] | None = None) -> Considered:
     """What `--plan auto` makes of a loaded Task on this machine; the axes set in making `base` are kept."""
     return consider(overridden(loaded.task, overrides), base)
-
-
-def _check_overrides(handle: Run, task: Task, overrides: Mapping[str, Any]) -> None:
-    """Only how long to train may change: all else decides which samples come next, so the run would be neither one."""
-    fixed = {"batch_size": handle.record.facts.batch_size, "seed": task.seed}
-    for name, value in fixed.items():
-        if overrides.get(name, value) != value:
-            raise RunError(
-                f"{name}={overrides[name]} would change the order of the data in the middle of the run",
-                expected=f"{name}={value}, as it was started with",
-                fix="leave it out, or start a new run",
-            )
 
 
 def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
@@ -223,8 +218,10 @@ def _train(
             callbacks=[*task.callbacks, draw_curves, *_tensorboard(task, say), *callbacks],
             say=say,
         )
-    except HotloopError:
-        if len(handle.journal()) == events:  # what couldn't even begin leaves the run as it was
+    except (HotloopError, KeyboardInterrupt):
+        if not resume:
+            handle.discard()
+        elif len(handle.journal()) == events:  # what couldn't even begin leaves the run as it was
             handle.keep(plan=before.plan, record=before.record)
         raise
     finally:

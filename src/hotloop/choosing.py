@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotloop.errors import DeviceError, PlanError
@@ -11,15 +10,14 @@ from hotloop.hardware import Device, Hardware
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.telling import During, Say
 from hotloop.plan import Plan
 from hotloop.probe import check_device, devices, here
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
-from hotloop.rules import Choice, passed_over, ranked
+from hotloop.rules import Choice, left_open, passed_over, ranked
 from hotloop.task import Task
 from hotloop.wanted import Wanted
-
-Say = Callable[[str], None]
 
 
 def placed(plan: Plan, device: str | None = None) -> Plan:
@@ -33,31 +31,32 @@ def placed(plan: Plan, device: str | None = None) -> Plan:
     return plan.with_axes(device=str(check_device(plan.device if device is None else device)))
 
 
-def lowered(task: Task, wanted: Wanted, say: Say = lambda line: None) -> Program:
+def lowered(task: Task, wanted: Wanted, say: Say = lambda line: None, during: During | None = None) -> Program:
     """The Task under the plan that was asked for; `auto` takes the first of its plans that can be lowered.
 
     Args:
         say: is told what `auto` chose, and what it had to pass over.
+        during: see `lower`.
 
     Raises:
         PlanError: the plan can't be run here, and it was asked for by name.
     """
     if not wanted.auto:
-        return lower(task, placed(wanted.plan), say)
+        return lower(task, placed(wanted.plan), say, during)
     considered = consider(task, wanted.plan)
     for line in considered.passed_over:
         say(f"auto passes over {line}")
-    program, plan = _first_lowered(task, considered.choices, say)
+    program, plan = _first_lowered(task, considered.choices, say, during)
     say(f"auto: {plan.brief()}")
     return program
 
 
-def _first_lowered(task: Task, choices: list[Choice], say: Say) -> tuple[Program, Plan]:
+def _first_lowered(task: Task, choices: list[Choice], say: Say, during: During | None) -> tuple[Program, Plan]:
     """Whatever keeps a plan from being lowered is said once, for the first of them."""
     problem = ""
     for choice in choices:
         try:
-            program = lower(task, choice.plan, say)
+            program = lower(task, choice.plan, say, during)
         except DeviceError:
             raise
         except PlanError as error:
@@ -79,11 +78,13 @@ class Considered:
         choices: best first; the last is the baseline.
         passed_over: what should pay but can't be run here, each with the reason.
         refused: values of each axis that can't be run here, starting from the baseline.
+        left_open: what lowering the first choice will find out.
     """
 
     choices: list[Choice]
     passed_over: list[str]
     refused: list[Refused]
+    left_open: list[str]
     device: Device
 
 
@@ -99,13 +100,15 @@ def consider(task: Task, base: Plan) -> Considered:
     check(plain, facts, hardware)
     found = hardware.device(plain.device)
     assert found is not None
+    choices = ranked(facts, hardware, base)
     return Considered(
-        choices=ranked(facts, hardware, base),
+        choices=choices,
         passed_over=[
             f"{settings(plain.with_axes(**{wish.axis: wish.value}), problem)}: {problem.reason}"
             for wish, problem in passed_over(facts, hardware, base)
         ],
         refused=refused(plain, facts, hardware),
+        left_open=left_open(facts, choices[0].plan),
         device=found,
     )
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
-from hotloop.choosing import Say
 from hotloop.errors import PlanError, TaskError
 from hotloop.kept import remember
 from hotloop.lowering import Program
+from hotloop.lowering.telling import Say
 from hotloop.measuring import Entrant, measure
 from hotloop.measuring.crossing import Point, crossing
 from hotloop.measuring.load import Used, busy_note, cores_of_others

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from hotloop.checkpoint import Checkpoint, Checkpoints
 from hotloop.errors import CheckpointError, RunError
 from hotloop.lowering import Program
 from hotloop.records import TaskFacts
+from hotloop.task import Task
 
 _REMEDY = "use the Task that the run was started with, or start a new run"
+
+
+def check_overrides(facts: TaskFacts, task: Task, overrides: Mapping[str, Any]) -> None:
+    """Only how long to train may change: all else decides which samples come next, so the run would be neither one.
+
+    Raises:
+        RunError: batch size or seed differ from those of the run's facts and Task.
+    """
+    fixed = {"batch_size": facts.batch_size, "seed": task.seed}
+    for name, value in fixed.items():
+        if overrides.get(name, value) != value:
+            raise RunError(
+                f"{name}={overrides[name]} would change the order of the data in the middle of the run",
+                expected=f"{name}={value}, as it was started with",
+                fix="leave it out, or start a new run",
+            )
 
 
 def newest_good(checkpoints: Checkpoints, say: Callable[[str], None]) -> tuple[Checkpoint, Path] | None:

@@ -188,6 +188,7 @@ class _Loop:
             self._begin_again()
             return
         except Exception as error:
+            self.run.mark(self.program.position.step)
             raise self._explained(error) from error
         elapsed = time.perf_counter() - started
         self.pace.ran(outcome.steps, elapsed)
@@ -216,7 +217,6 @@ class _Loop:
     def _end_epoch(self, sums: dict[str, float]) -> bool:
         """Validates and notes an epoch; False if something stopped that: its last batch stays the position."""
         position = self.program.position
-        learning_rate = self.learning_rate
         validation: dict[str, float] = {}
         started = time.perf_counter()
         if (source := self.program.parts.roles.validation) is not None:
@@ -231,7 +231,7 @@ class _Loop:
             step=position.step,
             train=train,
             validation=validation,
-            learning_rate=learning_rate,
+            learning_rate=self.learning_rate,
             samples=int(sums["samples"]),
             seconds=self._train_s + time.perf_counter() - started,
             samples_per_s=self._rate,

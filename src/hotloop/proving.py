@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hotloop.choosing import Say, lowered
+from hotloop.choosing import lowered
 from hotloop.convergence import check_seeds, converges
+from hotloop.lowering.telling import Say
 from hotloop.parity import prove_programs
 from hotloop.plan import Plan
 from hotloop.task import Task

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 
-from hotloop.choosing import Say, lowered
+from hotloop.choosing import lowered
 from hotloop.errors import PlanError
 from hotloop.kept import best, recall
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.telling import During, Say
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
@@ -43,15 +44,15 @@ def remembered(loaded: Loaded, wanted: Wanted, say: Say) -> Plan | None:
     return None if found is None else Plan(**found.timing.plan)
 
 
-def lowered_by_memory(loaded: Loaded, task: Task, wanted: Wanted, say: Say) -> Program:
+def lowered_by_memory(loaded: Loaded, task: Task, wanted: Wanted, say: Say, during: During | None = None) -> Program:
     """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered."""
     plan = remembered(Loaded(task, loaded.record, loaded.files), wanted, say) if wanted.auto else None
     if plan is not None:
         try:
-            program = lower(task, plan, say)
+            program = lower(task, plan, say, during)
         except PlanError as error:
             say(f"auto passes over the remembered plan {plan.brief()}: {error.given}")
         else:
             say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
             return program
-    return lowered(task, wanted, say)
+    return lowered(task, wanted, say, during)

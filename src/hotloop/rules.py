@@ -62,6 +62,18 @@ def passed_over(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[tuple[
     return [(wish, problems[0]) for wish, problems in found if problems]
 
 
+def left_open(facts: TaskFacts, plan: Plan) -> list[str]:
+    """What only a look at data and model tells, as lowering takes it."""
+    found = []
+    if plan.residency != "stream" and facts.data == "Samples":
+        found.append(f"residency={plan.residency}: whether the data set fits, and gives the same sample each time")
+    if plan.compile != "none":
+        found.append(f"compile={plan.compile}: whether the step can be captured as one graph")
+    if plan.accumulation > 1:
+        found.append(f"accumulation={plan.accumulation}: whether the pieces of a batch add up to the whole")
+    return found
+
+
 def _placed(hardware: Hardware, base: Plan) -> Plan:
     """The baseline with the axes that were set, on the device of the rules unless one was set."""
     kept = {axis: getattr(base, axis) for axis in base.model_fields_set}

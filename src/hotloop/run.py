@@ -132,6 +132,13 @@ class Run:
             self._reached = None
         self._lock.release()
 
+    def discard(self) -> bool:
+        """Removes the folder of a run that has come to nothing: no step done, and so no checkpoint; False if it has."""
+        if self.reached() or self.checkpoints.files():
+            return False
+        shutil.rmtree(self.path, ignore_errors=True)
+        return True
+
     def keep(self, *, plan: Plan | None = None, record: RunRecord | None = None) -> None:
         """Notes that the run goes on under another plan, or with other overrides."""
         if plan is not None and plan != self.plan:

@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from hotloop.choosing import Say, known, placed
+from hotloop.choosing import known, placed
 from hotloop.kept import remember
+from hotloop.lowering.telling import Say
 from hotloop.measuring.load import Used, busy_note, cores_of_others
 from hotloop.pacing import seconds
 from hotloop.parity import prove_programs

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hotloop as library
-from hotloop.cli.common import bar
+from hotloop.report.progress import bar
 from tests.cli.in_process import Done, Hotloop, commands
 
 DIGITS = """
@@ -240,14 +240,13 @@ def test_a_real_process_does_the_same(run_cli, folder) -> None:
 
 
 @pytest.mark.parametrize(("after_s", "shown"), [(0.0, True), (60.0, False)])
-def test_a_bar_shows_for_long_work_alone(monkeypatch, after_s, shown) -> None:
+def test_a_bar_shows_for_long_work_alone(after_s: float, shown: bool) -> None:
     from io import StringIO
 
     from rich.console import Console
 
     terminal = Console(file=StringIO(), force_terminal=True, width=100)
-    monkeypatch.setattr("hotloop.cli.common.console", terminal)
-    with bar("predicting", after_s=after_s) as progress:
+    with bar(terminal, "predicting", after_s=after_s) as progress:
         for done in range(0, 101, 50):
             progress(done, 100)
     assert ("predicting" in terminal.file.getvalue()) == shown  # type: ignore[attr-defined]

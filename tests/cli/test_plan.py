@@ -179,6 +179,19 @@ def test_without_a_compiler_plan_names_it_among_the_refused(task: Path, run_cli:
 
 # --- hotloop plan
 
+RANDOM = """
+class Random(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return X[index] + torch.randn(4), int(Y[index])
+
+
+plain = make(epochs=1)
+task = make(data=Random(), epochs=1)
+"""
+
 
 def test_plan_says_what_auto_would_run_and_trains_nothing(task: Path, run_cli: RunCli) -> None:
     before = sorted(task.parent.iterdir())
@@ -201,6 +214,31 @@ def test_plan_shows_it_to_a_person(task: Path, hotloop: Hotloop) -> None:
     assert "auto runs: optimizer=fused threads=1" in done.err
     assert "as set: device=cpu, threads=1" in done.err
     assert "graphs=step" in done.err and "Can't be run here" in done.err
+
+
+def test_plan_says_what_only_training_finds_out(tmp_path: Path, hotloop: Hotloop) -> None:
+    """A data set that is random looks like any other before it is asked: plan says so, and train then passes it over."""
+    Path("task.py").write_text(SMALL + RANDOM)
+    done = hotloop("plan", "task.py", *CPU)
+    assert "auto runs: residency=host" in done.err
+    assert "train finds out about residency=host: " in done.err
+    trained = hotloop("train", "task.py", *CPU, "--plan", "auto", "--run", "run")
+    assert "auto passes over residency=host" in trained.err and "random generator" in trained.err
+    assert plan_of(Path("run")) == {"optimizer": "fused"}
+
+    open_questions = hotloop("plan", "task.py", *CPU, "--set", "accumulation=2", "--json").document["left_open"]
+    assert [line.split(":")[0] for line in open_questions] == ["residency=host", "accumulation=2"]
+    assert hotloop("plan", "task.py:plain", *CPU, "--json").document["left_open"] == []
+
+
+def test_pieces_of_a_batch_normalisation_are_refused_by_its_name(tmp_path: Path, hotloop: Hotloop) -> None:
+    """Whether the pieces give another gradient, or are too small to be normalised at all."""
+    body = "task = make(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))\n"
+    Path("task.py").write_text(SMALL + body)
+    for pieces in (2, 5):
+        done = hotloop("train", "task.py", "--run", "run", *CPU, "--set", f"accumulation={pieces}")
+        assert done.code == 1 and done.err.count("\n") == 1 and not Path("run").exists()
+        assert f"accumulation={pieces} " in done.err and "the layer '1' (BatchNorm1d) normalises over" in done.err
 
 
 def test_plan_is_what_train_then_runs(task: Path, hotloop: Hotloop) -> None:

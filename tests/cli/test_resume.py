@@ -50,9 +50,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Training:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Training:
     """A run of a copy of the Task's file, stopped on the way; the copy is gone."""
     folder = tmp_path_factory.mktemp("stopped")
-    training = Training(folder / "training", EPOCHS, EVERY)
     task = Path(shutil.copy(EVERYTHING, folder / "mine.py"))
-    process = training.begin(task=task)
+    training = Training(folder / "training", EPOCHS, EVERY, task=task)
+    process = training.begin()
     assert until(process, lambda: training.marks("steps") > 25)
     process.terminate()
     process.communicate(timeout=300)

@@ -2,8 +2,8 @@
 
 A person's words go to stderr, through `console`; a machine's document goes to stdout, through `print_json`.
 A command ends with 0 when it did what was asked, 1 with one line when the user can put it right
-(`HotloopError`), 2 with one line when it was called wrongly, 130 when stopped by Ctrl-C. Anything else is a
-bug in hotloop and shows its traceback.
+(`HotloopError`), 2 with one line when it was called wrongly, 130 when stopped by Ctrl-C, 143 when by SIGTERM.
+Anything else is a bug in hotloop and shows its traceback.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from enum import StrEnum
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -24,12 +23,14 @@ import typer
 from rich.console import Console
 
 from hotloop.errors import HotloopError
+from hotloop.interrupts import Terminated, sigterm_raises
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 FAILED = 1
 INTERRUPTED = 130  # what shells report for SIGINT
+TERMINATED = 143  # and for SIGTERM
 READER_GONE = 141  # what shells report for SIGPIPE
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no name of its own for it
@@ -68,25 +69,11 @@ def say(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-@contextmanager
-def bar(doing: str, of: str = "samples", after_s: float = 2.0) -> Iterator[Callable[[int, int | None], None]]:
-    """A progress bar for work that lasts longer than `after_s`; it is told `(done, of how many)`."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def bar(doing: str, of: str = "samples") -> AbstractContextManager[Callable[[int, int | None], None]]:
+    """A progress bar for work that lasts; it is told `(done, of how many)`."""
+    from hotloop.report import progress
 
-    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TextColumn(of), TimeRemainingColumn())
-    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    work = shown.add_task("", total=None)
-    started = time.monotonic()
-
-    def progress(done: int, total: int | None) -> None:
-        shown.update(work, completed=done, total=total)
-        if time.monotonic() - started > after_s:
-            shown.start()
-
-    try:
-        yield progress
-    finally:
-        shown.stop()
+    return progress.bar(console, doing, of)
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -151,10 +138,14 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         as_json = bool(kwargs.get("as_json"))
         try:
             try:
-                return command(*args, **kwargs)
+                with sigterm_raises():
+                    return command(*args, **kwargs)
             except HotloopError as error:
                 _report(type(error).__name__, str(error), as_json)
                 raise typer.Exit(FAILED) from error
+            except Terminated as error:
+                _report("Interrupted", "stopped by SIGTERM", as_json)
+                raise typer.Exit(TERMINATED) from error
             except KeyboardInterrupt as error:
                 _report("Interrupted", "stopped by Ctrl-C", as_json)
                 raise typer.Exit(INTERRUPTED) from error

@@ -43,7 +43,7 @@ def plan(
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json):
         found = api.considered(load_task(task, given), wanted.plan, overrides)
-    parts = found.choices[0], found.passed_over, found.refused
+    parts = found.choices[0], found.passed_over, found.left_open, found.refused
     if as_json:
         print_json(document(*parts, found.device))
     else:

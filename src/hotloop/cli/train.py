@@ -85,7 +85,13 @@ def train(
     display = Display(console)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size, seed=seed).items() if v is not None}
     common: dict[str, Any] = dict(
-        overrides=overrides, plan=plan, axes=on_top, stop_after=stop_after, callbacks=[display], say=display.say
+        overrides=overrides,
+        plan=plan,
+        axes=on_top,
+        stop_after=stop_after,
+        callbacks=[display],
+        say=display.say,
+        during=display.during,
     )
     with stdout_for(as_json):
         try:

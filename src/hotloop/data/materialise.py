@@ -32,7 +32,7 @@ _TOGETHER = (2, 3, 5)
 """Sizes of the batches that are compared with their samples before anything is read."""
 
 Progress = Callable[[int, int], None]
-"""Is told `(samples read, of how many)`."""
+"""Is told `(samples read, of how many)`; that none is read yet, while some are looked at."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ def _examine(samples: Samples, how: Reading) -> tuple[tuple[str, ...], float]:
     first: dict[int, _Answer] = {}
     with closing(_answers(samples, how, keys)) as answers:
         for (again, (number,)), answer in answers:
+            how.progress(0, count)
             if answer.drawn and how.deterministic is None:
                 raise how.refused(
                     f"its sample {number} draws from {answer.drawn} random generator",

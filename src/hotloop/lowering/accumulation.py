@@ -61,13 +61,18 @@ def check_accumulation(parts: Ingredients, batch: Any, samples: int) -> None:
     """Compares the gradients of one batch in pieces with those of the whole, in float64, with draws at their means.
 
     Raises:
-        PlanError: they differ: a layer or the loss looks at the batch as a whole; or float64 is not for this model.
+        PlanError: they differ, or a piece can't be run: a layer or the loss looks at the batch as a whole; or float64 is
+            not for this model.
     """
+    whole: dict[str, Tensor] = {}
     try:
-        whole, cut = (_gradients(parts, batch, samples, pieces) for pieces in (1, parts.plan.accumulation))
+        whole = _gradients(parts, batch, samples, 1)
+        cut = _gradients(parts, batch, samples, parts.plan.accumulation)
     except PlanError:
         raise
     except Exception as error:
+        if whole:
+            raise _not_in_pieces(parts, f"fails in a piece of a batch ({blame(error)})") from error
         raise PlanError(
             f"accumulation={parts.plan.accumulation} can't be checked in float64: {blame(error)}",
             expected="a model that runs in float64 too, which casts to no dtype of its own",
@@ -78,14 +83,18 @@ def check_accumulation(parts: Ingredients, batch: Any, samples: int) -> None:
     # In float64 the order of a sum is worth 1e-14 or so; what looks at the whole batch shows orders of magnitude above.
     if worst is None or float((whole[worst] - cut[worst]).norm()) <= 1e-8 * scale:
         return
+    raise _not_in_pieces(parts, f"changes the gradient of {worst!r}")
+
+
+def _not_in_pieces(parts: Ingredients, what: str) -> PlanError:
     norms = [(name, module) for name, module in parts.model.named_modules() if isinstance(module, _BatchNorm)]
     reason = (
         f"the layer {norms[0][0]!r} ({type(norms[0][1]).__name__}) normalises over the samples that it sees"
         if norms
         else "the loss or a layer divides by something that a piece counts otherwise than the whole batch"
     )
-    raise PlanError(
-        f"accumulation={parts.plan.accumulation} changes the gradient of {worst!r}: {reason}",
+    return PlanError(
+        f"accumulation={parts.plan.accumulation} {what}: {reason}",
         expected="a loss that is a mean over samples, and layers that look at each sample alone",
         fix="leave accumulation out"
         + ("" if norms else ", or give the Task a weight(batch): what its loss divides by"),

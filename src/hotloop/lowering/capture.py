@@ -117,7 +117,8 @@ class _Tracer:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
                 with mode, plain:
-                    graph = make_fx(lambda *flat: self.run(*pytree.tree_unflatten(list(flat), spec)))(*examples)
+                    run = make_fx(lambda *flat: self.run(*pytree.tree_unflatten(list(flat), spec)), _WRITTEN_OUT)
+                    graph = run(*examples)
         except PlanError:
             raise
         except Exception as error:
@@ -232,6 +233,14 @@ def _spell_out_factors(graph: GraphModule) -> None:
                 scaled = graph.graph.call_function(aten.mul.Tensor, (node.args[1], node.kwargs["alpha"]))
             node.args, node.kwargs = (node.args[0], scaled), {}
     graph.recompile()
+
+
+def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    return start.add_((end - start) * weight)
+
+
+# The compiler's own form asks whether the weight is below a half, which a schedule's number doesn't tell before it runs.
+_WRITTEN_OUT = {torch.ops.aten.lerp_.Scalar: _lerp_}
 
 
 def hyper_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:

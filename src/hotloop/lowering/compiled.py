@@ -44,6 +44,8 @@ class CompiledStep(EagerStep):
         self._constants: dict[str, float] = {}
         self._bound: list[Tensor] | None = None
         self._signature: tuple = ()
+        self._samples = 0
+        self._told = False
 
     def prepare(self, batch: Any, varying: set[str]) -> None:
         """Captures and compiles; the eager step must have run once, so that the optimizer's state is there.
@@ -59,7 +61,7 @@ class CompiledStep(EagerStep):
         self._hyper = {place: torch.zeros((), dtype=torch.float64) for place in sorted(varying)}
         self._captured = capture(self, batch, batch_length(batch), self._hyper, whole=self.whole)
         self._runner = built(self._captured, self.parts.plan.compile, self.parts.device)
-        self._signature = signature(batch)
+        self._signature, self._samples = signature(batch), batch_length(batch)
 
     def rebind(self) -> None:
         """Notes that tensors of the optimizer's state were replaced."""
@@ -86,7 +88,18 @@ class CompiledStep(EagerStep):
 
     def _run_eagerly(self, batch: Any, samples: int, step: int) -> Tensor:
         self._bound = None  # an eager step may replace tensors of the optimizer's state
+        self._tell(batch, samples)
         return EagerStep.__call__(self, batch, samples, step)
+
+    def _tell(self, batch: Any, samples: int) -> None:
+        """Says, once, that a batch is not like the one that the program was made for."""
+        if self._told or self._runner is None or signature(batch) == self._signature:
+            return
+        self._told = True
+        other = f"of {samples} instead of {self._samples} samples"
+        if samples == self._samples:
+            other = "of other shapes, dtypes or strides than the first"
+        self.parts.say(f"a batch {other}: steps on such batches run eagerly")
 
     def _finish(self, outputs: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and scalars; with gradients, the update too."""

@@ -53,7 +53,7 @@ class GraphedStep(CompiledStep):
         plan, device = self.parts.plan, self.parts.device
         self._check_state()
         self._hold_constant(varying)
-        self._signature = signature(batch)
+        self._signature, self._samples = signature(batch), batch_length(batch)
         self._batches = [map_tensors(torch.clone, batch) for _ in range(self.at_once)]
         self._cells = torch.zeros(self.at_once, len(varying), dtype=torch.float64, device=device)
         rows = [dict(zip(sorted(varying), row.unbind(), strict=True)) for row in self._cells]

@@ -19,6 +19,7 @@ from hotloop.data.source import Table
 from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.foreign import is_built
+from hotloop.lowering.telling import SILENT, During, Say
 from hotloop.plan import Plan
 from hotloop.task import Computed, Task, forward
 
@@ -36,6 +37,7 @@ class Ingredients:
         scaled: whether the loss is scaled before backward, as fp16 needs.
         around: contexts that each training step runs in.
         say: shows a line to the user at once, while something takes long.
+        during: shows that it does, and how far it is.
         notes: lines that the user should read about how the Plan was lowered.
     """
 
@@ -49,7 +51,8 @@ class Ingredients:
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     scaled: bool = False
     around: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
-    say: Callable[[str], None] = lambda line: None
+    say: Say = lambda line: None
+    during: During = SILENT
     notes: tuple[str, ...] = ()
 
     @classmethod

@@ -19,6 +19,7 @@ from hotloop.lowering.precision import in_precision
 from hotloop.lowering.program import Program
 from hotloop.lowering.residency import resident
 from hotloop.lowering.step import EagerStep
+from hotloop.lowering.telling import During, Say, in_lines
 from hotloop.lowering.threads import with_threads
 from hotloop.lowering.update import with_implementation
 from hotloop.plan import BASELINE, Plan
@@ -43,11 +44,12 @@ TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
 """Each turns ingredients into ingredients; they apply from first to last."""
 
 
-def lower(task: Task, plan: Plan = BASELINE, say: Callable[[str], None] = lambda line: None) -> Program:
+def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, during: During | None = None) -> Program:
     """Makes a Task runnable under a Plan; the caller's random generators stay as they are.
 
     Args:
         say: is told what the user should know of it, such as what was read into memory.
+        during: shows what takes long while it lasts; lines through `say` otherwise.
 
     Raises:
         DeviceError: the plan's device isn't on this machine.
@@ -58,7 +60,7 @@ def lower(task: Task, plan: Plan = BASELINE, say: Callable[[str], None] = lambda
     check_device(plan.device)
     try:
         with preserved():
-            parts = replace(Ingredients.of(task, plan), say=say)
+            parts = replace(Ingredients.of(task, plan), say=say, during=during or in_lines(say))
             _check(parts)
             for transform in TRANSFORMS:
                 parts = transform(parts)
@@ -93,7 +95,8 @@ def _checked(program: Program) -> Program:
         began = time.perf_counter()
         if plan.compile != "none":
             parts.say("compiling the step, which may take half a minute")
-        program.prepare(batch, samples)
+        with parts.during("compiling the step", counted=False):
+            program.prepare(batch, samples)
         program.compile_s = time.perf_counter() - began
         parts.say(f"{made} the step in {program.compile_s:.1f}s")
     return program

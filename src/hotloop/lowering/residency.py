@@ -14,8 +14,6 @@ from hotloop.errors import PlanError
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.probe.machine import free_memory
 
-_SAY_EVERY_S = 10.0
-
 
 def resident(parts: Ingredients) -> Ingredients:
     """Training and validation data in memory, or on the device; test data, which is read once, stays as it is.
@@ -70,11 +68,11 @@ def _read(parts: Ingredients, name: str, samples: Samples) -> tuple[Table | Plan
         prepare=roles.prepare,
         workers=parts.plan.workers,
         free_bytes=free_memory(torch.device("cpu")),
-        progress=_Telling(parts, name),
     )
     began = time.perf_counter()
     try:
-        table = materialise(samples, how)
+        with parts.during(f"reading {name} into memory") as progress:
+            table = materialise(samples, replace(how, progress=progress))
     except PlanError as error:
         error = error.with_traceback(None)  # it is kept, and all that its frames hold need not be
         return error, () if name == "data" else (f"{error.given}; it is loaded sample by sample",)
@@ -82,18 +80,6 @@ def _read(parts: Ingredients, name: str, samples: Samples) -> tuple[Table | Plan
     roles.reading_s[name] = (took, time.perf_counter())
     said = f"read {len(table):,} samples of {name} into memory ({megabytes(table.nbytes())}) in {took:.1f}s"
     return table, (said,)
-
-
-class _Telling:
-    """Says now and then how far reading is."""
-
-    def __init__(self, parts: Ingredients, name: str) -> None:
-        self._say, self._name, self._said = parts.say, name, time.monotonic()
-
-    def __call__(self, done: int, samples: int) -> None:
-        if time.monotonic() - self._said >= _SAY_EVERY_S:
-            self._said = time.monotonic()
-            self._say(f"reading {self._name} into memory: {done:,} of {samples:,} samples")
 
 
 def _fits(table: Table, device: torch.device) -> bool:

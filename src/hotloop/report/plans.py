@@ -15,10 +15,13 @@ from hotloop.hardware import Device
 from hotloop.rules import Choice
 
 
-def page(choice: Choice, passed_over: Sequence[str], refused: Sequence[Refused]) -> RenderableType:
-    """The choice, what speaks for it, what it had to pass over, and the table of what can't be run."""
+def page(
+    choice: Choice, passed_over: Sequence[str], left_open: Sequence[str], refused: Sequence[Refused]
+) -> RenderableType:
+    """The choice, what speaks for it, what it had to pass over or leaves open, and the table of what can't be run."""
     lines = [f"auto runs: {choice.plan.brief()}", *(f"  {reason}" for reason in choice.why)]
     lines += [f"auto passes over {line}" for line in passed_over]
+    lines += [f"train finds out about {line}" for line in left_open]
     return Group(*(Text(line) for line in lines), refusals(refused))
 
 
@@ -33,12 +36,15 @@ def refusals(refused: Sequence[Refused]) -> Table:
     return table
 
 
-def document(choice: Choice, passed_over: Sequence[str], refused: Sequence[Refused], device: Device) -> dict[str, Any]:
-    """The same for programs: `plan`, `why`, `passed_over`, `refused` and `device`."""
+def document(
+    choice: Choice, passed_over: Sequence[str], left_open: Sequence[str], refused: Sequence[Refused], device: Device
+) -> dict[str, Any]:
+    """The same for programs: `plan`, `why`, `passed_over`, `left_open`, `refused` and `device`."""
     return {
         "plan": choice.plan.model_dump(),
         "why": list(choice.why),
         "passed_over": list(passed_over),
+        "left_open": list(left_open),
         "refused": [
             {"axis": one.axis, "value": one.value, "reason": one.violation.reason, "fix": one.violation.fix}
             for one in refused

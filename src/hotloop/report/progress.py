@@ -3,13 +3,61 @@
 from __future__ import annotations
 
 import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
 from hotloop.view import View
+
+
+@contextmanager
+def bar(
+    console: Console, doing: str, of: str = "samples", counted: bool = True, after_s: float = 2.0
+) -> Iterator[Callable[[int, int | None], None]]:
+    """A progress bar for work that lasts longer than `after_s`; it is told `(done, of how many)`.
+
+    Unless the work is `counted`: then what is shown at once is that it goes on, and for how long already.
+    """
+    count = (BarColumn(), MofNCompleteColumn(), TextColumn(of), TimeRemainingColumn())
+    shown = Progress(
+        SpinnerColumn(),
+        TextColumn(doing),
+        *(count if counted else (TimeElapsedColumn(),)),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    work = shown.add_task("", total=None)
+    started = time.monotonic()
+
+    def progress(done: int, total: int | None) -> None:
+        shown.update(work, completed=done, total=total)
+        if time.monotonic() - started > after_s:
+            shown.start()
+
+    try:
+        if not counted:
+            shown.start()
+        yield progress
+    finally:
+        shown.stop()
 
 
 class Display:
@@ -23,6 +71,11 @@ class Display:
     def say(self, line: str) -> None:
         """Shows a line, above the bar if there is one."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @property
+    def during(self) -> Callable[..., AbstractContextManager[Callable[[int, int | None], None]]] | None:
+        """Shows, on a terminal, work that takes long, see `bar`; None elsewhere, where lines have to do."""
+        return partial(bar, self.console) if self.console.is_terminal else None
 
     def __call__(self, view: View) -> None:
         if view.event in ("start", "progress", "epoch"):
