@@ -55,7 +55,9 @@ class Objective:
         if self.ignore_index is None or not isinstance(target, Tensor) or target.is_floating_point():
             return samples  # probabilities of classes, too, are averaged over the samples
         counted = target != self.ignore_index
-        return counted.sum() if self.class_weights is None else self.class_weights[target[counted]].sum()
+        if self.class_weights is None:
+            return counted.sum()
+        return torch.where(counted, self.class_weights[torch.where(counted, target, 0)], 0.0).sum()
 
 
 def weighted(mean: Tensor, weight: Any) -> Tensor:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.objective import weighted
 from hotloop.task import Computed
 
 Backward = Callable[[Tensor], Any]
@@ -35,6 +36,30 @@ def accumulate(parts: Ingredients, model: nn.Module, batch: Any, samples: int, b
         loss = loss + computed.loss.detach() * share
         for name, value in computed.scalars.items():
             scalars[name] = scalars.get(name, 0.0) + value.detach() * share
+    return Computed(loss, None, scalars)
+
+
+def accumulate_on_device(
+    parts: Ingredients, model: nn.Module, batch: Any, samples: int, backward: Callable[..., None]
+) -> Computed:
+    """The same without asking for a tensor's value, so that it can be captured.
+
+    Args:
+        backward: also gets a 0-dim bool tensor where what a piece counts depends on the values in it; False if it
+            counts nothing, so that its gradients, of a mean of nothing, are to be left out.
+    """
+    cut = list(pieces_of(batch, samples, parts.plan.accumulation))
+    weights = [parts.weigh(piece, size) for piece, size in cut]
+    total: Any = sum(weights)
+    loss: Any = 0.0
+    scalars: dict[str, Any] = {}
+    for (piece, _), weight in zip(cut, weights, strict=True):
+        computed = parts.compute(model, piece)
+        share = weight / total
+        backward(computed.loss * share, weight > 0 if isinstance(weight, Tensor) else None)
+        loss = loss + weighted(computed.loss.detach(), share)
+        for name, value in computed.scalars.items():
+            scalars[name] = scalars.get(name, 0.0) + weighted(value.detach(), share)
     return Computed(loss, None, scalars)
 
 

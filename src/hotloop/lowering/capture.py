@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 
 from hotloop.errors import PlanError, blame
-from hotloop.lowering.accumulation import Backward, accumulate
+from hotloop.lowering.accumulation import accumulate_on_device
 from hotloop.lowering.step import EagerStep
 from hotloop.task import Computed
 
@@ -139,11 +139,12 @@ class _Tracer:
         wanted = {name: value for name, value in live.items() if value.requires_grad}
         gradients: dict[str, Tensor] = {}
 
-        def backward(loss: Tensor) -> None:
+        def backward(loss: Tensor, counts: Tensor | None = None) -> None:
             scaled = loss if scale is None else loss * scale
             found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True)
             for name, value in zip(wanted, found, strict=True):
                 if value is not None:
+                    value = value if counts is None else torch.where(counts, value, 0.0)
                     gradients[name] = gradients[name] + value if name in gradients else value
 
         with (
@@ -162,25 +163,14 @@ class _Tracer:
             self.update(values, gradients)
         return outputs
 
-    def compute(self, batch: Any, backward: Backward) -> Computed:
+    def compute(self, batch: Any, backward: Callable[..., None]) -> Computed:
         """Forward and backward: of the whole batch, or piece by piece."""
         parts = self.step.parts
         if parts.plan.accumulation > 1:
-            return accumulate(replace(parts, weigh=self.weigh), parts.model, batch, self.samples, backward)
+            return accumulate_on_device(parts, parts.model, batch, self.samples, backward)
         computed = parts.compute(parts.model, batch)
         backward(computed.loss)
         return computed
-
-    def weigh(self, piece: Any, samples: int) -> Any:
-        """What a piece counts, which becomes a constant of the graph."""
-        weight = self.step.parts.weigh(piece, samples)
-        if isinstance(weight, Tensor):
-            raise _refused(
-                "what a piece of a batch counts depends on the values in it, such as targets that are ignored",
-                "pieces that count by their samples",
-                fix="choose accumulation=1, or compile=none and graphs=none",
-            )
-        return weight
 
     def trained(self, name: str) -> bool:
         return self.step.parts.model.get_parameter(name).requires_grad
@@ -287,7 +277,8 @@ def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: fl
     return found
 
 
-def _refused(why: str, expected: str, fix: str = "mend that line, or choose compile=none and graphs=none") -> PlanError:
+def _refused(why: str, expected: str) -> PlanError:
+    fix = "mend that line, or choose compile=none and graphs=none"
     return PlanError(f"the step can't be captured as one graph: {why}", expected=expected, fix=fix)
 
 
