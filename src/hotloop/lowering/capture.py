@@ -277,8 +277,7 @@ def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: fl
     return found
 
 
-def _refused(why: str, expected: str) -> PlanError:
-    fix = "mend that line, or choose compile=none and graphs=none"
+def _refused(why: str, expected: str, fix: str = "mend that line, or choose compile=none and graphs=none") -> PlanError:
     return PlanError(f"the step can't be captured as one graph: {why}", expected=expected, fix=fix)
 
 
