@@ -93,7 +93,7 @@ class Timing(Record):
         plan: its axes.
         step_ms: median over the windows.
         ratio: median of the baseline's time over this plan's, window by window; above 1 is faster. `ratio_low` and
-            `ratio_high` are the ends of its 95 % interval.
+            `ratio_high` are the ends of its 99 % interval.
         windows: pairs of windows that the ratio is from.
         parity: its class, and `parity_reason`; None where it wasn't asked for.
         startup_s: from the Task to the first step, without compiling; `compile_s` compiling alone.

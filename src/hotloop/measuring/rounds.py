@@ -15,14 +15,17 @@ from typing import Protocol
 from hotloop.measuring.clocks import Clock
 from hotloop.measuring.statistics import Ratio, behind, ratio_of, settled
 
-_WINDOW_S = {"cpu": 0.02}
+_WINDOW_S = {"cpu": 0.01}
 """On a CPU short, so that what interrupts it spoils some windows and leaves the others, which the median is of."""
 
 _WINDOW_ELSEWHERE_S = 0.1
 """On an accelerator long, so that waiting for it at both ends costs next to nothing."""
 
 _SETTLING = 0.2
-"""Share of a window's steps that is run before it, untimed."""
+"""Share of a window's steps that is run before it, untimed; a step at least."""
+
+_LONG_S = 0.05
+"""Steps that last longer don't feel what the plan before left in the caches."""
 
 _ALIKE = 4.0
 """Plans up to so many times as fast or slow as the baseline run the same steps, and so the same batches, as it."""
@@ -62,6 +65,8 @@ class Lane:
         alike = baseline_s / _ALIKE < step_s < baseline_s * _ALIKE
         steps = _WINDOW_S.get(device, _WINDOW_ELSEWHERE_S) / max(baseline_s if alike else step_s, 1e-7)
         self.steps, self.untimed = max(1, round(steps)), round(_SETTLING * steps)
+        if step_s < _LONG_S:
+            self.untimed = max(self.untimed, 1)
 
 
 @dataclass(frozen=True)

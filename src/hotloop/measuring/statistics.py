@@ -15,8 +15,11 @@ Answer = Literal["faster", "slower", "no difference"]
 MARGIN = 0.02
 """Plans whose times differ by less than this are as good as equal: nobody would change a plan for it."""
 
-LEAST_PAIRS = 6
-"""With fewer, no two of the ratios enclose the true median in 95 of 100 cases: 1 - 2 / 2**5 is only 0.94."""
+CONFIDENCE = 0.99
+"""Of the interval. A race has several plans and each verdict is acted upon, so 1 in 20 would be wrong too often."""
+
+LEAST_PAIRS = 8
+"""With fewer, no two of the ratios enclose the true median as often: 1 - 2 / 2**7 is only 0.984."""
 
 _ENOUGH_PAIRS = 12
 _NARROW = 0.02
@@ -30,7 +33,7 @@ class Ratio:
 
     Attributes:
         median: over the pairs of windows.
-        low, high: ends of its 95 % interval; None with too few pairs.
+        low, high: ends of its 99 % interval; None with too few pairs.
         pairs: how many there are.
     """
 
@@ -46,11 +49,11 @@ class Ratio:
 
 
 def ratio_of(baseline: Sequence[float], own: Sequence[float]) -> Ratio:
-    """Median ratio of paired times with its 95 % interval.
+    """Median ratio of paired times with its 99 % interval.
 
     The interval is the one between two of the sorted ratios that the binomial distribution gives (Conover, Practical
-    Nonparametric Statistics, 3rd edition, section 3.2). It holds the true median in at least 95 of 100 cases whatever
-    the distribution of the noise, from 6 pairs on, as long as the pairs don't depend on each other. A bootstrap is
+    Nonparametric Statistics, 3rd edition, section 3.2). It holds the true median in at least 99 of 100 cases whatever
+    the distribution of the noise, from 8 pairs on, as long as the pairs don't depend on each other. A bootstrap is
     narrower with few pairs, and then promises too much.
 
     Args:
@@ -61,7 +64,7 @@ def ratio_of(baseline: Sequence[float], own: Sequence[float]) -> Ratio:
     median = float(np.median(ratios))
     if count < LEAST_PAIRS:
         return Ratio(median, None, None, count)
-    interval = quantile_test(ratios, q=median, p=0.5).confidence_interval(confidence_level=0.95)
+    interval = quantile_test(ratios, q=median, p=0.5).confidence_interval(confidence_level=CONFIDENCE)
     return Ratio(median, float(interval.low), float(interval.high), count)
 
 

@@ -87,7 +87,7 @@ def sentence(verdict: Verdict) -> str:
 
 
 def _speed(timing: Timing, base: Timing) -> str:
-    return f"{timing.ratio:.2f} times as fast as {base.name} (95 % interval {timing.ratio_low:.2f} to {timing.ratio_high:.2f})"
+    return f"{timing.ratio:.2f} times as fast as {base.name} (99 % interval {timing.ratio_low:.2f} to {timing.ratio_high:.2f})"
 
 
 def _trust(timing: Timing) -> str:

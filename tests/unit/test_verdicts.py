@@ -1,0 +1,76 @@
+"""Who wins a race, from its figures alone; and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hotloop.report.contest import sentence, table
+from hotloop.verdicts import Timing, Verdict, best_of
+
+
+def timing(name: str, step_ms: float | None, verdict: Any = None, parity: Any = None, **more: Any) -> Timing:
+    given: dict[str, Any] = dict(ratio_low=0.9, ratio_high=1.1, windows=20) if step_ms else {}
+    if step_ms:
+        given |= dict(ratio=10 / step_ms, run_s=step_ms, compile_s=0.0, startup_s=0.0)
+    return Timing(name=name, step_ms=step_ms, verdict=verdict, parity=parity, **given | more)
+
+
+BASE = timing("baseline", 10.0, "no difference", "bitwise")
+FAST = timing("fast", 5.0, "faster", "fp32-equivalent")
+RACES: dict[str, tuple[list[Timing], str | None, str]] = {
+    "faster and trusted": ([BASE, FAST], "fast", "fast wins: 2.00 times as fast as baseline"),
+    "bitwise, and faster still": ([BASE, FAST, timing("best", 4.0, "faster", "bitwise")], "best", "best wins"),
+    "the first to finish, not the quickest step": (
+        [BASE, FAST, timing("best", 1.0, "faster", "bitwise", run_s=7.0)],
+        "fast",
+        "fast wins",
+    ),
+    "faster, but its compilation never pays": (
+        [BASE, timing("late", 5.0, "faster", "bitwise", run_s=40.0, pays_after=7000)],
+        "baseline",
+        "late is 2.00 times as fast, but takes longer to start, which pays after 7,000 steps",
+    ),
+    "reduced precision": (
+        [BASE, timing("bf16", 2.0, "faster", "reduced-precision")],
+        "baseline",
+        "bf16 is 5.00 times as fast, but reduced-precision",
+    ),
+    "broken": ([BASE, timing("b", 2.0, "faster", "broken")], "baseline", "b is 5.00 times as fast, but broken"),
+    "quicker by chance": ([BASE, timing("c", 9.0, "no difference", "bitwise")], "baseline", "no difference was found"),
+    "slower": ([BASE, timing("s", 20.0, "slower", "bitwise")], "baseline", "s takes 2.00 times as long"),
+    "failed": ([BASE, timing("f", None, failure="no such graph")], "baseline", "f can't be run"),
+    "too little": (
+        [timing("baseline", 10.0, ratio_low=None, ratio_high=None), timing("t", 5.0, ratio_low=None, ratio_high=None)],
+        None,
+        "No winner: too little was measured",
+    ),
+}
+
+
+def verdict(plans: list[Timing], winner: str | None) -> Verdict:
+    figures: dict[str, Any] = dict(task="t", fingerprint="", machine="", versions={}, seconds=0.0, steps=1000)
+    return Verdict(plans=plans, baseline="baseline", winner=winner, **figures)
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_who_wins_and_why(name: str) -> None:
+    plans, winner, says = RACES[name]
+    assert best_of(plans, "baseline", proven=True) == winner
+    assert says in sentence(verdict(plans, winner))
+    assert table(verdict(plans, winner)).row_count == len(plans)
+
+
+def test_without_proofs_any_plan_may_win() -> None:
+    assert best_of([BASE, timing("b", 2.0, "faster")], "baseline", proven=False) == "b"
+
+
+def test_without_a_number_of_steps_the_quickest_step_wins() -> None:
+    plans = [plan.model_copy(update={"run_s": None}) for plan in (BASE, FAST)]
+    assert best_of(plans, "baseline", proven=True) == "fast"
+
+
+def test_a_verdict_goes_to_json_and_back() -> None:
+    one = verdict([BASE, FAST], "fast")
+    assert Verdict.model_validate_json(one.model_dump_json()) == one
