@@ -166,7 +166,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "equivalent_by_class": counted(row["parity"] for row in rows if row["equivalent"]),
         "others_by_class": counted(row["parity"] for row in real),
         "detected": rate(real),
-        "first_named_rightly": rate_of(sum(named), len(named)),
+        "first_named_is_one_that_the_fault_changes": rate_of(sum(named), len(named)),
+        "first_named_is_the_parameter_of_the_fault": rate_of(*named_exactly(judged)),
         "by_effect_in_multiples_of_rounding": binned(real, "multiple", EDGES),
         "by_magnitude": binned(
             [row for row in real if row["magnitude"] is not None], "magnitude", [10.0**power for power in range(-7, 1)]
@@ -175,6 +176,23 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "by_way": {way: rate(found) for way, found in grouped(real, "way").items()},
         "missed": [row for row in real if row["parity"] in TRUSTED],
     }
+
+
+OF_ONE_PARAMETER = (
+    "gradient scaled",
+    "gradient rounded",
+    "gradient noisy",
+    "gradient of the step before",
+    "weights rounded",
+    "parameter not updated",
+)
+"""Kinds whose place is the name of a parameter."""
+
+
+def named_exactly(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """How often the very parameter is named that a fault was planted at, and of how many that were noticed."""
+    rows = [row for row in rows if row["kind"] in OF_ONE_PARAMETER and row["first"]]
+    return sum(row["place"].split(" each ")[0] in row["first"] for row in rows), len(rows)
 
 
 def counted(values: Iterator[str]) -> dict[str, int]:
