@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hotloop.errors import PlanError, TaskError
+from hotloop.errors import HotloopError, PlanError, TaskError
 from hotloop.kept import remember
 from hotloop.lowering import Program
 from hotloop.lowering.telling import Say
@@ -187,8 +187,15 @@ def _proven(task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, pr
     asked = [plan for plan in wanted if plan not in known]
     if asked:
         progress("proving", 0.0)
-        known |= zip(asked, prove(task, asked, lambda done, total: progress("proving", done / total)), strict=True)
+        known |= zip(asked, _parities(task, asked, prove, progress), strict=True)
     return [timing if timing.failure is not None else _with_parity(timing, known) for timing in plans]
+
+
+def _parities(task: Task, plans: Sequence[Plan], prove: Prove, progress: Progress) -> list[Parity]:
+    try:
+        return prove(task, plans, lambda done, total: progress("proving", done / total))
+    except HotloopError as error:
+        return [Parity(plan=plan.brief(), parity="unproven", reason=str(error), states=0) for plan in plans]
 
 
 def _with_parity(timing: Timing, known: Mapping[Plan, Parity]) -> Timing:

@@ -310,9 +310,19 @@ PROVEN: dict[str, tuple[Any, str]] = {
 }
 
 
-def contest(clock: Clock, monkeypatch, prove: Callable[[Task, Plan], Parity] | None, *plans: Any) -> Verdict:
-    monkeypatch.setattr("hotloop.proving.measure", lambda *a, **k: measure(*a, **k, clock=clock))
-    return hotloop.race(a_task(epochs=200), plans, baseline=MARKED, prove=prove, progress=False, time_limit="10s")
+Prove = Callable[[Task, Plan], Parity]
+
+
+def each(prove: Prove) -> Any:
+    """A proof of several plans at once, one by one."""
+    return lambda task, plans, progress: [prove(task, plan) for plan in plans]
+
+
+def contest(clock: Clock, monkeypatch, prove: Prove | None, *plans: Any) -> Verdict:
+    monkeypatch.setattr("hotloop.contests.measure", lambda *a, **k: measure(*a, **k, clock=clock))
+    return hotloop.race(
+        a_task(epochs=200), plans, baseline=MARKED, prove=prove and each(prove), progress=False, time_limit="10s"
+    )
 
 
 @pytest.mark.parametrize("name", PROVEN)
@@ -348,14 +358,14 @@ def test_a_proof_that_cannot_be_had_is_no_proof(clock: Clock, monkeypatch) -> No
 
 
 def test_the_baseline_needs_no_proof(clock: Clock, monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.proving.measure", lambda *a, **k: measure(*a, **k, clock=clock))
+    monkeypatch.setattr("hotloop.contests.measure", lambda *a, **k: measure(*a, **k, clock=clock))
     asked: list[Plan] = []
 
     def prove(task: Task, plan: Plan) -> Parity:
         asked.append(plan)
         return proof(plan, "bitwise")
 
-    verdict = hotloop.race(a_task(), [MARKED], devices=["cpu"], prove=prove, progress=False)
+    verdict = hotloop.race(a_task(), [MARKED], devices=["cpu"], prove=each(prove), progress=False)
     assert asked == [MARKED] and verdict.plan("baseline").parity == "bitwise" and verdict.winner == "baseline"
 
 
@@ -378,7 +388,7 @@ def test_what_cannot_be_raced(name: str) -> None:
 
 
 def test_names_of_entries() -> None:
-    from hotloop.proving import Contest
+    from hotloop.contests import Contest
 
     entries, baseline = Contest(["auto", "auto", OTHER], devices=["cpu", "cuda"], axes={"threads": 1}).entries()
     assert baseline == "baseline on cpu"

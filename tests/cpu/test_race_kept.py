@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hotloop.measuring import kept
-from hotloop.measuring.kept import best, recall, remember
+from hotloop import kept
+from hotloop.kept import best, recall, remember
 from hotloop.plan import Plan
 from hotloop.verdicts import Timing, Verdict
 
