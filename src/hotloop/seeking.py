@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from hotloop.choosing import known, placed
+from hotloop.feasible import check as check_plan
 from hotloop.kept import remember
 from hotloop.lowering.telling import Say
 from hotloop.measuring.load import Used, busy_note, cores_of_others
@@ -71,13 +72,15 @@ def tuned(
     task = overridden(loaded.task, overrides)
     start = placed(base)
     facts = fingerprinted(Loaded(task, loaded.record, loaded.files))
+    hardware = known(task, start)[1]
+    check_plan(start, facts, hardware)
     search = Search(
         task=task,
         baseline=Plan(device=start.device, workers=start.workers),
         base=start,
         fixed=base.model_fields_set,
         facts=facts,
-        hardware=known(task, start)[1],
+        hardware=hardware,
         prove=lambda programs: prove_programs(task, programs, progress=lambda done, of: progress("proving", done / of)),
         time_limit_s=limit_s,
         progress=progress,

@@ -83,6 +83,8 @@ def sentence(verdict: Verdict) -> str:
     if winner is not base:
         return f"{winner.name} wins: {_speed(winner, base)}{_trust(winner)}{_finish(winner, base, verdict.steps)}."
     rivals = [timing for timing in verdict.plans if timing is not base]
+    if not rivals:
+        return f"{base.name} stays: nothing was raced against it."
     return f"{base.name} wins: {'; '.join(_lost(rival, base) for rival in rivals)}."
 
 
