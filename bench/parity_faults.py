@@ -29,7 +29,7 @@ from bench.yardstick import Effect, Yardstick
 from hotloop.lowering import Program, lower
 from hotloop.parity import prove_programs
 from hotloop.plan import BASELINE, Plan
-from hotloop.report.page import styled, write_page
+from hotloop.report.page import styled
 from hotloop.verdicts import TRUSTED, Parity
 from tests.cpu.more_families import MORE_FAMILIES, another_family
 
@@ -265,7 +265,8 @@ def write_picture(figures: dict[str, Any], folder: Path) -> None:
     picture.update_layout(showlegend=False)
     title = "Planted faults that parity sees"
     note = f"{figures['n_mutants']} mutants of {figures['n_families']} architectures, without those that do nothing"
-    write_page(folder / "detection.html", title, styled(picture, title, note))
+    # Without the 5 MB of plotly itself, which a page of a claim needn't carry.
+    styled(picture, title, note).write_html(folder / "detection.html", include_plotlyjs="cdn")
 
 
 if __name__ == "__main__":
