@@ -43,7 +43,7 @@ from hotloop.steering import Steering
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded, load_from_run
 from hotloop.view import Callback
-from hotloop.wanted import AUTO, BASELINE, Wanted
+from hotloop.wanted import Wanted
 
 
 def fit(
@@ -107,7 +107,7 @@ def start(
     """Starts a new run of a loaded Task; `axes` are set on top of the plan, and see `lower` for `during`."""
     began = time.monotonic()
     task = overridden(loaded.task, overrides)
-    wanted = Wanted.of(default_plan(axes) if plan is None else plan, axes)
+    wanted = Wanted.or_auto(plan, axes)
     Cadence.parse(checkpoint_every)
     stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
     path = run or _free(Path("runs") / f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -133,11 +133,6 @@ def start(
         say(task.roles.note)
     stop_after_s = None if stop_after_s is None else stop_after_s - (time.monotonic() - began)
     return handle, _train(handle, task, lambda: program, False, stop_after_s, callbacks, say)
-
-
-def default_plan(axes: Mapping[str, Any] | None) -> str:
-    """What runs where no plan was asked for: `auto`, but with axes that say how to compute, those on the baseline."""
-    return BASELINE if (axes or {}).keys() - {"device", "workers", "threads"} else AUTO
 
 
 def go_on(

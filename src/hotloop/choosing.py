@@ -47,7 +47,8 @@ def lowered(task: Task, wanted: Wanted, say: Say = lambda line: None, during: Du
     for line in considered.passed_over:
         say(f"auto passes over {line}")
     program, plan = _first_lowered(task, considered.choices, say, during)
-    say(f"auto: {plan.brief()}")
+    if wanted.asked:
+        say(f"auto: {plan.brief()}")
     return program
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ class Wanted:
     Attributes:
         plan: its `model_fields_set` are the axes that the user set.
         auto: whether the rules fill in the others; else they are the baseline's.
+        asked: whether anybody asked for that; what is chosen without a word is not worth a line.
     """
 
     plan: Plan
     auto: bool = False
+    asked: bool = True
 
     @classmethod
     def of(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> Wanted:
@@ -47,6 +49,13 @@ class Wanted:
             plan = _read(Path(given))
         kept = {axis: getattr(plan, axis) for axis in plan.model_fields_set}
         return cls(Plan(**{**kept, **on_top}), given == AUTO)
+
+    @classmethod
+    def or_auto(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> Wanted:
+        """The same, but without a plan `auto`; with axes on top that say how to compute, the baseline with those."""
+        if given is not None or (axes or {}).keys() - {"device", "workers", "threads"}:
+            return cls.of(given, axes)
+        return replace(cls.of(AUTO, axes), asked=False)
 
 
 def _read(path: Path) -> Plan:

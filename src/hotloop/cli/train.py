@@ -106,7 +106,7 @@ def train(
     shown = {name: value for name, value in (ended.final or {}).items() if isinstance(value, float)}
     if shown:
         display.say("  ".join([f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items()]))
-    display.say(f"run: {handle.path}   learning curves: {handle.path / 'curves.html'}")
+    display.say(f"run: {handle.path}   plan: {handle.plan.brief()}   learning curves: {handle.path / 'curves.html'}")
     if as_json:
         print_json(
             {
