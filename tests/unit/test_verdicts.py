@@ -41,6 +41,11 @@ RACES: dict[str, tuple[list[Timing], str | None, str]] = {
     "quicker by chance": ([BASE, timing("c", 9.0, "no difference", "bitwise")], "baseline", "no difference was found"),
     "slower": ([BASE, timing("s", 20.0, "slower", "bitwise")], "baseline", "s takes 2.00 times as long"),
     "failed": ([BASE, timing("f", None, failure="no such graph")], "baseline", "f can't be run"),
+    "all failed, and little time": (
+        [timing("baseline", 10.0, ratio_low=None, ratio_high=None), timing("f", None, failure="no such graph")],
+        "baseline",
+        "f can't be run",
+    ),
     "too little": (
         [timing("baseline", 10.0, ratio_low=None, ratio_high=None), timing("t", 5.0, ratio_low=None, ratio_high=None)],
         None,

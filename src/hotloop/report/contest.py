@@ -13,6 +13,9 @@ from rich.text import Text
 from hotloop.report.progress import duration
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
+_NAME = 20
+"""Letters of a plan's name that stay on one line in a narrow terminal."""
+
 
 @contextmanager
 def watched(console: Console) -> Iterator[Callable[[str, float], None]]:
@@ -40,8 +43,8 @@ def table(verdict: Verdict) -> Table:
     """A row for each plan."""
     asked = any(timing.parity for timing in verdict.plans)
     shown = Table()
-    shown.add_column("plan", overflow="fold")
-    for name in ("step", "times as fast", *(["parity"] * asked), "start", "compile", "this run"):
+    shown.add_column("plan", overflow="fold", min_width=min(_NAME, max(len(timing.name) for timing in verdict.plans)))
+    for name in ("step", "times as fast", *(["parity"] * asked), "compile", "this run"):
         shown.add_column(name, justify="right")
     shown.add_column("verdict")
     for timing in verdict.plans:
@@ -63,7 +66,7 @@ def _said(timing: Timing, verdict: Verdict) -> str:
 
 
 def _times(timing: Timing) -> tuple[float | None, ...]:
-    return timing.startup_s, timing.compile_s, timing.run_s
+    return timing.compile_s, timing.run_s
 
 
 def _time(seconds: float | None) -> str:
