@@ -121,6 +121,10 @@ def test_sizes(task: Path, hotloop: Hotloop) -> None:
     assert (found["parameter"], found["values"], found["page"]) == ("width", ["2", "200"], "sizes.html")
     assert [[plan["name"] for plan in race["plans"]] for race in found["races"]] == [["baseline", "auto"]] * 2
     assert len({race["fingerprint"] for race in found["races"]}) == 2
+    assert [(plan["scale"], plan["name"]) for plan in found["plans"]] == [
+        (size, name) for size in ("2", "200") for name in ("baseline", "auto")
+    ]
+    assert found["baseline"] == "baseline" and "winner" in found
     [crossing] = found["crossings"]
     assert crossing["name"] == "auto" and "decide" in crossing["reason"]
     drawn = Path("sizes.html").read_text()
@@ -182,7 +186,9 @@ def test_a_baseline_that_cannot_be_run_is_an_error(hotloop: Hotloop) -> None:
     assert done.code == 1 and "mat1 and mat2" in done.document["error"]["message"]
 
 
-def test_a_wrong_plan_shows_before_torch_is_there(run_cli: RunCli, tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text("import nothing_of_the_sort")
-    done = run_cli("race", "task.py", "--plans", "mien.toml")
+def test_a_wrong_plan_shows_before_torch_is_imported(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "task.py").touch()
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    assert "torch was imported" in run_cli("race", "task.py").stderr
+    done = run_cli("race", "task.py", "--plans", "baseline,mien.toml")
     assert done.returncode == 1 and "no plan at 'mien.toml'" in done.stderr

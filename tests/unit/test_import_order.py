@@ -60,6 +60,7 @@ ORDER = (
     "view",
     "steering",
     "pacing",
+    "rivals",
     "interrupts",
     "evaluation",
     "inference",
@@ -99,6 +100,8 @@ TORCH_FREE = (
     "feasible",
     "rules",
     "wanted",
+    "pacing",
+    "rivals",
     "report/",
     "cli/",
 )

@@ -1,0 +1,68 @@
+"""Which plans race against each other: from what was asked for to a list of names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotloop.errors import PlanError
+from hotloop.pacing import seconds
+from hotloop.plan import Plan
+from hotloop.wanted import BASELINE as BY_NAME
+from hotloop.wanted import Wanted
+
+Asked = Plan | str | Path
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Which plans race, and for how long; see `race`.
+
+    Attributes:
+        axes: set on top of each plan but the baseline.
+    """
+
+    plans: Sequence[Asked]
+    baseline: Asked = BY_NAME
+    devices: Sequence[str] | None = None
+    axes: Mapping[str, Any] | None = None
+    time_limit: str = "60s"
+
+    def entries(self) -> tuple[dict[str, Wanted], str]:
+        """What was asked for by name, and the baseline's name.
+
+        Raises:
+            PlanError: one plan alone, or one that doesn't exist.
+        """
+        seconds(self.time_limit, "time-limit")
+        plans = [*([] if self.baseline in self.plans else [self.baseline]), *self.plans]
+        base = plans.index(self.baseline)
+        found: dict[str, Wanted] = {}
+        names: dict[int, str] = {}
+        for device in self.devices or (None,):
+            for number, plan in enumerate(plans):
+                place = {} if device is None else {"device": device}
+                name = _free(_name(plan) + (f" on {device}" if len(self.devices or ()) > 1 else ""), found)
+                found[name] = Wanted.of(plan, place if number == base else {**(self.axes or {}), **place})
+                names.setdefault(number, name)
+        if len(found) < 2:
+            raise PlanError(
+                f"one plan alone to race: {_name(plans[0])}",
+                expected="two or more",
+                fix="name another with --plans, such as --plans baseline,auto, or another device with --devices",
+            )
+        return found, names[base]
+
+
+def _name(plan: Asked) -> str:
+    return plan.brief() if isinstance(plan, Plan) else str(plan)
+
+
+def _free(name: str, taken: Mapping[str, Any]) -> str:
+    """`name`, or where that is taken `name (2)` and so on."""
+    number = 1
+    while (numbered := name if number == 1 else f"{name} ({number})") in taken:
+        number += 1
+    return numbered
