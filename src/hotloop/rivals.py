@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +44,10 @@ class Contest:
         names: dict[int, str] = {}
         for device in self.devices or (None,):
             for number, plan in enumerate(plans):
-                place = {} if device is None else {"device": device}
-                name = _free(_name(plan) + (f" on {device}" if len(self.devices or ()) > 1 else ""), found)
-                found[name] = Wanted.of(plan, place if number == base else {**(self.axes or {}), **place})
+                axes = {} if number == base else dict(self.axes or {})
+                where = f" on {device}" if len(self.devices or ()) > 1 else ""
+                name = _free(_name(plan), axes, where, found)
+                found[name] = Wanted.of(plan, axes if device is None else {**axes, "device": device})
                 names.setdefault(number, name)
         if len(found) < 2:
             raise PlanError(
@@ -60,9 +62,8 @@ def _name(plan: Asked) -> str:
     return plan.brief() if isinstance(plan, Plan) else str(plan)
 
 
-def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """`name`, or where that is taken `name (2)` and so on."""
-    number = 1
-    while (numbered := name if number == 1 else f"{name} ({number})") in taken:
-        number += 1
-    return numbered
+def _free(name: str, axes: Mapping[str, Any], where: str, taken: Mapping[str, Any]) -> str:
+    """The name of a plan there; where that is taken with the axes set on it, and then with a number."""
+    with_axes = " ".join([name, *(f"{axis}={value}" for axis, value in axes.items())])
+    numbered = (f"{with_axes}{where} ({number})" for number in itertools.count(2))
+    return next(one for one in itertools.chain([name + where, with_axes + where], numbered) if one not in taken)

@@ -398,7 +398,7 @@ def test_names_of_entries() -> None:
 
     entries, baseline = Contest(["auto", "auto", OTHER], devices=["cpu", "cuda"], axes={"threads": 1}).entries()
     assert baseline == "baseline on cpu"
-    assert list(entries)[:4] == ["baseline on cpu", "auto on cpu", "auto on cpu (2)", "optimizer=foreach on cpu"]
+    assert list(entries)[:4] == ["baseline on cpu", "auto on cpu", "auto threads=1 on cpu", "optimizer=foreach on cpu"]
     assert {name: wanted.plan.threads for name, wanted in entries.items() if "baseline" in name} == {
         "baseline on cpu": None,
         "baseline on cuda": None,

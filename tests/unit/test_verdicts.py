@@ -30,7 +30,7 @@ RACES: dict[str, tuple[list[Timing], str | None, str]] = {
     "faster, but its compilation never pays": (
         [BASE, timing("late", 5.0, "faster", "bitwise", run_s=40.0, pays_after=7000)],
         "baseline",
-        "late is 2.00 times as fast, but takes longer to start, which pays after 7,000 steps",
+        "late is 2.00 times as fast, but takes longer to start and compile, which pays after 7,000 steps",
     ),
     "reduced precision": (
         [BASE, timing("bf16", 2.0, "faster", "reduced-precision")],

@@ -122,4 +122,4 @@ def _lost(rival: Timing, base: Timing) -> str:
     if rival.parity is not None and rival.parity not in TRUSTED:
         return f"{rival.name} is {rival.ratio:.2f} times as fast, but {rival.parity}"
     pays = "" if rival.pays_after is None else f", which pays after {rival.pays_after:,} steps"
-    return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to start{pays}"
+    return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to start and compile{pays}"
