@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from hotloop.errors import HotloopError, PlanError, TaskError
+from hotloop.errors import HotloopError, TaskError
 from hotloop.kept import remember
 from hotloop.lowering import Program
 from hotloop.lowering.telling import Say
@@ -23,6 +22,7 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.probe import check_device, machine
 from hotloop.remembering import fingerprinted, lowered_by_memory
 from hotloop.report.contest import watched
+from hotloop.rivals import Asked, Contest
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task
 from hotloop.taskfile import Loaded, load_task
@@ -32,7 +32,6 @@ from hotloop.wanted import BASELINE as BY_NAME
 
 Prove = Callable[[Task, Sequence[Plan], Callable[[int, int], None]], list[Parity]]
 Progress = Callable[[str, float], None]
-Asked = Plan | str | Path
 
 
 def proven_all(task: Task, plans: Sequence[Plan], progress: Callable[[int, int], None]) -> list[Parity]:
@@ -76,58 +75,6 @@ def race(
     asked = Contest(plans, baseline, devices, time_limit=time_limit)
     with watched(console) as moved:
         return raced(Loaded(task, None, {}), asked, prove=prove, progress=moved)
-
-
-@dataclass(frozen=True)
-class Contest:
-    """Which plans race, and for how long; see `race`.
-
-    Attributes:
-        axes: set on top of each plan but the baseline.
-    """
-
-    plans: Sequence[Asked]
-    baseline: Asked = BY_NAME
-    devices: Sequence[str] | None = None
-    axes: Mapping[str, Any] | None = None
-    time_limit: str = "60s"
-
-    def entries(self) -> tuple[dict[str, Wanted], str]:
-        """What was asked for by name, and the baseline's name.
-
-        Raises:
-            PlanError: one plan alone, or one that doesn't exist.
-        """
-        seconds(self.time_limit, "time-limit")
-        plans = [*([] if self.baseline in self.plans else [self.baseline]), *self.plans]
-        base = plans.index(self.baseline)
-        found: dict[str, Wanted] = {}
-        names: dict[int, str] = {}
-        for device in self.devices or (None,):
-            for number, plan in enumerate(plans):
-                place = {} if device is None else {"device": device}
-                name = _free(_name(plan) + (f" on {device}" if len(self.devices or ()) > 1 else ""), found)
-                found[name] = Wanted.of(plan, place if number == base else {**(self.axes or {}), **place})
-                names.setdefault(number, name)
-        if len(found) < 2:
-            raise PlanError(
-                f"one plan alone to race: {_name(plans[0])}",
-                expected="two or more",
-                fix="name another with --plans, such as --plans baseline,auto, or another device with --devices",
-            )
-        return found, names[base]
-
-
-def _name(plan: Asked) -> str:
-    return plan.brief() if isinstance(plan, Plan) else str(plan)
-
-
-def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """`name`, or where that is taken `name (2)` and so on."""
-    number = 1
-    while (numbered := name if number == 1 else f"{name} ({number})") in taken:
-        number += 1
-    return numbered
 
 
 def raced(

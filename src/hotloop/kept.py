@@ -58,11 +58,23 @@ def remember(verdict: Verdict) -> list[str]:
     try:
         for timing in verdict.plans:
             if timing.plan:
-                kept = Kept(key={**where, "plan": timing.plan}, timing=timing, baseline=base)
-                write_atomic(_path(where, timing.plan), kept.model_dump_json(indent=2))
+                path = _path(where, timing.plan)
+                kept = Kept(key={**where, "plan": timing.plan}, timing=_with_parity(timing, path), baseline=base)
+                write_atomic(path, kept.model_dump_json(indent=2))
     except HotloopError as error:
         return [f"what the race found couldn't be kept: {error.given}"]
     return []
+
+
+def _with_parity(timing: Timing, path: Path) -> Timing:
+    """A race without proofs leaves what was proven before as it is."""
+    if timing.parity is not None or timing.failure is not None:
+        return timing
+    try:
+        before = Kept.model_validate_json(path.read_text(encoding="utf-8")).timing
+    except (OSError, ValueError):
+        return timing
+    return timing.model_copy(update={"parity": before.parity, "parity_reason": before.parity_reason})
 
 
 def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple[list[Kept], list[str]]:

@@ -175,6 +175,8 @@ def best_of(plans: Sequence[Timing], baseline: str, *, proven: bool) -> str | No
         None where too little was measured to say.
     """
     base = next(timing for timing in plans if timing.name == baseline)
+    if all(timing.failure for timing in plans if timing is not base):
+        return baseline
     if base.ratio_low is None:
         return None
     faster = [timing for timing in plans if timing.verdict == "faster"]

@@ -53,7 +53,7 @@ class Wanted:
     @classmethod
     def or_auto(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> Wanted:
         """The same, but without a plan `auto`; with axes on top that say how to compute, the baseline with those."""
-        if given is not None or (axes or {}).keys() - {"device", "workers", "threads"}:
+        if given is not None or (axes or {}).keys() - {"device", "workers"}:
             return cls.of(given, axes)
         return replace(cls.of(AUTO, axes), asked=False)
 

@@ -271,6 +271,22 @@ def test_a_time_too_short_says_so(clock: Clock) -> None:
     assert len(found.notes) == 1 and "too short to say anything of slow" in found.notes[0]
 
 
+def test_a_run_of_one_step_can_be_raced(clock: Clock) -> None:
+    task = a_task(batch_size=24, **TASKS["a schedule with an end"])
+    base, slow = raced(task, clock, steps=1, baseline=CPU, slow=MARKED).plans
+    assert base.failure is None and slow.failure is None and slow.verdict == "slower"
+
+
+def test_what_lowering_trips_over_is_a_failure_too(clock: Clock) -> None:
+    def trips() -> Program:
+        raise ZeroDivisionError("planted")
+
+    task = a_task()
+    rivals = [*entrants(task, baseline=CPU), Entrant("odd", trips)]
+    found = measure(rivals, "baseline", steps=None, time_limit_s=1, clock=clock)
+    assert found.plans[1].failure and "ZeroDivisionError: planted" in found.plans[1].failure
+
+
 def test_the_callers_generators_stay_as_they_were(clock: Clock) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -388,11 +404,11 @@ def test_what_cannot_be_raced(name: str) -> None:
 
 
 def test_names_of_entries() -> None:
-    from hotloop.contests import Contest
+    from hotloop.rivals import Contest
 
     entries, baseline = Contest(["auto", "auto", OTHER], devices=["cpu", "cuda"], axes={"threads": 1}).entries()
     assert baseline == "baseline on cpu"
-    assert list(entries)[:4] == ["baseline on cpu", "auto on cpu", "auto on cpu (2)", "optimizer=foreach on cpu"]
+    assert list(entries)[:4] == ["baseline on cpu", "auto on cpu", "auto threads=1 on cpu", "optimizer=foreach on cpu"]
     assert {name: wanted.plan.threads for name, wanted in entries.items() if "baseline" in name} == {
         "baseline on cpu": None,
         "baseline on cuda": None,

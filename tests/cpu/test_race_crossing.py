@@ -47,7 +47,7 @@ def test_where_a_gpu_overtakes_a_cpu() -> None:
     assert found.at is not None and found.low is not None and found.high is not None
     assert 1.0 < found.low < found.at < found.high < 4.0
     assert found.at == pytest.approx(2.0**0.5, rel=0.2)  # where 2 + 0.02 s^2 = s^2
-    assert "cuda: launches and Python decide, its time hardly grows from 0.25 to 4" in found.reason
+    assert "cuda: launches, Python and threads decide, its time hardly grows from 0.25 to 4" in found.reason
     assert "the baseline: arithmetic and memory decide" in found.reason
 
 

@@ -68,6 +68,13 @@ def test_the_newest_result_of_a_plan_counts() -> None:
     assert found()[FUSED.brief()].verdict == "slower" and found()[COMPILED.brief()].ratio == 2.0
 
 
+def test_a_race_without_proofs_leaves_what_was_proven() -> None:
+    remember(verdict(timing(FUSED, 1.3, parity="fp32-equivalent", parity_reason="so it is")))
+    remember(verdict(timing(FUSED, 1.5, parity=None)))
+    kept = found()[FUSED.brief()]
+    assert (kept.ratio, kept.parity, kept.parity_reason) == (1.5, "fp32-equivalent", "so it is")
+
+
 def test_failures_are_kept() -> None:
     remember(verdict(Timing(name="c", plan=COMPILED.model_dump(), failure="can't be captured")))
     assert found()["c"].failure == "can't be captured"

@@ -63,6 +63,7 @@ ORDER = (
     "view",
     "steering",
     "pacing",
+    "rivals",
     "interrupts",
     "evaluation",
     "parity/",
@@ -109,6 +110,8 @@ TORCH_FREE = (
     "feasible",
     "rules",
     "wanted",
+    "pacing",
+    "rivals",
     "report/",
     "cli/",
 )

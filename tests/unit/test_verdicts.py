@@ -30,7 +30,7 @@ RACES: dict[str, tuple[list[Timing], str | None, str]] = {
     "faster, but its compilation never pays": (
         [BASE, timing("late", 5.0, "faster", "bitwise", run_s=40.0, pays_after=7000)],
         "baseline",
-        "late is 2.00 times as fast, but takes longer to start, which pays after 7,000 steps",
+        "late is 2.00 times as fast, but takes longer to start and compile, which pays after 7,000 steps",
     ),
     "reduced precision": (
         [BASE, timing("bf16", 2.0, "faster", "reduced-precision")],
@@ -41,6 +41,11 @@ RACES: dict[str, tuple[list[Timing], str | None, str]] = {
     "quicker by chance": ([BASE, timing("c", 9.0, "no difference", "bitwise")], "baseline", "no difference was found"),
     "slower": ([BASE, timing("s", 20.0, "slower", "bitwise")], "baseline", "s takes 2.00 times as long"),
     "failed": ([BASE, timing("f", None, failure="no such graph")], "baseline", "f can't be run"),
+    "all failed, and little time": (
+        [timing("baseline", 10.0, ratio_low=None, ratio_high=None), timing("f", None, failure="no such graph")],
+        "baseline",
+        "f can't be run",
+    ),
     "too little": (
         [timing("baseline", 10.0, ratio_low=None, ratio_high=None), timing("t", 5.0, ratio_low=None, ratio_high=None)],
         None,

@@ -62,13 +62,12 @@ def race(
     named = _listed(plans) if plans is not None else ["baseline"] + ["auto"] * (devices is None and sizes is None)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
 
+    from hotloop.rivals import Contest
+
+    contest = Contest(named, devices=None if devices is None else _listed(devices), axes=on_top, time_limit=time_limit)
+    contest.entries()  # a wrong plan shows at once, before the seconds that importing torch takes
+
     from hotloop import contests
-
-    contest = contests.Contest(
-        named, devices=None if devices is None else _listed(devices), axes=on_top, time_limit=time_limit
-    )
-    contest.entries()  # a wrong plan shows at once
-
     from hotloop.report.contest import watched
     from hotloop.taskfile import load_task
 
@@ -100,10 +99,25 @@ def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
 
     write_picture(scaling, path)
     if as_json:
-        print_json({**scaling.model_dump(), "page": str(path)})
+        print_json({**scaling.model_dump(), **_flat(scaling), "page": str(path)})
     else:
         console.print(page(scaling))
         say(f"picture: {path}")
+
+
+def _flat(scaling: Any) -> dict[str, Any]:
+    """The plans of all sizes in one list, as a race of one size has them; the winner if it is the same at each."""
+    plans = [
+        {"scale": value, **timing.model_dump()}
+        for value, verdict in zip(scaling.values, scaling.races, strict=True)
+        for timing in verdict.plans
+    ]
+    winners = {verdict.winner for verdict in scaling.races}
+    return {
+        "plans": plans,
+        "baseline": scaling.races[0].baseline,
+        "winner": winners.pop() if len(winners) == 1 else None,
+    }
 
 
 def _listed(text: str) -> list[str]:

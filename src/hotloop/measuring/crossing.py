@@ -59,7 +59,7 @@ def _told(points: Sequence[Point]) -> str:
     """What bounds one plan's step from the smallest to the largest size.
 
     A step waits for its batch where fetching and copying take most of its time. It is bound by overhead, which is what
-    asking for operations costs (Python, and launches on a GPU), where its time doesn't grow with the size; else by the
+    asking for operations costs (Python, launches on a GPU, threads that wait for each other), where its time doesn't grow with the size; else by the
     arithmetic and the memory traffic that grow with it.
     """
     parts = [(small[0], large[0], _bound(small, large)) for small, large in pairwise(points)]
@@ -80,4 +80,8 @@ def _bound(small: Point, large: Point) -> str:
     if (after.feed_ms or 0.0) > _STARVED * after.step_ms:
         return "the copy and loading of batches decide"
     growth = math.log(after.step_ms / before.step_ms) / math.log(larger / size)
-    return "launches and Python decide, its time hardly grows" if growth < _FLAT else "arithmetic and memory decide"
+    return (
+        "launches, Python and threads decide, its time hardly grows"
+        if growth < _FLAT
+        else "arithmetic and memory decide"
+    )

@@ -6,11 +6,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hotloop.errors import HotloopError
+from hotloop.errors import HotloopError, blame
 from hotloop.lowering import Program
 from hotloop.measuring.clocks import Clock, feed_time, peak_of_step
 from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
@@ -125,14 +126,10 @@ def _attempt(racer: _Racer, baseline: str, act: Callable[[], None]) -> None:
 
 
 def _failed(racer: _Racer, baseline: str, error: Exception) -> None:
-    known = error
-    if not isinstance(error, HotloopError):
-        if racer.program is None:
-            raise error
-        known = explained(error, racer.program, None)
+    known = error if racer.program is None else explained(error, racer.program, None)
     if racer.name == baseline:
         raise known from error
-    racer.failure = str(known)
+    racer.failure = str(known) if isinstance(known, HotloopError) else blame(known)
     if racer.program is not None:
         racer.program.close()
     racer.program = racer.runner = racer.lane = None
@@ -167,7 +164,10 @@ def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Prog
         racer.lane.lay_out(racer.device, racer.step_s, base.step_s)
     lanes = {racer.name: racer.lane for racer in runners if racer.lane is not None}
     try:
-        run_rounds(list(lanes.values()), lanes[baseline], limits, lambda share: progress("racing", share))
+        with ExitStack() as stack:
+            for device in {racer.program.device for racer in runners if racer.program is not None}:
+                stack.enter_context(preserved(device))
+            run_rounds(list(lanes.values()), lanes[baseline], limits, lambda share: progress("racing", share))
     except Exception as error:
         _failed(base, baseline, error)
     for racer in runners:
@@ -183,9 +183,9 @@ def _look_closer(racer: _Racer) -> None:
     runner, program = racer.runner, racer.program
     assert runner is not None and program is not None
     runner.put_back()
-    runner.settle(1)
-    feed_s = None
     with preserved(program.device):
+        runner.settle(1)
+        runner.ready()
         racer.figures["peak_memory_bytes"] = peak_of_step(program)
         feed_s = feed_time(program)
     racer.figures["feed_ms"] = None if feed_s is None else 1e3 * feed_s

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hotloop.measuring.clocks import Clock
-from hotloop.measuring.statistics import Ratio, behind, ratio_of, settled
+from hotloop.measuring.statistics import ENOUGH_PAIRS, Ratio, behind, ratio_of, settled
 
 _WINDOW_S = {"cpu": 0.01}
 """On a CPU short, so that what interrupts it spoils some windows and leaves the others, which the median is of."""
@@ -98,7 +98,7 @@ def run_rounds(
         if number and started - began + last > limits.seconds:
             return
         running = [lane for lane in lanes if lane.running]
-        if number and (len(running) < 2 or _all_settled(running, baseline)):
+        if number >= ENOUGH_PAIRS and _all_settled(running, baseline):
             return
         _round(running[:: -1 if number % 2 else 1], baseline)
         _drop_losers(running, baseline)

@@ -67,8 +67,7 @@ class Runner:
     def _span(self, steps: int) -> tuple[float, Outcome]:
         """Runs up to `steps` steps, not past the end of an epoch."""
         program = self.program
-        if program.position.epoch - self._begun_at >= program.parts.task.epochs:
-            self._begin_again()
+        self.ready()
         synchronise(program.device)
         began = self._clock()
         try:
@@ -81,6 +80,11 @@ class Runner:
             program.end_epoch(1.0)
         synchronise(program.device)
         return self._clock() - began, outcome
+
+    def ready(self) -> None:
+        """Makes sure that there is a step to run."""
+        if self.program.position.epoch - self._begun_at >= self.program.parts.task.epochs:
+            self._begin_again()
 
     def _begin_again(self) -> None:
         """Goes to the beginning of training, at the next epoch of the data, so that its loaders go on as they are."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.stats import quantile_test
+from scipy.stats import binom
 
 Answer = Literal["faster", "slower", "no difference"]
 
@@ -21,7 +21,9 @@ CONFIDENCE = 0.99
 LEAST_PAIRS = 8
 """With fewer, no two of the ratios enclose the true median as often: 1 - 2 / 2**7 is only 0.984."""
 
-_ENOUGH_PAIRS = 12
+ENOUGH_PAIRS = 12
+"""What is looked at before it is said to be enough."""
+
 _NARROW = 0.02
 _NARROWEST = 0.01
 _BEHIND = 1.1
@@ -60,12 +62,14 @@ def ratio_of(baseline: Sequence[float], own: Sequence[float]) -> Ratio:
         baseline, own: seconds of a step in each pair, above zero; pairs beyond the shorter of the two don't count.
     """
     count = min(len(baseline), len(own))
-    ratios = np.asarray(baseline[:count]) / np.asarray(own[:count])
+    ratios = np.sort(np.asarray(baseline[:count]) / np.asarray(own[:count]))
     median = float(np.median(ratios))
-    if count < LEAST_PAIRS:
+    beyond = int(
+        binom.ppf((1 - CONFIDENCE) / 2, count, 0.5)
+    )  # ratios that lie below the interval, and above it, plus one
+    if beyond < 1:
         return Ratio(median, None, None, count)
-    interval = quantile_test(ratios, q=median, p=0.5).confidence_interval(confidence_level=CONFIDENCE)
-    return Ratio(median, float(interval.low), float(interval.high), count)
+    return Ratio(median, float(ratios[beyond - 1]), float(ratios[count - beyond]), count)
 
 
 def answer(ratio: Ratio) -> Answer | None:
@@ -94,13 +98,13 @@ def settled(ratio: Ratio) -> bool:
     What is looked at again and again would be found different by chance some time; the margin and a least number of
     pairs keep that rare.
     """
-    if ratio.pairs < _ENOUGH_PAIRS or ratio.half_width > _NARROW:
+    if ratio.pairs < ENOUGH_PAIRS or ratio.half_width > _NARROW:
         return False
     return ratio.half_width <= _NARROWEST or not undecided(ratio)
 
 
 def behind(ratio: Ratio, best: Ratio) -> bool:
     """Whether a plan can't become the best any more: its whole interval lies clearly below that of the best."""
-    if ratio.high is None or best.low is None or ratio.pairs < _ENOUGH_PAIRS:
+    if ratio.high is None or best.low is None or ratio.pairs < ENOUGH_PAIRS:
         return False
     return ratio.high * _BEHIND < best.low

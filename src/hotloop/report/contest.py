@@ -14,6 +14,9 @@ from rich.text import Text
 from hotloop.report.progress import duration
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
+_NAME = 20
+"""Letters of a plan's name that stay on one line in a narrow terminal."""
+
 
 @contextmanager
 def watched(console: Console) -> Iterator[Callable[[str, float], None]]:
@@ -40,8 +43,8 @@ def page(verdict: Verdict) -> RenderableType:
 def table(verdict: Verdict) -> Table:
     """A row for each plan; its parity stands below, with the reason."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("plan", overflow="fold")
-    for name in ("step", "times as fast (95 %)", "compile", "this run"):
+    shown.add_column("plan", overflow="fold", min_width=min(_NAME, max(len(timing.name) for timing in verdict.plans)))
+    for name in ("step", "times as fast (99 %)", "compile", "this run"):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("verdict", no_wrap=True)
     for timing in verdict.plans:
@@ -115,4 +118,4 @@ def _lost(rival: Timing, base: Timing) -> str:
     if rival.parity is not None and rival.parity not in TRUSTED:
         return f"{rival.name} is {rival.ratio:.2f} times as fast, but {rival.parity}"
     pays = "" if rival.pays_after is None else f", which pays after {rival.pays_after:,} steps"
-    return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to start{pays}"
+    return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to start and compile{pays}"

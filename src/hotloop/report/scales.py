@@ -31,7 +31,7 @@ def page(scaling: Scaling) -> RenderableType:
         for value, verdict in zip(scaling.values, scaling.races, strict=True)
         for note in [*(f"{plan.name}: {plan.failure}" for plan in verdict.plans if plan.failure), *verdict.notes]
     ]
-    lines = [*notes, *(sentence(scaling, crossing) for crossing in scaling.crossings)]
+    lines = [*notes, *(f"{sentence(scaling, crossing)}: {crossing.reason}." for crossing in scaling.crossings)]
     return Group(shown, *(Text(line) for line in lines))
 
 
@@ -42,15 +42,15 @@ def _cell(timing: Timing, is_baseline: bool) -> str:
 
 
 def sentence(scaling: Scaling, crossing: Crossing) -> str:
-    """From which size on a plan is faster than the baseline, and why."""
+    """From which size on a plan is faster than the baseline."""
     baseline, name = scaling.races[0].baseline, crossing.name
     if crossing.at is None:
-        return f"{name} {_throughout(scaling, name)} {baseline} at all sizes raced ({crossing.reason})."
+        return f"{name} {_throughout(scaling, name)} {baseline} at all sizes raced"
     within = "" if crossing.low is None else f" (between {crossing.low:.3g} and {crossing.high:.3g})"
     smallest = min(zip(map(float, scaling.values), scaling.races, strict=True), key=lambda pair: pair[0])[1]
     side = "above" if (smallest.plan(name).ratio or 1.0) < 1 else "below"
     size = f"{scaling.parameter}={crossing.at:.3g}"
-    return f"{name} is faster than {baseline} {side} {size}{within}; {crossing.reason}."
+    return f"{name} is faster than {baseline} {side} {size}{within}"
 
 
 def _throughout(scaling: Scaling, name: str) -> str:
@@ -82,7 +82,7 @@ def picture(scaling: Scaling) -> go.Figure:
             figure.add_vline(x=crossing.at, line_dash="dot", line_color="#616e7c", annotation_text=text)
     figure.update_xaxes(title_text=escape(scaling.parameter), type="log")
     figure.update_yaxes(title_text="milliseconds of a step", type="log")
-    note = " ".join(sentence(scaling, crossing) for crossing in scaling.crossings)
+    note = "; ".join(sentence(scaling, crossing) for crossing in scaling.crossings)
     return styled(figure, f"{scaling.races[0].task}: step time against {scaling.parameter}", note).update_layout(
         height=520
     )

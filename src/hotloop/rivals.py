@@ -1,0 +1,69 @@
+"""Which plans race against each other: from what was asked for to a list of names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotloop.errors import PlanError
+from hotloop.pacing import seconds
+from hotloop.plan import Plan
+from hotloop.wanted import BASELINE as BY_NAME
+from hotloop.wanted import Wanted
+
+Asked = Plan | str | Path
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Which plans race, and for how long; see `race`.
+
+    Attributes:
+        axes: set on top of each plan but the baseline.
+    """
+
+    plans: Sequence[Asked]
+    baseline: Asked = BY_NAME
+    devices: Sequence[str] | None = None
+    axes: Mapping[str, Any] | None = None
+    time_limit: str = "60s"
+
+    def entries(self) -> tuple[dict[str, Wanted], str]:
+        """What was asked for by name, and the baseline's name.
+
+        Raises:
+            PlanError: one plan alone, or one that doesn't exist.
+        """
+        seconds(self.time_limit, "time-limit")
+        plans = [*([] if self.baseline in self.plans else [self.baseline]), *self.plans]
+        base = plans.index(self.baseline)
+        found: dict[str, Wanted] = {}
+        names: dict[int, str] = {}
+        for device in self.devices or (None,):
+            for number, plan in enumerate(plans):
+                axes = {} if number == base else dict(self.axes or {})
+                where = f" on {device}" if len(self.devices or ()) > 1 else ""
+                name = _free(_name(plan), axes, where, found)
+                found[name] = Wanted.of(plan, axes if device is None else {**axes, "device": device})
+                names.setdefault(number, name)
+        if len(found) < 2:
+            raise PlanError(
+                f"one plan alone to race: {_name(plans[0])}",
+                expected="two or more",
+                fix="name another with --plans, such as --plans baseline,auto, or another device with --devices",
+            )
+        return found, names[base]
+
+
+def _name(plan: Asked) -> str:
+    return plan.brief() if isinstance(plan, Plan) else str(plan)
+
+
+def _free(name: str, axes: Mapping[str, Any], where: str, taken: Mapping[str, Any]) -> str:
+    """The name of a plan there; where that is taken with the axes set on it, and then with a number."""
+    with_axes = " ".join([name, *(f"{axis}={value}" for axis, value in axes.items())])
+    numbered = (f"{with_axes}{where} ({number})" for number in itertools.count(2))
+    return next(one for one in itertools.chain([name + where, with_axes + where], numbered) if one not in taken)

@@ -1,0 +1,194 @@
+"""`hotloop race`: what it prints, for people and for programs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotloop.plan import Plan
+from hotloop.verdicts import Parity
+from tests.cli.in_process import SMALL, Hotloop, commands
+from tests.conftest import RunCli
+
+
+@pytest.fixture
+def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
+    monkeypatch.setattr("hotloop.measuring.kept.folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr("hotloop.measuring.runner._WARM_S", 0.01)
+    monkeypatch.setattr("hotloop.measuring.rounds._WINDOW_S", {"cpu": 0.0005})  # enough pairs on a busy machine, too
+    with commands(tmp_path, monkeypatch, capfd) as run:
+        yield run
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    path = tmp_path / "task.py"
+    path.write_text(
+        f"{SMALL}def task(width: int = 4):\n"
+        "    model = lambda: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))\n"
+        "    return make(model=model, epochs=50)\n"
+    )
+    return path
+
+
+FIELDS = {"name", "step_ms", "ratio", "ratio_low", "ratio_high", "parity", "compile_s", "run_s", "verdict", "failure"}
+SHORT = ("--time-limit", "0.8s")
+
+
+def proves(patch: pytest.MonkeyPatch, **parity: Any) -> list[Plan]:
+    """Proofs that answer by the plan's optimizer; the plans asked for."""
+    asked: list[Plan] = []
+
+    def prove(task: Any, plan: Plan) -> Parity:
+        asked.append(plan)
+        return Parity(plan=plan.brief(), parity=parity[plan.optimizer], reason="planted", states=16)
+
+    patch.setattr("hotloop.proving.PROVE", prove)
+    return asked
+
+
+def test_a_race_as_json(task: Path, hotloop: Hotloop, monkeypatch) -> None:
+    proves(monkeypatch, fused="bitwise", forloop="broken")
+    Path("mine.toml").write_text('optimizer = "forloop"\n')
+    done = hotloop("race", task, "--plans", "baseline,auto,mine.toml", *SHORT, "--json")
+    assert done.code == 0, done.err
+    found = done.document
+    assert [plan["name"] for plan in found["plans"]] == ["baseline", "auto", "mine.toml"]
+    assert all(plan.keys() >= FIELDS for plan in found["plans"])
+    assert [plan["parity"] for plan in found["plans"]] == ["bitwise", "bitwise", "broken"]
+    assert [plan["plan"]["optimizer"] for plan in found["plans"]] == ["default", "fused", "forloop"]
+    assert found["baseline"] == "baseline" and found["winner"] in ("baseline", "auto")
+    assert found["steps"] == 200
+    for plan in found["plans"]:
+        assert plan["ratio_low"] <= plan["ratio"] <= plan["ratio_high"]
+        assert plan["run_s"] == pytest.approx(plan["startup_s"] + plan["compile_s"] + 0.2 * plan["step_ms"])
+
+
+def test_a_race_as_a_table_and_a_sentence(task: Path, hotloop: Hotloop, monkeypatch) -> None:
+    asked = proves(monkeypatch, fused="bitwise")
+    done = hotloop("race", task, *SHORT)
+    assert done.code == 0 and done.out == ""
+    for words in ("baseline", "auto", "times as", "parity", "bitwise", " wins: "):
+        assert words in done.err
+    assert len(asked) == 1
+
+
+def test_without_parity_nothing_is_proven(task: Path, hotloop: Hotloop, monkeypatch) -> None:
+    asked = proves(monkeypatch, fused="bitwise")
+    done = hotloop("race", task, "--no-parity", *SHORT, "--json")
+    assert asked == [] and {plan["parity"] for plan in done.document["plans"]} == {None}
+
+
+def test_axes_are_set_on_all_but_the_baseline(task: Path, hotloop: Hotloop) -> None:
+    done = hotloop("race", task, "--plans", "baseline,baseline", "--set", "threads=1", "--no-parity", *SHORT, "--json")
+    plans = {plan["name"]: plan["plan"]["threads"] for plan in done.document["plans"]}
+    assert plans == {"baseline": None, "baseline threads=1": 1}
+
+
+def test_a_plan_that_cannot_be_run_is_shown_as_such(task: Path, hotloop: Hotloop) -> None:
+    Path("graphs.toml").write_text('graphs = "step"\ndevice = "cpu"\n')
+    args = ("race", task, "--plans", "baseline,graphs.toml", "--no-parity", *SHORT)
+    done = hotloop(*args, "--json")
+    assert done.code == 0
+    [_, failed] = done.document["plans"]
+    assert "graphs are CUDA's" in failed["failure"] and failed["verdict"] is None and failed["step_ms"] is None
+    assert done.document["winner"] == "baseline"
+    assert "graphs.toml: graphs=step with device=cpu can't be run here" in hotloop(*args).err.replace("\n", " ")
+
+
+def test_a_time_too_short_to_say_anything(task: Path, hotloop: Hotloop) -> None:
+    done = hotloop("race", task, "--no-parity", "--time-limit", "0.001s", "--json")
+    assert done.code == 0 and done.document["winner"] is None
+    assert {plan["verdict"] for plan in done.document["plans"]} == {None}
+    assert any("the time limit was too short to say anything of auto" in note for note in done.document["notes"])
+    assert "No winner: too little was measured" in hotloop("race", task, "--no-parity", "--time-limit", "0.001s").err
+
+
+def test_a_device_is_raced(task: Path, hotloop: Hotloop) -> None:
+    done = hotloop("race", task, "--devices", "cpu", "--plans", "baseline,auto", "--no-parity", *SHORT, "--json")
+    assert [plan["plan"]["device"] for plan in done.document["plans"]] == ["cpu", "cpu"]
+
+
+def test_sizes(task: Path, hotloop: Hotloop) -> None:
+    args = ("--scale", "width=2,200", "--plans", "baseline,auto", "--save", "sizes.html", *SHORT)
+    done = hotloop("race", task, *args, "--json")
+    assert done.code == 0, done.err
+    found = done.document
+    assert (found["parameter"], found["values"], found["page"]) == ("width", ["2", "200"], "sizes.html")
+    assert [[plan["name"] for plan in race["plans"]] for race in found["races"]] == [["baseline", "auto"]] * 2
+    assert len({race["fingerprint"] for race in found["races"]}) == 2
+    assert [(plan["scale"], plan["name"]) for plan in found["plans"]] == [
+        (size, name) for size in ("2", "200") for name in ("baseline", "auto")
+    ]
+    assert found["baseline"] == "baseline" and "winner" in found
+    [crossing] = found["crossings"]
+    assert crossing["name"] == "auto" and "decide" in crossing["reason"]
+    drawn = Path("sizes.html").read_text()
+    assert "<title>Step time against width</title>" in drawn and "milliseconds of a step" in drawn
+
+
+def test_sizes_as_a_table_with_the_path_of_the_picture(task: Path, hotloop: Hotloop) -> None:
+    done = hotloop("race", task, "--scale", "width=2,200", "--plans", "baseline,auto", *SHORT)
+    assert done.code == 0 and "picture: race-width.html" in done.err and Path("race-width.html").is_file()
+    assert "200" in done.err and "auto" in done.err and "decide" in done.err
+
+
+def test_what_a_race_found_is_kept(task: Path, hotloop: Hotloop, tmp_path: Path) -> None:
+    assert hotloop("race", task, "--no-parity", *SHORT).code == 0
+    kept = [json.loads(path.read_text()) for path in (tmp_path / "kept").rglob("*.json")]
+    assert sorted(one["timing"]["name"] for one in kept) == ["auto", "baseline"]
+
+
+WRONG: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    "one plan alone": (("--plans", "baseline"), 1, ("one plan alone to race: baseline", "--plans baseline,auto")),
+    "one device alone": (("--devices", "cpu"), 1, ("one plan alone to race",)),
+    "a size alone": (("--scale", "width=1,2"), 1, ("one plan alone to race",)),
+    "a file that isn't there": (("--plans", "baseline,mien.toml"), 1, ("no plan at 'mien.toml'",)),
+    "a file that is no plan": (("--plans", "bad.toml"), 1, ("bad.toml: precision='fp8'",)),
+    "a device that isn't there": (("--devices", "cpu,cuda:9"), 1, ("'cuda:9' isn't on this machine", "cpu")),
+    "the baseline's axes": (("--set", "compiel=step"), 1, ("unknown axis 'compiel'",)),
+    "no time": (("--time-limit", "0s"), 1, ("time-limit='0s'", "a time above zero")),
+    "no such size": (("--scale", "depth=1,2", "--plans", "auto"), 1, ("no parameter 'depth'", "width")),
+    "one size": (("--scale", "width=1", "--plans", "auto"), 1, ("--scale width=1", "two or more numbers")),
+    "a size that is no number": (("--scale", "width=1,big", "--plans", "auto"), 1, ("two or more numbers",)),
+    "a size below zero": (("--scale", "width=-1,1", "--plans", "auto"), 1, ("above zero",)),
+    "a size twice": (("--scale", "width=1,2", "-p", "width=3"), 2, ("width is given by --scale and by --param",)),
+    "no sizes": (("--scale", "width"), 2, ("'width' is not of the form name=value",)),
+    "a picture of nothing": (("--save", "x.html"), 2, ("--save is for the picture of --scale",)),
+    "a device twice": (("--devices", "cpu", "--set", "device=cpu"), 2, ("by --devices and by --set",)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_one_clear_line(name: str, task: Path, hotloop: Hotloop) -> None:
+    args, code, says = WRONG[name]
+    Path("bad.toml").write_text('precision = "fp8"')
+    done = hotloop("race", task, *args)
+    assert done.code == code and done.err.count("\n") == 1 and done.err.startswith("error: "), done.err
+    for words in says:
+        assert words in done.err
+
+
+def test_a_size_for_a_plain_value(hotloop: Hotloop) -> None:
+    Path("value.py").write_text(f"{SMALL}task = make()\n")
+    done = hotloop("race", "value.py", "--scale", "width=1,2", "--plans", "baseline,auto")
+    assert done.code == 1 and done.err.count("\n") == 1
+    assert "holds its Task as a value, but width was given" in done.err and "def task(width=...)" in done.err
+
+
+def test_a_baseline_that_cannot_be_run_is_an_error(hotloop: Hotloop) -> None:
+    Path("value.py").write_text(f"{SMALL}task = make(model=lambda: nn.Linear(5, 3))\n")
+    done = hotloop("race", "value.py", "--json")
+    assert done.code == 1 and "mat1 and mat2" in done.document["error"]["message"]
+
+
+def test_a_wrong_plan_shows_before_torch_is_imported(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "task.py").touch()
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    assert "torch was imported" in run_cli("race", "task.py").stderr
+    done = run_cli("race", "task.py", "--plans", "baseline,mien.toml")
+    assert done.returncode == 1 and "no plan at 'mien.toml'" in done.stderr
