@@ -21,7 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
@@ -128,6 +128,7 @@ class _Tracer:
         _check_attributes(before, _attributes(self.step.parts.model))
         check_draws(graph)
         _spell_out_factors(graph)
+        _draw_in_order_of_memory(graph)
         return Captured(graph, examples, self.scalars, self.gradients)
 
     def run(self, values: Values, batch: Any) -> tuple[Tensor, ...]:
@@ -231,6 +232,38 @@ def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:
 
 # The compiler's own form asks whether the weight is below a half, which a schedule's number doesn't tell before it runs.
 _WRITTEN_OUT = {torch.ops.aten.lerp_.Scalar: _lerp_}
+
+
+def _draw_in_order_of_memory(graph: GraphModule) -> None:
+    """Permutes what is drawn into, so that its dimensions are in the order of its memory.
+
+    Eager kernels draw in the order of memory. A compiler chooses strides of its own for what is not its input, and so
+    would give a mask with permuted strides, such as that of attention's output, other numbers.
+    """
+    permute = torch.ops.aten.permute.default
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if not _is_drawn(node) or not isinstance(value, Tensor) or value.is_contiguous():
+            continue
+        strides = value.stride()
+        order = sorted(range(value.ndim), key=strides.__getitem__, reverse=True)
+        with graph.graph.inserting_before(node):
+            node.args = (graph.graph.call_function(permute, (node.args[0], order)), *node.args[1:])
+        with graph.graph.inserting_after(node):
+            back = graph.graph.call_function(permute, (node, [order.index(place) for place in range(value.ndim)]))
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+    graph.recompile()
+
+
+def _is_drawn(node: Node) -> bool:
+    """Whether it draws the elements of one tensor from those of another, or into it."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+        return False
+    return schema.name.partition("::")[2].removesuffix("_") in _DRAWN or schema.name.endswith("_like")
+
+
+_DRAWN = ("bernoulli", "uniform", "normal", "exponential", "random", "cauchy", "geometric", "log_normal")
 
 
 def hyper_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
