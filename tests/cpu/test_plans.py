@@ -282,3 +282,21 @@ def test_pieces_count_by_the_weight_of_the_task() -> None:
     states = [after(hotloop.lower(a_task(data=(x, y), batch_size=8, shuffle=False), plan), 9) for plan in plans]
     for state in states[1:]:
         torch.testing.assert_close(states[0].parameters, state.parameters, rtol=1e-5, atol=1e-6)
+
+
+class Encoder(nn.Module):
+    """Draws inside of a function of torch's that is made of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x[:, None].expand(-1, 3, -1)).mean(1))  # type: ignore[no-any-return]
+
+
+def test_draws_wherever_they_are_made_don_t_keep_a_batch_from_being_cut() -> None:
+    from tests.cpu.programs import a_task
+
+    advance(hotloop.lower(a_task(model=Encoder), Plan(accumulation=2)), 2)

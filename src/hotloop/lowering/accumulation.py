@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import PlanError, blame
@@ -135,19 +135,27 @@ def _gradients(parts: Ingredients, batch: Any, samples: int, pieces: int) -> dic
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
-class Means(TorchFunctionMode):
+class Means(TorchDispatchMode):
     """Random draws at their means, so that two computations which draw differently can be compared."""
 
-    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        if "dropout" in name and "scaled" not in name:
-            return args[0]
-        if name == "scaled_dot_product_attention":
-            return function(*args, **{**kwargs, "dropout_p": 0.0})
+        name = function.overloadpacket.__name__
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name == "bernoulli":
+            return torch.full_like(args[0], args[1]) if len(args) > 1 else args[0].clone()
+        if name == "bernoulli_":
+            share = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            return args[0].copy_(share) if isinstance(share, Tensor) else args[0].fill_(share)
+        if name == "normal_":
+            return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("mean", 0.0))
+        if name == "uniform_":
+            low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
+            high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
+            return args[0].fill_((low + high) / 2)
         result = function(*args, **kwargs)
-        if name in ("rand", "rand_like"):
-            return torch.full_like(result, 0.5)
-        if name in ("randn", "randn_like", "normal", "normal_"):
-            return result.zero_() if name == "normal_" else torch.zeros_like(result)
-        return result
+        return result.fill_(_MEAN[name]) if name in _MEAN else result
+
+
+_MEAN = {"rand": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0}

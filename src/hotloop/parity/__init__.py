@@ -95,6 +95,11 @@ def prove_programs(
                 witness.program.close()
             for program, state in zip(programs, before, strict=True):
                 program.restore(state)
+    for program, account in zip(programs, evidence.candidates, strict=True):
+        if program.parts.plan.accumulation > 1 and truth.watch.draws:
+            account.unproven = (
+                "it draws random numbers for each piece of a batch, so they are other ones than the baseline's"
+            )
     common |= {"states": len(evidence.steps), "seconds": time.monotonic() - began}
     return [
         Parity(

@@ -35,12 +35,14 @@ class Account:
     Attributes:
         errors: of each tensor, at each state.
         differs: where the State first wasn't bitwise the baseline's after a step.
+        unproven: why it can't be compared, though others can.
         looks: at how many states more nudges were asked for because of it.
     """
 
     name: str
     errors: list[Errors] = field(default_factory=list)
     differs: str | None = None
+    unproven: str | None = None
     looks: int = 0
 
 

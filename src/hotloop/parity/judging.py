@@ -29,8 +29,8 @@ SHOWN = 50
 
 def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[str, Any]:
     """Class, reason and figures of one candidate."""
-    if evidence.unproven:
-        return {"parity": "unproven", "reason": evidence.unproven}
+    if reason := evidence.unproven or account.unproven:
+        return {"parity": "unproven", "reason": reason}
     known = {"errors": typical(account, evidence.baselines)[:SHOWN]}
     table = typical(account, evidence.judges)
     if (wrong := _wrong(account, evidence, table)) is not None:
