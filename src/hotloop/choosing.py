@@ -44,9 +44,13 @@ def lowered(task: Task, wanted: Wanted, say: Say = lambda line: None, during: Du
     if not wanted.auto:
         return lower(task, placed(wanted.plan), say, during)
     considered = consider(task, wanted.plan)
-    for line in considered.passed_over:
-        say(f"auto passes over {line}")
-    program, plan = _first_lowered(task, considered.choices, say, during)
+    choices = considered.choices
+    if wanted.asked:
+        for line in considered.passed_over:
+            say(f"auto passes over {line}")
+    else:  # nobody asked to wait for a compiler, or to trust what it made unproven: `tune` does both
+        choices = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
+    program, plan = _first_lowered(task, choices, say, during)
     if wanted.asked:
         say(f"auto: {plan.brief()}")
     return program
