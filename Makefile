@@ -36,8 +36,9 @@ demo: $(RUN_STAMP) ## train a small network on Fashion-MNIST, then look at its m
 	$(BIN)/hotloop train examples/fashion.py -p width=0.5 --epochs 4 --run $(DEMO_RUN)
 	$(BIN)/hotloop evaluate $(DEMO_RUN)
 
+# Two at a time, each with one thread of its own: two threads on a core that is in use wait for each other.
 test: $(DEV_STAMP) ## run all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(DEV_STAMP) ## check style and types
 	$(BIN)/ruff check

@@ -10,6 +10,7 @@ from hotloop.hardware import Device, Hardware
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.order import making_ready
 from hotloop.lowering.telling import During, Say
 from hotloop.plan import Plan
 from hotloop.probe import check_device, devices, here
@@ -120,6 +121,6 @@ def consider(task: Task, base: Plan) -> Considered:
 
 def known(task: Task, plan: Plan) -> tuple[TaskFacts, Hardware]:
     """The facts that tell whether plans on the device of `plan` can be run, before any is lowered."""
-    with preserved():
+    with making_ready(plan), preserved():
         facts = facts_of(Ingredients.of(task, plan))
     return facts, here(plan.device)

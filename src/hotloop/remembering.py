@@ -10,6 +10,7 @@ from hotloop.kept import best, recall
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.order import making_ready
 from hotloop.lowering.telling import During, Say
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
@@ -24,7 +25,7 @@ def fingerprinted(loaded: Loaded) -> TaskFacts:
     """The Task's facts; their fingerprint depends on its source and on the parameters given to its `task(...)`."""
     known = loaded.record
     digest = "" if known is None else repr((known.digest, sorted(known.parameters.items())))
-    with preserved():
+    with making_ready(BASELINE), preserved():
         return facts_of(Ingredients.of(loaded.task, BASELINE), hashlib.sha256(digest.encode()).hexdigest())
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.resuming import INSTANTS, Training, disagreements
 
-EPOCHS, EVERY, KILLS = 24, 10, 10
+EPOCHS, EVERY, KILLS = 24, 10, 6
 
 
 @pytest.fixture(scope="module")

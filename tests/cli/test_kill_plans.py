@@ -60,9 +60,11 @@ def test_killed_under_a_plan_it_ends_bitwise_the_same(name: str, tmp_path: Path)
 
 def test_a_run_that_is_killed_and_changes_its_plan_twice_ends_as_the_baseline_does(tmp_path: Path) -> None:
     """Each switch is in the journal before its first step: `problems` would name steps that came before."""
-    uninterrupted(tmp_path / "whole")
+    uninterrupted(tmp_path / "whole", "--plan", "baseline")
     draws = random.Random(6)  # which kills well after the first checkpoint
-    training = Training(tmp_path / "training", EPOCHS, EVERY, task=CAPTURABLE, plan=("--device", "cpu"))
+    training = Training(
+        tmp_path / "training", EPOCHS, EVERY, task=CAPTURABLE, plan=("--plan", "baseline", "--device", "cpu")
+    )
     (tmp_path / "mine.toml").write_text('compile = "package"\n')
     second = ("--plan", str(tmp_path / "mine.toml"), "--device", "cpu")
     third = ("--plan", "baseline", "--set", "layout=channels_last", "--set", "optimizer=foreach", "--device", "cpu")

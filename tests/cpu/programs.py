@@ -79,8 +79,8 @@ def assert_resumes(task: hotloop.Task, *, stop: int = 3, steps: int = 7) -> Stat
 
 
 def trained(task: hotloop.Task, path: Path, **options: Any) -> hotloop.Run:
-    """The run of a whole training on the CPU."""
-    return hotloop.fit(task, run=path, device="cpu", progress=False, **options)
+    """The run of a whole training on the CPU, under the baseline unless another plan is given."""
+    return hotloop.fit(task, run=path, device="cpu", **{"plan": "baseline", "progress": False} | options)
 
 
 def last_state(run: hotloop.Run) -> State:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hotloop
 from hotloop import probe
@@ -19,7 +19,7 @@ from hotloop.lowering.ingredients import Ingredients
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
 from hotloop.wanted import Wanted
-from tests.cpu.programs import a_task
+from tests.cpu.programs import a_task, labelled
 
 CPU = Plan(device="cpu")
 AUTO = Wanted(CPU, auto=True)
@@ -154,7 +154,9 @@ def test_fit_takes_a_plan_by_name_file_and_value(given: Any, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").write_text('optimizer = "forloop"\n')
     run = hotloop.fit(a_task(epochs=1), run="run", plan=given, device="cpu", progress=False)
-    expected = {"auto": "fused", "mine.toml": "forloop"}.get(given) if isinstance(given, str) else None
+    expected = (
+        {"auto": "fused", None: "fused", "mine.toml": "forloop"}.get(given) if not isinstance(given, Plan) else None
+    )
     assert run.plan.optimizer == (expected or getattr(given, "optimizer", "default"))
 
 
@@ -183,3 +185,35 @@ def test_here_and_probe_tell_the_same() -> None:
     assert found.device("cpu") is not None and found.processor.threads >= 1
     with pytest.raises(DeviceError):
         placed(Plan(device="xpu:9"))
+
+
+class Words(nn.Module):
+    """Sparse gradients, which torch's fused kernels can't take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.words(x).mean(1))  # type: ignore[no-any-return]
+
+
+class Turning(nn.Module):
+    """Complex parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.head = nn.Parameter(torch.ones(6, dtype=torch.complex64)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x * self.turn).real)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("model", [Words, Turning])
+def test_what_a_fused_update_can_t_take_is_trained_all_the_same(model: type[nn.Module], tmp_path) -> None:
+    inputs = torch.randint(0, 9, (24, 6)) if model is Words else labelled()[0]
+    task = a_task(model=model, data=(inputs, labelled()[1]), epochs=1)
+    run = hotloop.fit(task, run=tmp_path / "run", device="cpu", progress=False)
+    assert run.plan.optimizer != "fused"
+    with pytest.raises(PlanError, match="no such implementation"):
+        hotloop.lower(task, Plan(optimizer="fused"))

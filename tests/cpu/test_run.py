@@ -73,8 +73,9 @@ def test_killed_again_and_again_it_ends_bitwise_the_same(whole: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_neither_workers_nor_a_change_of_them_change_anything(whole: Path, tmp_path: Path, workers: int) -> None:
-    path = tmp_path / "run"
+def test_neither_workers_nor_a_change_of_them_change_anything(tmp_path: Path, workers: int) -> None:
+    whole, path = tmp_path / "whole", tmp_path / "run"
+    train(whole, plan=Plan())
     train(path, until=KILLED_AT, plan=Plan(workers=workers))
     train(path, plan=Plan(workers=1 - workers))
     assert disagreements(whole, path) == []

@@ -42,10 +42,10 @@ def layers(function: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(6, 8), InTraining(function), nn.Linear(8, 3))
 
 
-def exhausted(path: Path, **fields: Any) -> str:
+def exhausted(path: Path, plan: str = "baseline", **fields: Any) -> str:
     """The message of the error that ends a training."""
     with pytest.raises(MemoryExhausted) as caught:
-        trained(a_task(**fields), path / "run")
+        trained(a_task(**fields), path / "run", plan=plan)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -184,8 +184,9 @@ def test_evaluation_has_no_training_step_to_measure(tmp_path: Path) -> None:
     assert "smaller batch_size" in message
 
 
-def test_a_model_that_is_too_large_to_be_made(tmp_path: Path) -> None:
-    message = exhausted(tmp_path, model=functools.partial(nn.Linear, 6, 1 << 50))
+@pytest.mark.parametrize("plan", ["baseline", "auto"])
+def test_a_model_that_is_too_large_to_be_made(plan: str, tmp_path: Path) -> None:
+    message = exhausted(tmp_path, plan, model=functools.partial(nn.Linear, 6, 1 << 50))
     assert message.startswith("making model and data ready on cpu ran out of memory")
 
 

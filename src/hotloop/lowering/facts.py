@@ -59,11 +59,19 @@ def _steps(task: Task, roles: Roles) -> int | None:
 def _of_optimizer(task: Task, model: nn.Module) -> dict[str, Any]:
     optimizer = _trial(task, model)
     switches = [name for name in ("foreach", "fused") if all(name in group for group in optimizer.param_groups)]
+    if "fused" in switches and not _can_be_fused(model):
+        switches.remove("fused")
     return {
         "optimizer": type(optimizer).__name__,
         "implementations": ["forloop", *switches] if switches else [],
         "closure": needs_closure(optimizer),
     }
+
+
+def _can_be_fused(model: nn.Module) -> bool:
+    """torch's fused kernels take dense gradients of real numbers alone."""
+    sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    return not sparse and all(value.is_floating_point() for value in model.parameters())
 
 
 def _trial(task: Task, model: nn.Module) -> torch.optim.Optimizer:

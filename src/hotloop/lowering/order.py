@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from hotloop.data.feed import Feed, Treatment, open_feed
@@ -58,15 +59,21 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
         MemoryExhausted: model and data alone are too large.
     """
     check_device(plan.device)
+    with making_ready(plan), preserved():
+        parts = replace(Ingredients.of(task, plan), say=say, during=during or in_lines(say))
+        _check(parts)
+        for transform in TRANSFORMS:
+            parts = transform(parts)
+        for note in parts.notes:
+            say(note)
+        return _checked(Program(parts, _step(parts), _feed(parts)))
+
+
+@contextmanager
+def making_ready(plan: Plan) -> Iterator[None]:
+    """Turns a lack of memory into one line, while model and data come into being."""
     try:
-        with preserved():
-            parts = replace(Ingredients.of(task, plan), say=say, during=during or in_lines(say))
-            _check(parts)
-            for transform in TRANSFORMS:
-                parts = transform(parts)
-            for note in parts.notes:
-                say(note)
-            return _checked(Program(parts, _step(parts), _feed(parts)))
+        yield
     except Exception as error:
         if not out_of_memory(error):
             raise
