@@ -234,3 +234,19 @@ def test_a_real_search_ends_with_the_baseline_or_a_proven_plan() -> None:
     winner = looked.run()
     assert winner == BASELINE or looked.timings[winner].parity in ("bitwise", "fp32-equivalent")
     assert set(looked.timings) > {BASELINE}
+
+
+def test_times_of_two_races_stand_beside_one_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is half as fast in the second race: what was raced in the first is no better for that."""
+
+    class Slowing(Races):
+        def timing(self, entrant: Entrant, steps: int) -> Timing:
+            found = super().timing(entrant, steps)
+            slow = 2 if "optimizer=fused layout" in entrant.name or self.raced.count(BASELINE) > 1 else 1
+            return found.model_copy(update={"step_ms": slow * (found.step_ms or 0)})
+
+    looked = searching(monkeypatch, Slowing(optimizer__fused=1.3, layout__channels_last=1.4))
+    assert len(looked.run().split()) == 2
+    base = looked.timings[BASELINE]
+    for timing in looked.timings.values():
+        assert timing.step_ms == pytest.approx((base.step_ms or 0) / (timing.ratio or 1))
