@@ -49,12 +49,21 @@ def lowered(task: Task, wanted: Wanted, say: Say = lambda line: None, during: Du
     if wanted.asked:
         for line in considered.passed_over:
             say(f"auto passes over {line}")
+        if eager := _only_eager(considered):
+            say(f"auto goes on eagerly: {eager}")
     else:  # nobody asked to wait for a compiler, or to trust what it made unproven: `tune` does both
         choices = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
     program, plan = _first_lowered(task, choices, say, during)
     if wanted.asked:
         say(f"auto: {plan.brief()}")
     return program
+
+
+def _only_eager(considered: Considered) -> str:
+    """Why nothing could be compiled here, where that wasn't said with what was passed over; empty if it could."""
+    refused = [one.violation.reason for one in considered.refused if one.axis == "compile"]
+    said = any(line.startswith("compile=") for line in considered.passed_over)
+    return refused[0] if refused and not said else ""
 
 
 def _first_lowered(task: Task, choices: list[Choice], say: Say, during: During | None) -> tuple[Program, Plan]:

@@ -165,6 +165,13 @@ def test_without_a_compiler_auto_goes_on_eagerly_and_says_so_once(task: Path, ru
     assert plan_of(task.parent / "run") == {"optimizer": "fused"}
 
 
+def test_without_a_compiler_auto_says_so_in_a_short_run_too(task: Path, run_cli: RunCli, no_compiler) -> None:
+    done = run_cli("train", task, "--run", "run", "--plan", "auto", *CPU, env=no_compiler)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("auto goes on eagerly: compiling for the CPU needs a C++ compiler") == 1
+    assert "goes on eagerly" not in run_cli("train", task, "--run", "other", "--plan", "auto", *CPU).stderr
+
+
 def test_without_a_compiler_plan_names_it_among_the_refused(task: Path, run_cli: RunCli, no_compiler) -> None:
     done = run_cli("plan", task, "--epochs", "9999", "--json", *CPU, env=no_compiler)
     assert done.returncode == 0, done.stderr
