@@ -1,0 +1,332 @@
+"""Where the time of a training goes, and what would help: frozen, versioned records. They need no torch to be read."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hotloop.records import Record
+
+Phase = Literal[
+    "data",
+    "batch",
+    "copy",
+    "forward",
+    "loss",
+    "backward",
+    "update",
+    "logging",
+    "synchronisation",
+    "communication",
+    "python",
+    "unattributed",
+]
+"""What a step does, at each instant one of them.
+
+- `data`: waiting for the next batch: the loader, the samples, the workers, collating.
+- `batch`: making the batch out of what came: transforms and augmentation in the loop.
+- `copy`: tensors going from the host to a device or back.
+- `forward`: of the modules, from entering the outermost to leaving it.
+- `loss`: what autograd sees between forward and backward.
+- `backward`: gradients.
+- `update`: the optimizer's step and zeroing of gradients, gradient clipping, schedule, average.
+- `logging`: metrics, printing, writing files and pictures.
+- `synchronisation`: waiting for a device, as `.item()` does.
+- `communication`: between processes.
+- `python`: Python of the loop itself.
+- `unattributed`: the rest; never hidden.
+"""
+
+Bound = Literal[
+    "input", "copy", "overhead", "memory bandwidth", "arithmetic", "synchronisation", "communication", "unknown"
+]
+"""What holds a step up; `overhead` is Python and launches."""
+
+
+class ModuleTime(Record):
+    """A module of the network in one step; times are medians over the steps measured.
+
+    Attributes:
+        name: by which its model knows it; empty for the model itself. With several models, the model's name stands
+            before: `generator.conv1`. `(loss)` and the like, in parentheses, are parts that belong to no module.
+        kind: its class.
+        calls: per step.
+        forward_ms, backward_ms: with everything inside it; None where it couldn't be told.
+        own_forward_ms, own_backward_ms: without the modules inside it.
+        share: of the step's time, forward and backward with everything inside it.
+        flops, bytes: of forward and backward in a step, its own operators and those inside; None where unknown.
+        limit_share: the time that this machine's measured limits allow for them, over the time taken; None if unknown.
+        fused_with: other modules that shared a kernel with it, whose time was split by their arithmetic.
+    """
+
+    name: str
+    kind: str
+    calls: float
+    forward_ms: float | None
+    backward_ms: float | None
+    own_forward_ms: float | None = None
+    own_backward_ms: float | None = None
+    share: float
+    flops: float | None = None
+    bytes: float | None = None
+    limit_share: float | None = None
+    fused_with: list[str] = Field(default_factory=list)
+
+
+class OperatorTime(Record):
+    """What one operator takes in one step, at one place, with one kind of input.
+
+    Attributes:
+        name: as torch calls it, such as `aten::convolution_backward`.
+        phase: of the step.
+        module: whose forward it is, or whose forward made this backward; empty where none did.
+        where: the user's line that called it, or whose forward made this backward, as `file:line`; empty if unknown.
+        calls: per step.
+        ms: per step, without operators inside it; on an accelerator the time of its kernels.
+        shapes: of its inputs, such as `8x10x28x28`.
+        dtype: of its first floating-point input, such as `float32`; empty if it has none.
+        device: where it ran.
+        flops, bytes: per step; None where unknown.
+        used: whether its result took part in a backward; None where that doesn't matter or isn't known.
+        copies: from and to which device, such as `cpu>cuda:0`, for copies between devices; empty otherwise.
+    """
+
+    name: str
+    phase: Phase
+    module: str = ""
+    where: str = ""
+    calls: float
+    ms: float
+    shapes: list[str] = Field(default_factory=list)
+    dtype: str = ""
+    device: str = "cpu"
+    flops: float | None = None
+    bytes: float | None = None
+    used: bool | None = None
+    copies: str = ""
+
+
+class LineTime(Record):
+    """A line on the stack of the thread that trains, from samples of that stack taken during steps.
+
+    Attributes:
+        where: as `file:line`; lines of the user's own files, and of libraries only where `library` says so.
+        function: that the line is in.
+        library: the library whose code it called into when sampled (`torch`, `PIL`, `matplotlib`); empty for none.
+        phase: of the step at that instant.
+        ms: per step, with everything that the line called.
+        own_ms: without other lines of the user's.
+    """
+
+    where: str
+    function: str
+    library: str = ""
+    phase: Phase
+    ms: float
+    own_ms: float
+
+
+class OptimizerUse(Record):
+    """An optimizer as it was used.
+
+    Attributes:
+        kind: its class; `by hand` for updates written out in the loop.
+        where: the line that steps it.
+        implementation: `forloop`, `foreach`, `fused`, or empty if it has no such choice.
+        groups: per parameter group, its name or number, how many tensors and numbers it holds, and its update's ms.
+        steps: calls per training step.
+        ms: per training step.
+    """
+
+    kind: str
+    where: str
+    implementation: str
+    groups: list[GroupTime]
+    steps: float
+    ms: float
+
+
+class GroupTime(Record):
+    """A parameter group; `ms` of its update is None where torch updates all groups in one go."""
+
+    name: str
+    tensors: int
+    numbers: int
+    ms: float | None
+
+
+class LoaderUse(Record):
+    """A DataLoader as it was used for training.
+
+    Attributes:
+        where: the line that draws batches from it.
+        dataset: class of its data set.
+        sample_where: where one sample is made, as `file:line` of `__getitem__` or `__iter__`; empty if it isn't Python.
+        samples: in the data set; None for a stream.
+        sample_ms: of one sample, where the samples are made in this process.
+    """
+
+    where: str
+    dataset: str
+    sample_where: str = ""
+    samples: int | None
+    batch_size: int | None
+    workers: int
+    pinned: bool
+    sample_ms: float | None = None
+
+
+class Habit(Record):
+    """Something that the loop does again and again, as it was seen to happen; not what its text says.
+
+    Attributes:
+        what: `kept graph`: a loss whose graph is alive steps later, `bytes` of memory growing by it each step;
+            `retained graph`: a backward that keeps a graph that nobody walks again;
+            `wasted forward`: a forward whose graph no backward walked;
+            `autograd in evaluation`: a forward in evaluation that builds graphs;
+            `hook`: torch's anomaly detection or a profiler left on.
+        where: the line.
+        per_step: times in a step.
+        ms: what it takes per step, where it can be told.
+        bytes: per step.
+    """
+
+    what: Literal["kept graph", "retained graph", "wasted forward", "autograd in evaluation", "hook"]
+    where: str
+    per_step: float
+    ms: float | None = None
+    bytes: float | None = None
+
+
+class Apart(Record):
+    """Time outside training steps, or at most once in many of them; seconds of the part of the run that was watched."""
+
+    warm_up_s: float = 0.0
+    compile_s: float = 0.0
+    evaluation_s: float = 0.0
+    checkpoint_s: float = 0.0
+    other_s: float = 0.0
+
+
+class Threads(Record):
+    """How the process used the cores.
+
+    Attributes:
+        torch: threads of one operation.
+        cores: that this process may use.
+        busy: cores that this process kept busy on average, from its CPU time.
+        others: cores that other programs kept busy.
+    """
+
+    torch: int
+    cores: int
+    busy: float
+    others: float
+
+
+class Limits(Record):
+    """What this machine was measured to reach on the device that trains; None where it wasn't measured."""
+
+    flop_per_s: dict[str, float] = Field(default_factory=dict)
+    bytes_per_s: float | None = None
+    launch_us: float | None = None
+    copy_bytes_per_s: float | None = None
+
+
+class Overhead(Record):
+    """What watching costs: an instrumented step over a clean one, in turn in one run; ends of a 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+    instrumented: int
+    clean: int
+
+
+class Remedy(Record):
+    """What would help.
+
+    Attributes:
+        cause: what is wrong, in a few words.
+        where: `file:line` or a module's name.
+        remedy: what to do: the axis of a plan to set, or what to write instead.
+        gain: share of the step that it can win (Amdahl on the measured shares), 0 to 1.
+        evidence: the numbers that say so, in one sentence.
+        axes: of a plan that do it; empty where the user's own line must change.
+        note: whether it costs too little here to count.
+        won: the ratio that a race with these axes found, with its interval; None where it wasn't raced.
+    """
+
+    cause: str
+    where: str
+    remedy: str
+    gain: float
+    evidence: str = ""
+    axes: dict[str, str | int | bool] = Field(default_factory=dict)
+    note: bool = False
+    won: tuple[float, float, float] | None = None
+
+
+class Profile(Record):
+    """Where the time of a training step goes.
+
+    Attributes:
+        source: the Task's reference, or the script.
+        plan: in brief; empty for a script.
+        device: that computes.
+        steps: training steps watched; 0 where steps couldn't be told apart, and times are then of the whole watched part.
+        step_where: the line that ends a step.
+        step_ms: median wall time of the clean steps, from one step's end to the next's, what is `apart` left out.
+        phases: ms per step, which add up to the instrumented steps' wall time scaled to `step_ms`.
+        attributed: share of the step in phases other than `unattributed`, 0 to 1.
+        samples_per_step: None where unknown.
+        batch: shapes of the batch.
+        bound: with `bound_evidence`, sentences with the numbers behind it.
+        limit_ms: the least that this machine's measured limits allow for the step's arithmetic and memory traffic.
+        flops, bytes: of a step.
+        peak_memory_bytes: of the device, or of the process on the CPU.
+        trace: file of the Chrome trace, if one was written.
+        exit_code: of the script; None for a Task.
+        stopped: why watching ended before the script did; empty if it didn't.
+        notes: what couldn't be seen, and why.
+    """
+
+    version: int = 1
+    source: str
+    plan: str = ""
+    device: str = "cpu"
+    steps: int
+    step_where: str = ""
+    step_ms: float | None
+    phases: dict[Phase, float] = Field(default_factory=dict)
+    attributed: float | None = None
+    samples_per_step: float | None = None
+    batch: list[str] = Field(default_factory=list)
+    modules: list[ModuleTime] = Field(default_factory=list)
+    operators: list[OperatorTime] = Field(default_factory=list)
+    lines: list[LineTime] = Field(default_factory=list)
+    optimizers: list[OptimizerUse] = Field(default_factory=list)
+    loaders: list[LoaderUse] = Field(default_factory=list)
+    habits: list[Habit] = Field(default_factory=list)
+    apart: Apart = Field(default_factory=Apart)
+    threads: Threads | None = None
+    limits: Limits = Field(default_factory=Limits)
+    overhead: Overhead | None = None
+    flops: float | None = None
+    bytes: float | None = None
+    limit_ms: float | None = None
+    bound: Bound = "unknown"
+    bound_evidence: list[str] = Field(default_factory=list)
+    remedies: list[Remedy] = Field(default_factory=list)
+    peak_memory_bytes: int | None = None
+    trace: str | None = None
+    exit_code: int | None = None
+    stopped: str = ""
+    notes: list[str] = Field(default_factory=list)
+    machine: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+    seconds: float = 0.0
+
+
+OptimizerUse.model_rebuild()
