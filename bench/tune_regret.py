@@ -1,0 +1,204 @@
+"""What does looking for a plan cost? `tune` and the run after it, against the two best fixed plans in hindsight.
+
+python -m bench.tune_regret --run-seconds 150
+
+For each workload, with nothing of it in any cache: fixed plans are raced to know the two best of them; `hotloop tune`
+is run and timed; then `hotloop train` of this run under each of the two, and under the plan that was remembered. The
+trainings run side by side in short turns of one at a time (the others are stopped meanwhile), so that the machine's
+moods meet all alike; what counts is the time in a process's own turns, from its start to its end. The same again with
+warm caches: what was compiled and remembered is there, and nothing is searched for. Needs a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hotloop
+from bench.claim import write_claim
+from hotloop.plan import BASELINE, Plan
+from hotloop.taskfile import load_task
+
+TASKS = Path(__file__).with_name("regret_tasks.py")
+WORKLOADS = ("cnn", "mlp", "rows")
+TURN_S = 2.0
+ALLOWED = 0.05
+
+FIXED: tuple[dict[str, Any], ...] = (
+    {},
+    {"threads": 1},
+    {"optimizer": "fused"},
+    {"optimizer": "fused", "threads": 1},
+    {"compile": "step"},
+    {"compile": "step", "threads": 1},
+    {"compile": "package"},
+    {"compile": "package", "threads": 1},
+)
+"""What a user would choose from by hand."""
+
+
+class Place:
+    """A user's caches, empty at first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs = 0
+
+    def command(self, *arguments: str) -> tuple[list[str], dict[str, str]]:
+        environment = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(self.folder),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+        }
+        return [sys.executable, "-m", "hotloop", *arguments], environment
+
+    def train(self, workload: str, epochs: int, settings: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        self.runs += 1
+        run = str(self.folder / f"run{self.runs}")
+        return self.command(
+            "train", f"{TASKS}:{workload}", "-p", f"epochs={epochs}", "--device", "cpu", "--run", run, *settings
+        )
+
+
+def in_turns(commands: Mapping[str, tuple[list[str], dict[str, str]]]) -> dict[str, float]:
+    """Seconds that each process had, until it ended.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    taken = dict.fromkeys(commands, 0.0)
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        while len(running) < len(commands) or any(process.poll() is None for process in running.values()):
+            for name, (command, environment) in commands.items():
+                began = time.monotonic()
+                if name not in running:
+                    running[name] = subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE,
+                        start_new_session=True,
+                    )
+                elif running[name].poll() is None:
+                    os.killpg(running[name].pid, signal.SIGCONT)
+                else:
+                    continue
+                _turn(running[name])
+                taken[name] += time.monotonic() - began
+    finally:
+        for process in running.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    for name, process in running.items():
+        if process.returncode:
+            raise RuntimeError(f"{name} ended with {process.returncode}: {process.communicate()[1].decode()[-2000:]}")
+    return taken
+
+
+def _turn(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(TURN_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGSTOP)
+
+
+def settings_of(plan: Mapping[str, Any]) -> list[str]:
+    """The plan, whole: axes that are not named would be looked for."""
+    chosen = {axis: value for axis, value in plan.items() if value != getattr(Plan(), axis) and axis != "device"}
+    return ["--plan", "baseline", *(part for axis, value in chosen.items() for part in ("--set", f"{axis}={value}"))]
+
+
+def best_fixed(workload: str, epochs: int, seconds: float) -> list[dict[str, Any]]:
+    """The two that finish this run first, compilation included."""
+    task = load_task(f"{TASKS}:{workload}", {"epochs": epochs}).task
+    plans = [Plan(device="cpu", **axes) for axes in FIXED]
+    verdict = hotloop.race(task, plans, time_limit=f"{seconds:.0f}s", prove=None)
+    raced = [timing for timing in verdict.plans if timing.run_s is not None and timing.name != verdict.baseline]
+    raced.sort(key=lambda timing: timing.run_s or 0.0)
+    for timing in raced:
+        told(f"  {timing.name}: {timing.step_ms:.3f} ms a step, {timing.run_s:.0f} s this run")
+    return [{"name": timing.name, "plan": timing.plan, "step_ms": timing.step_ms} for timing in raced[:2]]
+
+
+def epochs_for(workload: str, run_s: float) -> int:
+    """So many that the baseline takes about `run_s`."""
+    task = load_task(f"{TASKS}:{workload}", {}).task
+    verdict = hotloop.race(task, [Plan(device="cpu")], time_limit="3s", prove=None)
+    base = verdict.plan(verdict.baseline)
+    assert base.step_ms is not None and verdict.steps is not None
+    return max(1, round(run_s / (base.step_ms / 1e3 * verdict.steps)))
+
+
+def tuned(place: Place, workload: str, epochs: int) -> tuple[float, dict[str, Any]]:
+    command, environment = place.command(
+        "tune", f"{TASKS}:{workload}", "-p", f"epochs={epochs}", "--device", "cpu", "--json"
+    )
+    began = time.monotonic()
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    return time.monotonic() - began, json.loads(done.stdout)
+
+
+def regret(workload: str, run_s: float, race_s: float) -> dict[str, Any]:
+    epochs = epochs_for(workload, run_s)
+    told(f"{workload}: {epochs} epochs")
+    fixed = best_fixed(workload, epochs, race_s)
+    folder = Path(tempfile.mkdtemp(prefix="regret-"))
+    try:
+        own = Place(folder / "tuned")
+        others = {one["name"]: Place(folder / f"fixed{number}") for number, one in enumerate(fixed)}
+        tune_s, verdict = tuned(own, workload, epochs)
+        told(f"  tune: {verdict['winner']} in {tune_s:.1f} s; {'; '.join(verdict['notes'])}")
+        found: dict[str, Any] = {
+            "epochs": epochs,
+            "fixed": fixed,
+            "winner": verdict["winner"],
+            "notes": verdict["notes"],
+            "tune_s": tune_s,
+        }
+        for caches in ("cold", "warm"):
+            commands = {"tuned": own.train(workload, epochs, [])}
+            for one in fixed:
+                commands[one["name"]] = others[one["name"]].train(workload, epochs, settings_of(one["plan"]))
+            seconds = in_turns(commands)
+            best = min(value for name, value in seconds.items() if name != "tuned")
+            whole = seconds["tuned"] + (tune_s if caches == "cold" else 0.0)
+            found[caches] = {"seconds": seconds, "whole_s": whole, "best_fixed_s": best, "regret": whole / best - 1}
+            told(f"  {caches}: {whole:.1f} s against {best:.1f} s, regret {whole / best - 1:+.1%}")
+        return found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def told(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=WORKLOADS, help="some of " + ", ".join(WORKLOADS))
+    parser.add_argument("--run-seconds", type=float, default=150, help="of the run under the baseline")
+    parser.add_argument("--race-seconds", type=float, default=60, help="to find the best fixed plans")
+    parser.add_argument("--no-record", action="store_true", help="write no claim")
+    options = parser.parse_args()
+    found = {name: regret(name, options.run_seconds, options.race_seconds) for name in options.workloads}
+    figures = {"allowed": ALLOWED, "turn_s": TURN_S, "load_average": os.getloadavg(), "workloads": found}
+    print(json.dumps(figures, indent=2))
+    if not options.no_record:
+        command = f"python -m bench.tune_regret --run-seconds {options.run_seconds:g}"
+        told(str(write_claim("tune-regret", command, BASELINE, figures)))
+    return 0 if all(one[caches]["regret"] <= ALLOWED for one in found.values() for caches in ("cold", "warm")) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
