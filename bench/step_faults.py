@@ -144,10 +144,10 @@ def clip_limit_off(program: Program, draws: random.Random) -> Planted:
     factor, size = _factor(draws)
     if task.clip_norm is not None:
         limit = task.clip_norm * factor
-        program._step.clip = lambda values: torch.nn.utils.clip_grad_norm_(values, limit)  # type: ignore
+        program._step.clip = lambda values: torch.nn.utils.clip_grad_norm_(values, limit)  # type: ignore  # a fault is planted
     elif task.clip_value is not None:
         limit = task.clip_value * factor
-        program._step.clip = lambda values: torch.nn.utils.clip_grad_value_(values, limit)  # type: ignore
+        program._step.clip = lambda values: torch.nn.utils.clip_grad_value_(values, limit)  # type: ignore  # a fault is planted
     else:
         return None
     return "the limit", size
@@ -173,7 +173,7 @@ def stale_rate(program: Program, draws: random.Random) -> Planted:
         rates.append(group["lr"])
         return rates[0]
 
-    return f"of {age} steps before" if _of_groups(program, "lr", old) else None, float(age)  # type: ignore
+    return f"of {age} steps before" if _of_groups(program, "lr", old) else None, float(age)  # type: ignore  # a fault is planted
 
 
 def _number_off(key: str, place: int | None = None) -> Callable[[Program, random.Random], Planted]:
@@ -308,7 +308,7 @@ def average_decay_off(program: Program, draws: random.Random) -> Planted:
     def update(averages: list[Tensor], values: list[Tensor]) -> None:
         torch._foreach_lerp_(list(averages), [value.detach() for value in values], 1 - wrong)
 
-    step.update_average = update  # type: ignore
+    step.update_average = update  # type: ignore  # a fault is planted
     return "the average", size
 
 
@@ -423,7 +423,7 @@ def epsilon_off(program: Program, draws: random.Random) -> Planted:
         return None
     name, module = draws.choice(norms)
     size = magnitude(draws)
-    module.eps = size  # type: ignore
+    module.eps = size  # type: ignore  # a fault is planted
     return f"{name} eps", size
 
 
@@ -433,7 +433,7 @@ def rate_of_dropout_off(program: Program, draws: random.Random) -> Planted:
         return None
     name, module = chosen
     factor, size = _factor(draws)
-    module.p = min(1.0, module.p * factor)  # type: ignore
+    module.p = min(1.0, module.p * factor)  # type: ignore  # a fault is planted
     return name, size
 
 
@@ -443,7 +443,7 @@ def not_training(program: Program, draws: random.Random) -> Planted:
     if chosen is None:
         return None
     name, module = chosen
-    module.train = lambda mode=True: module  # type: ignore
+    module.train = lambda mode=True: module  # type: ignore  # a fault is planted
     module.training = False
     return name, None
 
@@ -454,7 +454,7 @@ def transposed_copy(program: Program, draws: random.Random) -> Planted:
     if chosen is None:
         return None
     name, module = chosen
-    module.forward = lambda x: F.linear(  # type: ignore
+    module.forward = lambda x: F.linear(  # type: ignore  # a fault is planted
         x, module.weight.t().reshape(module.weight.shape), module.bias
     )
     return name, None

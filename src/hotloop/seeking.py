@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hotloop.choosing import known, placed
 from hotloop.feasible import check as check_plan
-from hotloop.kept import remember
+from hotloop.kept import recall, remember
 from hotloop.lowering.telling import Say
 from hotloop.measuring.load import Used, busy_note, cores_of_others
 from hotloop.pacing import seconds
@@ -74,6 +74,7 @@ def tuned(
     facts = fingerprinted(Loaded(task, loaded.record, loaded.files))
     hardware = known(task, start)[1]
     check_plan(start, facts, hardware)
+    kept = recall(facts.fingerprint, machine_name(), speed_versions())[0] if loaded.record is not None else []
     search = Search(
         task=task,
         baseline=Plan(device=start.device, workers=start.workers),
@@ -82,6 +83,7 @@ def tuned(
         facts=facts,
         hardware=hardware,
         prove=lambda programs: prove_programs(task, programs, progress=lambda done, of: progress("proving", done / of)),
+        failed={Plan(**one.timing.plan).brief(): one.timing.failure for one in kept if one.timing.failure},
         time_limit_s=limit_s,
         progress=progress,
     )

@@ -102,6 +102,26 @@ def test_a_run_too_short_to_tune_keeps_the_baseline_and_says_so(hotloop: Hotloop
     assert any("doesn't pay" in note for note in done.document["notes"])
 
 
+def test_what_failed_is_kept_and_not_tried_again(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered, tried = search.lower, []
+
+    def lower(task: Any, plan: Plan) -> Any:
+        tried.append(plan.brief())
+        if plan.optimizer == "fused":
+            raise MemoryError("no room for this plan")
+        return lowered(task, plan)
+
+    monkeypatch.setattr(search, "lower", lower)
+    first = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "4s", "--json")
+    assert first.code == 0
+    assert any("fused" in name for name in tried)
+    tried.clear()
+    again = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "4s", "--json")
+    assert again.code == 0
+    assert tried and not any("fused" in name for name in tried)
+    assert any("fused" in note and "failed before" in note for note in again.document["notes"])
+
+
 WRONG = {
     "a time limit": (("--time-limit", "soon"), "time-limit"),
     "an axis": (("--set", "nosuch=1"), "nosuch"),

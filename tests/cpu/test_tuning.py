@@ -215,6 +215,15 @@ def test_a_plan_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
     assert searching(monkeypatch, Failing(layout__channels_last=1.3)).run() == "layout=channels_last"
 
 
+def test_what_failed_before_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = Races(optimizer__fused=2.0, optimizer__foreach=1.5)
+    search = searching(monkeypatch, races, failed={"optimizer=fused": "out of memory"})
+    assert search.run() == "optimizer=foreach"
+    assert not any("fused" in name for name in races.raced)
+    (note,) = (note for note in search.notes if "fused" in note)
+    assert "out of memory" in note and "hotloop race" in note
+
+
 def test_a_real_search_ends_with_the_baseline_or_a_proven_plan() -> None:
     task = a_task(epochs=50)
     base = placed(Plan(), "cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,7 @@ class Search:
     Attributes:
         baseline: eager fp32 on the device; `base` is it with the axes that the user set.
         fixed: those axes, which stay. With a precision among them, a plan that has it is accepted for what it is.
+        failed: plans by name that failed in an earlier race, and why; they aren't tried again.
         timings: of each plan raced, by name, from its last race.
         notes: what was decided on the way, and why.
     """
@@ -55,6 +56,7 @@ class Search:
     facts: TaskFacts
     hardware: Hardware
     prove: Prove
+    failed: Mapping[str, str] = field(default_factory=dict)
     time_limit_s: float | None = None
     progress: Progress = lambda doing, share: None
     timings: dict[str, Timing] = field(default_factory=dict)
@@ -111,7 +113,12 @@ class Search:
 
     def _race(self, plans: Sequence[Plan], seconds: float) -> list[Timing | None]:
         """Races plans against the baseline; what was raced before keeps its costs of starting."""
-        named = {plan.brief(): plan for plan in plans if plan.brief() not in self.timings}
+        plans_named = {plan.brief(): plan for plan in plans if plan.brief() not in self.timings}
+        for name in plans_named.keys() & self.failed.keys():
+            self.notes.append(
+                f"{name} was not tried: it failed before ({self.failed[name]}); hotloop race tries it again"
+            )
+        named = {name: plan for name, plan in plans_named.items() if name not in self.failed}
         entrants = [
             self._entrant(BASELINE, self.baseline),
             *(self._entrant(name, plan) for name, plan in named.items()),
@@ -122,7 +129,7 @@ class Search:
         return [self.timings.get(plan.brief()) for plan in plans]
 
     def _entrant(self, name: str, plan: Plan) -> Entrant:
-        return Entrant(name, lambda: self._lowered(name, plan))
+        return Entrant(name, lambda: self._lowered(name, plan), plan)
 
     def _lowered(self, name: str, plan: Plan) -> Program:
         if name not in self._programs:
