@@ -36,9 +36,10 @@ demo: $(RUN_STAMP) ## train a small network on Fashion-MNIST, then look at its m
 	$(BIN)/hotloop train examples/fashion.py -p width=0.5 --epochs 4 --run $(DEMO_RUN)
 	$(BIN)/hotloop evaluate $(DEMO_RUN)
 
-# Two at a time, each with one thread of its own: two threads on a core that is in use wait for each other.
+# Two at a time, each with one thread of its own: two threads on a core that is in use wait for each other. Who comes
+# to the end of his half first takes over tests of the other's.
 test: $(DEV_STAMP) ## run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(DEV_STAMP) ## check style and types
 	$(BIN)/ruff check

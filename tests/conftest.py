@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.forked import Server
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """Starts `hotloop ARGS` as a real process that needs no import of torch."""
+    server = Server()
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def run_cli(tmp_path: Path) -> RunCli:
+def run_cli(server: Server, tmp_path: Path) -> RunCli:
     """Runs `hotloop ARGS` as a real process, in a folder of its own, with its output captured as text.
 
-    `run_cli("train", "task.py", cwd=..., timeout_s=...)`; arguments may be paths.
+    `run_cli("train", "task.py", cwd=..., fresh=True)`; arguments may be paths.
     """
 
-    def run(
-        *args: str | Path, cwd: Path = tmp_path, timeout_s: float = 300, **options: object
-    ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "hotloop", *map(str, args)]
-        return subprocess.run(  # type: ignore[call-overload,no-any-return]
-            command, cwd=cwd, timeout=timeout_s, capture_output=True, encoding="utf-8", check=False, **options
-        )
+    def run(*args: str | Path, cwd: Path = tmp_path, **options: Any) -> subprocess.CompletedProcess[str]:
+        process = server.start(*args, cwd=cwd, **options)
+        try:
+            out, err = process.communicate(timeout=300)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(args, process.wait(), out, err)
 
     return run
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import random
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +78,7 @@ class CentredLoss(nn.Module):
         training = torch.is_grad_enabled()
         if self.marks:
             _mark(Path(self.marks), "steps" if training else "evaluation")
+            _wait(Path(self.marks))
         if training:
             self.centre.lerp_(output.detach().mean(0), 0.1)
         return nn.functional.cross_entropy(output - self.centre, target)
@@ -86,6 +89,13 @@ def _mark(folder: Path, name: str) -> None:
     descriptor = os.open(folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(descriptor, b".")
     os.close(descriptor)
+
+
+def _wait(folder: Path) -> None:
+    """Waits where a file `held` has fewer bytes than steps were begun."""
+    with suppress(FileNotFoundError):
+        while (folder / "held").stat().st_size < (folder / "steps").stat().st_size:
+            time.sleep(0.001)
 
 
 def jitter(x: Tensor, draws: hotloop.data.Draws) -> Tensor:

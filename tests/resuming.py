@@ -1,7 +1,8 @@
 """Real trainings that are killed and resumed, and what must then be equal to one that never was.
 
 The Task, `tests/everything.py` or `tests/capturable.py`, notes each step it begins, so that what a killed process did is
-known from outside, not from what hotloop says of itself.
+known from outside, not from what hotloop says of itself. It can be held at a step, so that no training runs away from
+its test on a machine that is busy.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ import psutil
 from hotloop.checkpoint import Checkpoint
 from hotloop.run import Run, is_run
 from hotloop.state import differences
+from tests.forked import Process, Server
 
 EVERYTHING = Path(__file__).with_name("everything.py")
 CAPTURABLE = Path(__file__).with_name("capturable.py")
@@ -67,6 +68,7 @@ class Training:
         task: the Task's file.
         plan: options of the first start that choose the plan.
         tried: whether each process tries its plan on one batch before its first step.
+        server: starts the processes; unless it is given, all of them are fresh ones.
         problems: what was found wrong on the way; empty when all is well.
         orphans: workers that were alive when their training was killed.
         start_up_s: how long the last process took to its first step.
@@ -79,6 +81,7 @@ class Training:
     task: Path = EVERYTHING
     plan: tuple[str, ...] = ()
     tried: bool = False
+    server: Server = field(default_factory=lambda: Server(forks=False))
     problems: list[str] = field(default_factory=list)
     orphans: list[psutil.Process] = field(default_factory=list)
     start_up_s: float = 2.0
@@ -88,27 +91,27 @@ class Training:
         self.folder.mkdir(parents=True)
         self.run = self.folder / "run"
 
-    def begin(self, *options: str, **popen: Any) -> subprocess.Popen[str]:
-        """Starts the run, or goes on with it if there is one."""
-        if is_run(self.run):
-            arguments = ["--resume", str(self.run)]
-        else:
-            arguments = [str(self.task), *self.plan, "--run", str(self.run), "-p", f"epochs={self.epochs}"]
-            arguments += ["-p", f"marks={self.folder}", "--checkpoint-every", str(self.every)]
-            arguments += ["--workers", str(self.workers)]
-        command = [sys.executable, "-m", "hotloop", "train", *arguments, *options]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", **popen)
+    def begin(self, *options: str, **more: Any) -> Process:
+        """Starts the run, or goes on with it if there is one, in a session of its own."""
+        return self.server.start("train", *self._arguments(), *options, **{"stderr": subprocess.STDOUT} | more)
 
-    def finish(self, *options: str) -> str:
-        """Lets it run to its end; returns what it printed."""
-        process = self.begin(*options)
+    def _arguments(self) -> list[str]:
+        if is_run(self.run):
+            return ["--resume", str(self.run)]
+        arguments = [str(self.task), *self.plan, "--run", str(self.run), "-p", f"epochs={self.epochs}"]
+        arguments += ["-p", f"marks={self.folder}", "--checkpoint-every", str(self.every)]
+        return [*arguments, "--workers", str(self.workers)]
+
+    def finish(self, *options: str, fresh: bool = True) -> str:
+        """Lets it run to its end, as a fresh process; returns what it printed."""
+        process = self.begin(*options, fresh=fresh)
         output, _ = process.communicate(timeout=600)
         if process.returncode != 0:
             self.problems.append(f"exit code {process.returncode}: {output}")
         return output
 
     def marks(self, name: str) -> int:
-        """How many steps, or batches of evaluation, were begun in all processes so far."""
+        """How many steps, or batches of evaluation, were begun in all processes so far; or at which step it is held."""
         path = self.folder / name
         return path.stat().st_size if path.exists() else 0
 
@@ -118,9 +121,18 @@ class Training:
             [e for e in Run.open(self.run).journal() if e["event"] in ("start", "resume")] if is_run(self.run) else []
         )
 
+    def hold(self, steps: int) -> None:
+        """Lets processes begin no step after so many of all of them, until `release`."""
+        with (self.folder / "held").open("ab") as file:
+            file.truncate(steps)
+
+    def release(self) -> None:
+        (self.folder / "held").unlink()
+
     def kill(self, instant: str, draws: random.Random, *options: str) -> bool:
         """Goes on, and kills at a random moment of the kind; False if training came to its end before."""
         begun, started = self.marks("steps"), len(self.starts())
+        self.hold(begun + self.tried + 3 * self.every)  # further than any moment is
         process = self.begin(*options)
         try:
             if not self._moment(instant, draws, process):
@@ -133,15 +145,16 @@ class Training:
         finally:
             process.kill()
             process.communicate()
+            self.release()
         self._look(instant, max(0, self.marks("steps") - begun - self.tried), started)
         return True
 
-    def _ended(self, process: subprocess.Popen[str]) -> None:
+    def _ended(self, process: Process) -> None:
         output, _ = process.communicate(timeout=600)
         if process.returncode != 0:
             self.problems.append(f"exit code {process.returncode}: {output}")
 
-    def _moment(self, instant: str, draws: random.Random, process: subprocess.Popen[str]) -> bool:
+    def _moment(self, instant: str, draws: random.Random, process: Process) -> bool:
         """Waits for the moment; False if the process ended first."""
         steps, evaluations = self.marks("steps"), self.marks("evaluation")
         if instant == "start-up":
@@ -162,6 +175,8 @@ class Training:
         return process.poll() is None
 
     def _writing(self) -> bool:
+        if self.marks("steps") > self.marks("held"):  # nobody saw the checkpoint: one more
+            self.hold(self.marks("held") + self.every)
         folder = self.run / "checkpoints"
         return any(name.endswith(".part") for place in (folder, folder / "best") for name in _names(place))
 
@@ -209,9 +224,7 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def until(
-    process: subprocess.Popen[str], happened: Callable[[], bool], *, pause_s: float = 0.0005, timeout_s: float = 300
-) -> bool:
+def until(process: Process, happened: Callable[[], bool], *, pause_s: float = 0.0005, timeout_s: float = 300) -> bool:
     deadline = time.monotonic() + timeout_s
     while not happened():
         if process.poll() is not None:

@@ -7,24 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Server
 from tests.resuming import INSTANTS, Training, disagreements
 
 EPOCHS, EVERY, KILLS = 24, 10, 6
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    training = Training(tmp_path_factory.mktemp("whole") / "training", EPOCHS, EVERY)
-    training.finish()
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Training:
+    training = Training(tmp_path_factory.mktemp("whole") / "training", EPOCHS, EVERY, server=server)
+    training.finish(fresh=False)
     assert training.problems == []
     return training
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_killed_again_and_again_it_ends_bitwise_the_same(uninterrupted: Training, tmp_path: Path, workers: int) -> None:
+def test_killed_again_and_again_it_ends_bitwise_the_same(
+    uninterrupted: Training, server: Server, tmp_path: Path, workers: int
+) -> None:
     draws = random.Random(workers)
-    training = Training(tmp_path / "training", EPOCHS, EVERY, workers)
+    training = Training(tmp_path / "training", EPOCHS, EVERY, workers, server=server)
     # A moment of each kind at least; what else, and in which order, is left to chance.
     instants = [*sorted(set(INSTANTS)), *draws.choices(INSTANTS, k=KILLS - len(set(INSTANTS)))]
     draws.shuffle(instants)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from hotloop.cli import build
 from hotloop.run import Run
 from tests.cpu.test_plans import assert_equal_within_rounding
+from tests.forked import Server
 from tests.resuming import CAPTURABLE, Training, disagreements, last_checkpoint
 
 EPOCHS, EVERY = 12, 10
@@ -43,12 +44,12 @@ def uninterrupted(run: Path, *options: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_killed_under_a_plan_it_ends_bitwise_the_same(name: str, tmp_path: Path) -> None:
+def test_killed_under_a_plan_it_ends_bitwise_the_same(name: str, server: Server, tmp_path: Path) -> None:
     plan, instants = PLANS[name]
     uninterrupted(tmp_path / "whole", *plan)
     draws = random.Random(name)
     options = (*plan, "--device", "cpu")
-    training = Training(tmp_path / "training", EPOCHS, EVERY, task=CAPTURABLE, plan=options, tried=True)
+    training = Training(tmp_path / "training", EPOCHS, EVERY, task=CAPTURABLE, plan=options, tried=True, server=server)
     killed = [instant for instant in instants if training.kill(instant, draws)]
     training.finish()
     training.check_end()
@@ -58,13 +59,14 @@ def test_killed_under_a_plan_it_ends_bitwise_the_same(name: str, tmp_path: Path)
     assert disagreements(tmp_path / "whole", training.run) == []
 
 
-def test_a_run_that_is_killed_and_changes_its_plan_twice_ends_as_the_baseline_does(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_changes_its_plan_twice_ends_as_the_baseline_does(
+    server: Server, tmp_path: Path
+) -> None:
     """Each switch is in the journal before its first step: `problems` would name steps that came before."""
     uninterrupted(tmp_path / "whole", "--plan", "baseline")
     draws = random.Random(6)  # which kills well after the first checkpoint
-    training = Training(
-        tmp_path / "training", EPOCHS, EVERY, task=CAPTURABLE, plan=("--plan", "baseline", "--device", "cpu")
-    )
+    options = ("--plan", "baseline", "--device", "cpu")
+    training = Training(tmp_path / "training", EPOCHS, EVERY, task=CAPTURABLE, plan=options, server=server)
     (tmp_path / "mine.toml").write_text('compile = "package"\n')
     second = ("--plan", str(tmp_path / "mine.toml"), "--device", "cpu")
     third = ("--plan", "baseline", "--set", "layout=channels_last", "--set", "optimizer=foreach", "--device", "cpu")

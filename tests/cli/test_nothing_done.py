@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cli.in_process import SMALL, Hotloop, commands
+from tests.forked import Server
 from tests.resuming import until
 
 
@@ -85,13 +84,10 @@ task = make(optimizer=slowly)
     ("number", "code", "says"), [(signal.SIGINT, 130, "stopped by Ctrl-C"), (signal.SIGTERM, 143, "stopped by SIGTERM")]
 )
 def test_a_signal_before_the_first_step_is_one_line_and_no_run(
-    number: signal.Signals, code: int, says: str, tmp_path: Path
+    number: signal.Signals, code: int, says: str, server: Server, tmp_path: Path
 ) -> None:
     (tmp_path / "task.py").write_text(SMALL + SLOW)
-    command = [sys.executable, "-m", "hotloop", "train", "task.py", "--run", "run"]
-    options = dict(cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
-    # A shell that starts the tests in the background has Ctrl-C ignored by all that they start.
-    process = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options)  # type: ignore[call-overload]
+    process = server.start("train", "task.py", "--run", "run", cwd=tmp_path)
     try:
         assert until(process, (tmp_path / "waiting").exists)
         process.send_signal(number)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from hotloop.cli import build
 from hotloop.run import Run
 from tests.conftest import RunCli
+from tests.forked import Process, Server
 from tests.resuming import EVERYTHING, Training, disagreements, last_checkpoint, until
 
 pytestmark = pytest.mark.slow
@@ -29,15 +30,13 @@ EPOCHS, EVERY = 24, 10
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Training:
+def whole(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Training:
     """A run that was never interrupted; a second process that wanted to join it was refused."""
-    training = Training(tmp_path_factory.mktemp("whole") / "training", EPOCHS, EVERY)
-    first = training.begin()
-    assert until(first, lambda: training.marks("steps") > 20)
-    first.send_signal(signal.SIGSTOP)
+    training = Training(tmp_path_factory.mktemp("whole") / "training", EPOCHS, EVERY, server=server)
+    first = held_at(training, 20)
     second = training.begin()
     said, _ = second.communicate(timeout=300)
-    first.send_signal(signal.SIGCONT)
+    training.release()
     first.communicate(timeout=300)
     assert first.returncode == 0
     assert second.returncode == 1
@@ -47,14 +46,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Training:
+def stopped(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Training:
     """A run of a copy of the Task's file, stopped on the way; the copy is gone."""
     folder = tmp_path_factory.mktemp("stopped")
     task = Path(shutil.copy(EVERYTHING, folder / "mine.py"))
-    training = Training(folder / "training", EPOCHS, EVERY, task=task)
-    process = training.begin()
-    assert until(process, lambda: training.marks("steps") > 25)
+    training = Training(folder / "training", EPOCHS, EVERY, task=task, server=server)
+    process = held_at(training, 25)
     process.terminate()
+    training.release()
     process.communicate(timeout=300)
     assert process.returncode == 143
     task.unlink()
@@ -62,19 +61,27 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 
 def copied(stopped: Training, folder: Path) -> Training:
-    training = Training(folder / "training", EPOCHS, EVERY)
+    training = Training(folder / "training", EPOCHS, EVERY, server=stopped.server)
     shutil.copytree(stopped.run, training.run)
     return training
 
 
+def held_at(training: Training, further: int, *options: str, **more: Any) -> Process:
+    """A process that goes on, and waits within a step after so many further ones, until it is released."""
+    steps = training.marks("steps") + further
+    training.hold(steps)
+    process = training.begin(*options, **more)
+    assert until(process, lambda: training.marks("steps") > steps)
+    return process
+
+
 def to_group(training: Training, number: signal.Signals, *options: str, times: int = 1) -> tuple[int, str]:
     """Sends a signal to all processes of a training, as a terminal or a batch system does, once some steps are done."""
-    steps = training.marks("steps")
-    process = training.begin(*options, start_new_session=True)
-    assert until(process, lambda: training.marks("steps") > steps + 15)
+    process = held_at(training, 15, *options)
     family = psutil.Process(process.pid).children(recursive=True)
     for _ in range(times):
         os.killpg(process.pid, number)
+    training.release()
     output, _ = process.communicate(timeout=300)
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
@@ -86,9 +93,9 @@ def document(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def test_stopped_in_every_way_with_workers_it_ends_bitwise_the_same(
-    whole: Training, tmp_path: Path, run_cli: RunCli
+    whole: Training, server: Server, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    training = Training(tmp_path / "training", EPOCHS, EVERY, workers=2)
+    training = Training(tmp_path / "training", EPOCHS, EVERY, workers=2, server=server)
     run = training.run
 
     code, said = to_group(training, signal.SIGTERM)
@@ -101,8 +108,14 @@ def test_stopped_in_every_way_with_workers_it_ends_bitwise_the_same(
     code, _ = to_group(training, signal.SIGINT, times=3)
     assert code == 130
 
-    stopped = run_cli("train", "--resume", run, "--stop-after", "0.2s", "--json")
-    assert (stopped.returncode, document(stopped)["reason"], document(stopped)["final"]) == (0, "stop-after", None)
+    steps = training.marks("steps")
+    training.hold(steps)
+    stopped = training.begin("--stop-after", "0.2s", "--json", stderr=subprocess.PIPE)
+    until(stopped, lambda: training.marks("steps") > steps)  # a slow machine ends before its first step
+    time.sleep(0.3)
+    training.release()
+    said = json.loads(stopped.communicate(timeout=300)[0])
+    assert (stopped.returncode, said["reason"], said["final"]) == (0, "stop-after", None)
 
     training.finish()
     assert training.problems == []
@@ -128,7 +141,7 @@ def test_it_goes_on_though_the_original_file_was_changed(whole: Training, stoppe
     training = copied(stopped, tmp_path)
     original = stopped.folder.parent / "mine.py"
     original.write_text("raise SystemExit('the changed file ran')")
-    training.finish()
+    training.finish(fresh=False)
     original.unlink()
     assert training.problems == []
     assert disagreements(whole.run, training.run) == []
@@ -165,11 +178,11 @@ def test_a_limit_on_the_size_of_files_loses_nothing(whole: Training, stopped: Tr
     (newest, *_) = Run.open(training.run).checkpoints.files()
     limit = newest.stat().st_size - 1
     before = newest.read_bytes()
-    process = training.begin(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    process = training.begin(file_bytes=limit)
     output, _ = process.communicate(timeout=300)
     assert_full_disk(training, process.returncode, output, last_checkpoint(Run.open(stopped.run)).state.position.step)
     assert newest.read_bytes() == before
-    training.finish()
+    training.finish(fresh=False)
     assert training.problems == []
     assert disagreements(whole.run, training.run) == []
 
@@ -200,7 +213,7 @@ def test_a_full_disk_loses_nothing(whole: Training, stopped: Training, tmp_path:
         at = last_checkpoint(Run.open(stopped.run)).state.position.step
         assert_full_disk(training, process.returncode, output, at)
         filler.unlink()
-        training.finish()
+        training.finish(fresh=False)
         assert training.problems == []
         assert disagreements(whole.run, training.run) == []
 

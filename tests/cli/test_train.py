@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import textwrap
 import tomllib
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.in_process import SMALL, Hotloop, commands
+from tests.forked import Server
 
 
 @pytest.fixture
@@ -478,9 +478,9 @@ BAR = re.compile(
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals of this kind")
 @pytest.mark.parametrize("columns", [80])
-def test_a_terminal_shows_a_bar_that_moves(columns: int, tmp_path: Path) -> None:
+def test_a_terminal_shows_a_bar_that_moves(columns: int, server: Server, tmp_path: Path) -> None:
     put(tmp_path, SLOW)
-    shown = in_terminal([sys.executable, "-m", "hotloop", "train", "task.py", "--device", "cpu"], tmp_path, columns)
+    shown = in_terminal(server, "train", "task.py", "--device", "cpu", cwd=tmp_path, columns=columns)
     frames = [match for line in re.split(r"[\r\n]+", ESCAPE.sub("", shown)) if (match := BAR.search(line))]
     assert {match["epoch"] for match in frames} == {"1", "2"}
     assert len({match["step"] for match in frames}) > 3
@@ -490,11 +490,12 @@ def test_a_terminal_shows_a_bar_that_moves(columns: int, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals of this kind")
-def test_with_json_in_a_terminal_only_stdout_is_the_document(tmp_path: Path) -> None:
+def test_with_json_in_a_terminal_only_stdout_is_the_document(server: Server, tmp_path: Path) -> None:
     put(tmp_path, SLOW)
-    command = [sys.executable, "-m", "hotloop", "train", "task.py", "--device", "cpu", "--json"]
     with (tmp_path / "out.json").open("w") as out:
-        shown = in_terminal(command, tmp_path, 100, stdout=out)
+        shown = in_terminal(
+            server, "train", "task.py", "--device", "cpu", "--json", cwd=tmp_path, columns=100, stdout=out
+        )
     assert len(json.loads((tmp_path / "out.json").read_text())["epochs"]) == 2
     assert "samples/s" in shown and '"epochs"' not in shown
 
@@ -507,8 +508,8 @@ def test_a_pipe_gets_a_line_per_epoch_and_no_escape_codes(run_cli, tmp_path: Pat
     assert len(re.findall(r"^epoch \d/2  train loss", done.stderr, re.MULTILINE)) == 2
 
 
-def in_terminal(command: list[str], folder: Path, columns: int, **options: object) -> str:
-    """What a terminal of some width is sent."""
+def in_terminal(server: Server, *args: str, cwd: Path, columns: int, **streams: object) -> str:
+    """What a terminal of some width is sent by `hotloop ARGS`."""
     import fcntl
     import pty
     import struct
@@ -517,8 +518,8 @@ def in_terminal(command: list[str], folder: Path, columns: int, **options: objec
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs} | options
-    process = subprocess.Popen(command, cwd=folder, env=environment | {"TERM": "xterm-256color"}, **streams)
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs} | streams
+    process = server.start(*args, cwd=cwd, env=environment | {"TERM": "xterm-256color"}, **streams)  # type: ignore[arg-type]
     os.close(theirs)
     pieces = []
     while True:

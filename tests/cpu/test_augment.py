@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ METHODS: dict[str, Callable[[Draws], Tensor]] = {
 }
 
 
+@cache
 def numbers(along: str, count: int) -> Tensor:
     """`count` uniform numbers that differ in one thing alone."""
     if along == "sample":

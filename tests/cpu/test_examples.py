@@ -26,6 +26,7 @@ HERE = {
     "lengths.py": 3,
     "two_inputs.py": 4,
     "loader.py": 2,
+    "written_out.py": 2,
     "with_transformers.py:bert": 4,
     "with_transformers.py:gpt2": 5,
     "with_transformers.py:vit": 2,
