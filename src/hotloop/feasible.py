@@ -104,7 +104,7 @@ def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
     kinds = {device.kind for device in hardware.devices}
     named = {
         axis: get_args(Plan.model_fields[axis].annotation)
-        for axis in ("precision", "layout", "residency", "compile", "optimizer")
+        for axis in ("engine", "precision", "layout", "residency", "compile", "optimizer")
     }
     missing = tuple(kind for kind in ("cuda", "mps", "xpu") if kind not in kinds)
     return {"device": missing, **named, "graphs": ("step", 8), "accumulation": (2,)}
@@ -119,6 +119,38 @@ def device_of(plan: Plan, hardware: Hardware) -> Device | None:
 def _absent(plan: Plan, hardware: Hardware) -> Violation:
     names = ", ".join(device.name for device in hardware.devices)
     return Violation(("device",), f"this machine has {names}", f"use --device {hardware.devices[0].name}")
+
+
+# --- engine
+
+
+_OF_TORCH = {
+    "precision": "array operations compute in the model's own numbers",
+    "layout": "the layers of hotloop.arrays know one order of dimensions",
+    "compile": "it is torch's operations that are compiled",
+    "graphs": "it is torch's operations that are recorded",
+    "optimizer": "the update is written out",
+    "accumulation": "a batch is not cut into pieces there",
+    "threads": "it sets torch's threads, and NumPy has its own",
+}
+"""Why an axis is not for the arrays engine."""
+
+
+def _written_out(case: Case) -> Iterator[Violation]:
+    plan, device = case.plan, case.device
+    if plan.engine != "arrays":
+        return
+    for axis, reason in _OF_TORCH.items():
+        plain = getattr(BASELINE, axis)
+        if getattr(plan, axis) != plain:
+            value = "none" if plain is None else plain
+            yield Violation((axis, "engine"), reason, f"use {axis}={value}, or engine=eager")
+    if device.kind not in ("cpu", "cuda"):
+        reason = f"arrays are NumPy's or CuPy's, and neither computes on {device.name}"
+        yield Violation(("engine", "device"), reason, "use --device cpu, or engine=eager")
+    if case.facts.closure:
+        reason = f"{case.facts.optimizer} calls the loss itself, as often as it likes"
+        yield Violation(("engine",), reason, "use engine=eager")
 
 
 # --- precision, layout
@@ -244,6 +276,7 @@ def _pieces(case: Case) -> Iterator[Violation]:
 
 
 RULES: tuple[Rule, ...] = (
+    _written_out,
     _arithmetic,
     _images,
     _resident,

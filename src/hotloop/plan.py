@@ -23,7 +23,8 @@ class Plan(BaseModel):
     """How to run the training step.
 
     Attributes:
-        engine: what computes the step. `eager`: PyTorch, operation by operation.
+        engine: what computes the step. `eager`: PyTorch, operation by operation. `arrays`: written out in array
+            operations on NumPy or CuPy, without autograd, for models of known layers.
         device: where it runs, as torch names it: `cpu`, `cuda:0`, `mps`, `xpu:0`.
         precision: the number format of the arithmetic. `tf32`: matrix products of fp32 numbers with 10 bits of mantissa
             (NVIDIA); `bf16` and `fp16`: autocast, `fp16` with a scaled loss. Parameters and updates stay fp32.
@@ -42,7 +43,7 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    engine: Literal["eager"] = "eager"
+    engine: Literal["eager", "arrays"] = "eager"
     device: str = "cpu"
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     layout: Literal["contiguous", "channels_last"] = "contiguous"

@@ -65,6 +65,8 @@ def passed_over(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[tuple[
 def left_open(facts: TaskFacts, plan: Plan) -> list[str]:
     """What only a look at data and model tells, as lowering takes it."""
     found = []
+    if plan.engine == "arrays":
+        found.append("engine=arrays: whether the model's modules, the loss and the optimizer are all known")
     if plan.residency != "stream" and facts.data == "Samples":
         found.append(f"residency={plan.residency}: whether the data set fits, and gives the same sample each time")
     if plan.compile != "none":

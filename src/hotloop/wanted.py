@@ -11,9 +11,9 @@ from typing import Any
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
 
-AUTO, BASELINE = "auto", "baseline"
+AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
 
-NAMED = f"{AUTO}, {BASELINE}, or a TOML file"
+NAMED = f"{AUTO}, {BASELINE}, {ARRAYS}, or a TOML file"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Wanted:
 
     @classmethod
     def of(cls, given: Plan | str | Path | None, axes: Mapping[str, Any] | None = None) -> Wanted:
-        """What `given` means: a plan, `auto`, `baseline`, a TOML file, or None for the baseline.
+        """What `given` means: a plan, `auto`, `baseline`, `arrays`, a TOML file, or None for the baseline.
 
         Args:
             axes: set on top; text as on a command line is read as the axis' type, and `none` where an axis has it.
@@ -45,6 +45,8 @@ class Wanted:
             plan = given
         elif given in (None, AUTO, BASELINE):
             plan = Plan()
+        elif given == ARRAYS:
+            plan = Plan(engine="arrays")
         else:
             plan = _read(Path(given))
         kept = {axis: getattr(plan, axis) for axis in plan.model_fields_set}

@@ -14,6 +14,7 @@ from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.compiled import CompiledStep
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.graphs import GraphedStep
+from hotloop.lowering.handwritten import ArraysStep
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout
 from hotloop.lowering.precision import in_precision
@@ -84,6 +85,8 @@ def making_ready(plan: Plan) -> Iterator[None]:
 
 
 def _step(parts: Ingredients) -> EagerStep:
+    if parts.plan.engine == "arrays":
+        return ArraysStep(parts)
     if parts.plan.graphs != "none":
         return GraphedStep(parts)
     return EagerStep(parts) if parts.plan.compile == "none" else CompiledStep(parts)

@@ -1,0 +1,156 @@
+"""The engine axis: the step written out in array operations by `hotloop.arrays`, on the memory of torch's tensors.
+
+Forward, loss, backward and update are NumPy's or CuPy's, and autograd is not asked for anything. What surrounds them is
+the eager step's: random streams, clipping, schedule, average, sums. So is the State, and any plan can go on from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotloop.arrays import Dropout, Embedding
+from hotloop.arrays.layer import shape_after
+from hotloop.arrays.optimizers import Memory
+from hotloop.errors import DataError, PlanError, kind
+from hotloop.lowering.conversion import converted, counts_steps, loss_of, namespace_of, rule_of, shared
+from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.step import EagerStep
+from hotloop.task import Computed
+
+
+class ArraysStep(EagerStep):
+    """One training step, in array operations.
+
+    Raises:
+        PlanError: the Task has something that isn't known how to write out; the message names it.
+    """
+
+    def __init__(self, parts: Ingredients) -> None:
+        super().__init__(parts)
+        if parts.task.step is not None:
+            raise PlanError(
+                "engine=arrays, and the Task has a step of its own",
+                expected="a model and a loss, which can be written out",
+                fix="use engine=eager",
+            )
+        self._xp = namespace_of(parts.device)
+        self._network = converted(parts.model, self._xp)
+        self._loss = loss_of(parts.task.loss)
+        for group in self.optimizer.param_groups:
+            rule_of(self.optimizer, group)
+        layers = [layer for _, layer in self._network.chain.leaves()]
+        for layer in layers:
+            if isinstance(layer, Dropout):
+                layer.draw = self._kept
+        self._embedding = layers[0] if isinstance(layers[0], Embedding) else None
+        # torch's schedulers warn where the optimizer's own `step` wasn't called before theirs.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._memory: dict[Tensor, Memory] = {}
+        self._dtype = self._trainable[0].dtype
+        self._known_inputs: Any = None
+        self._written_out = True
+
+    def run_eagerly(self) -> None:
+        """From now on, by torch on the same tensors, so that hooks of modules see what happens."""
+        self._written_out = False
+
+    def rebind(self) -> None:
+        """Notes that tensors of the optimizer's state were replaced."""
+        self._memory = {}
+
+    def _backward(self, batch: Any, samples: int, step: int) -> Computed:
+        if not self._written_out:
+            return super()._backward(batch, samples, step)
+        self.draws.seed(step)
+        self._clear_gradients()
+        with np.errstate(all="ignore"):  # torch doesn't warn of infinity either: the loop looks for it
+            loss = self._forward_and_backward(*self._arrays(batch))
+        for parameter, layer, name in self._network.owned:
+            parameter.grad = torch.as_tensor(layer.gradients[name])
+        self._clip_unscaled()
+        return Computed(torch.as_tensor(loss), None, {})
+
+    def _forward_and_backward(self, inputs: Any, target: Any) -> Any:
+        chain = self._network.chain
+        output = chain.forward(inputs, training=True)
+        self._loss.check(target, output.shape[1:], "the target")
+        loss = self._loss.forward(output, target)
+        chain.backward(self._loss.backward())
+        return loss
+
+    def _update(self) -> None:
+        if not self._written_out:
+            super()._update()
+            return
+        places = {id(parameter): (layer, name) for parameter, layer, name in self._network.owned}
+        counting = counts_steps(self.optimizer)
+        for group in self.optimizer.param_groups:
+            rule = rule_of(self.optimizer, group)
+            for parameter in group["params"]:
+                if id(parameter) not in places:  # frozen
+                    continue
+                layer, name = places[id(parameter)]
+                state = self._state(parameter, rule.remembers, counting)
+                if counting:
+                    state["step"] += 1
+                step = int(state["step"]) if counting else 0
+                with np.errstate(all="ignore"):
+                    rule.update(layer.weights[name], layer.gradients[name], self._memory[parameter], step)
+
+    def _state(self, parameter: Tensor, names: tuple[str, ...], counting: bool) -> dict[str, Any]:
+        """The optimizer's own state of a parameter, as its first step makes it; the arrays' memory is the same memory."""
+        state = self.optimizer.state[parameter] if names or counting else {}
+        if parameter in self._memory:
+            return state
+        for name in names:
+            state.setdefault(name, torch.zeros_like(parameter, requires_grad=False))
+        if counting:
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        self._memory[parameter] = {name: shared(state[name], self._xp) for name in names}
+        return state
+
+    def _kept(self, shape: tuple[int, ...], share: float) -> Any:
+        """A dropout's mask from torch's generator, as torch's own dropout draws it."""
+        mask = torch.empty(shape, dtype=self._dtype, device=self.parts.device).bernoulli_(share)
+        return shared(mask, self._xp)
+
+    def _arrays(self, batch: Any) -> tuple[Any, Any]:
+        """Inputs and target as arrays.
+
+        Raises:
+            DataError: they are no pair of tensors, or of a dtype that the model hasn't.
+            TaskError: the model can't take them.
+        """
+        if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(one, Tensor) for one in batch):
+            given = f"{len(batch)} parts" if isinstance(batch, tuple | list) else kind(batch)
+            raise DataError(
+                f"engine=arrays, and a batch is {given}",
+                expected="one tensor of inputs and one of targets",
+                fix="use engine=eager",
+            )
+        inputs, target = batch
+        if (inputs.shape[1:], inputs.dtype) != self._known_inputs:
+            self._check_inputs(inputs)
+        if self._embedding is not None:
+            self._embedding.check(shared(inputs, self._xp), "the batch")
+        target = target.to(self._dtype) if target.is_floating_point() else target
+        return shared(inputs, self._xp), shared(target, self._xp)
+
+    def _check_inputs(self, inputs: Tensor) -> None:
+        embeds = self._embedding is not None
+        if inputs.is_floating_point() == embeds or (not embeds and inputs.dtype != self._dtype):
+            raise DataError(
+                f"the inputs have dtype {_short(inputs.dtype)}",
+                expected="whole numbers, for the embedding" if embeds else f"{_short(self._dtype)}, as the model has",
+                fix="turn them into that, in the data or in the Task's prepare",
+            )
+        shape_after(self._network.chain, tuple(inputs.shape[1:]))
+        self._known_inputs = (inputs.shape[1:], inputs.dtype)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
