@@ -26,9 +26,11 @@ _HOME = {
     "check": "hotloop.proving",
     "race": "hotloop.contests",
     "tune": "hotloop.seeking",
+    "profile": "hotloop.inspecting",
+    "explain": "hotloop.explaining",
 }
 # No module has the name of a public function: importing the module would hide the function.
-_MODULES = ("data", "errors")
+_MODULES = ("arrays", "data", "errors")
 
 __all__ = [
     "HotloopError",
@@ -37,24 +39,29 @@ __all__ = [
     "Run",
     "Task",
     "View",
+    "arrays",
     "check",
     "data",
     "errors",
     "evaluate",
+    "explain",
     "export",
     "fit",
     "load_model",
     "lower",
     "predict",
+    "profile",
     "race",
     "tune",
 ]
 
 if TYPE_CHECKING:
-    from hotloop import data, errors
+    from hotloop import arrays, data, errors
     from hotloop.api import evaluate, export, fit, load_model, predict
     from hotloop.contests import race
     from hotloop.errors import HotloopError
+    from hotloop.explaining import explain
+    from hotloop.inspecting import profile
     from hotloop.lowering import lower
     from hotloop.plan import Plan
     from hotloop.proving import check

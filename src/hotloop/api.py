@@ -63,8 +63,9 @@ def fit(
     Args:
         run: a new folder for the run; default `runs/<name>-<date>-<time>`.
         resume: go on with the run in that folder, exactly where it stopped.
-        plan: how to run it: a `Plan`, a TOML file, `baseline` (eager fp32), or `auto`, which is the default: what `tune`
-            found and remembered for a Task in a file, else what the rules say. To resume with, the run's own.
+        plan: how to run it: a `Plan`, a TOML file, `baseline` (eager fp32), `arrays`, or `auto`, which is the default:
+            what `tune` found and remembered for a Task in a file, else what the rules say. To resume with, the run's
+            own.
         device: where, whatever the plan says, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
         stop_after: stop cleanly after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.

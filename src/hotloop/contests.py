@@ -56,7 +56,7 @@ def race(
     """Measures plans side by side on this machine, and says which finishes this run first.
 
     Args:
-        plans: `baseline`, `auto`, TOML files or `Plan` values; the same one twice is raced against itself.
+        plans: `baseline`, `auto`, `arrays`, TOML files or `Plan` values; the same one twice is raced against itself.
         baseline: the plan that the others are compared with; it takes part, asked for or not.
         devices: race each plan on each of them, such as `["cpu", "cuda"]`; default where each plan says.
         time_limit: for the windows that are measured, such as `60s`; preparing and proving come on top.

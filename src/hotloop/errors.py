@@ -112,7 +112,7 @@ def blame(error: BaseException) -> str:
     else:
         summary = f"{type(error).__name__}: {text.splitlines()[0]}"
         frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [(path, line) for path, line in frames if not _library(path)]
+    own = [(path, line) for path, line in frames if not is_library(path)]
     return f"{summary} ({Path(own[-1][0]).name}:{own[-1][1]})" if own else summary
 
 
@@ -150,6 +150,6 @@ def _read(text: str) -> tuple[str, list[tuple[str, int]]]:
     return (after or lines[-1:])[0], [(match[1], int(match[2])) for _, match in frames]
 
 
-def _library(path: str) -> bool:
+def is_library(path: str) -> bool:
     """Whether a file belongs to Python, to an installed package, or to hotloop."""
     return path.startswith("<frozen") or any(part in path for part in _LIBRARIES)

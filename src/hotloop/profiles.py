@@ -184,6 +184,7 @@ class Habit(Record):
         what: `kept graph`: a loss whose graph is alive steps later, `bytes` of memory growing by it each step;
             `retained graph`: a backward that keeps a graph that nobody walks again;
             `wasted forward`: a forward whose graph no backward walked;
+            `evaluation`: a forward that builds no graph, as under `no_grad`, in a training step;
             `autograd in evaluation`: a forward in evaluation that builds graphs;
             `hook`: torch's anomaly detection or a profiler left on.
         where: the line.
@@ -192,7 +193,7 @@ class Habit(Record):
         bytes: per step.
     """
 
-    what: Literal["kept graph", "retained graph", "wasted forward", "autograd in evaluation", "hook"]
+    what: Literal["kept graph", "retained graph", "wasted forward", "evaluation", "autograd in evaluation", "hook"]
     where: str
     per_step: float
     ms: float | None = None
@@ -217,12 +218,15 @@ class Threads(Record):
         cores: that this process may use.
         busy: cores that this process kept busy on average, from its CPU time.
         others: cores that other programs kept busy.
+        slower: how many times as long operations take with so many threads as with one for each core, or one alone,
+            measured on this machine; None where there are no more threads than cores, or it wasn't measured.
     """
 
     torch: int
     cores: int
     busy: float
     others: float
+    slower: float | None = None
 
 
 class Limits(Record):

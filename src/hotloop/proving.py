@@ -30,7 +30,7 @@ def check(
     """Whether a plan gives the same result as the baseline on its device, and how that was found.
 
     Args:
-        plan: a `Plan`, a TOML file, or `auto`.
+        plan: a `Plan`, a TOML file, `auto` or `arrays`.
         device: where, whatever the plan says.
         converge: also train to the end with so many seeds, under the plan and under the baseline, and test whether both
             end alike. That takes as long as it sounds.

@@ -6,7 +6,7 @@ import ast
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -39,6 +39,47 @@ def file_named(where: str) -> Path | None:
     if path.suffix != ".py":
         raise TaskError(f"{path} is not a Python file", expected="file.py, or file.py:name", fix="check the path")
     return path
+
+
+def holds_task(path: Path, name: str) -> bool:
+    """Whether a file defines a Task of that name, as far as its text tells; it isn't run.
+
+    A file that hotloop reads Tasks from imports hotloop, and has at its top level a function or a call's result of that
+    name, or imports it from elsewhere.
+
+    Raises:
+        TaskError: it can't be read.
+    """
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return False  # whoever runs it says what is wrong with it
+    except OSError as error:
+        raise TaskError(f"{path} can't be read ({error.strerror})", fix="check the path") from error
+    ours = any(name.partition(".")[0] == "hotloop" for name in _imported(tree, ""))
+    return any(_defines(statement, name, ours) for statement in _top_level(tree.body))
+
+
+def _top_level(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """What runs when a file is imported; not what stands under `if __name__ == "__main__"`."""
+    for statement in statements:
+        yield statement
+        if (isinstance(statement, ast.If) and "__main__" not in ast.dump(statement.test)) or isinstance(
+            statement, ast.Try
+        ):
+            yield from _top_level([*statement.body, *statement.orelse])
+
+
+def _defines(statement: ast.stmt, name: str, ours: bool) -> bool:
+    if isinstance(statement, ast.ImportFrom):
+        return any((alias.asname or alias.name) == name for alias in statement.names)
+    if isinstance(statement, ast.FunctionDef):
+        return ours and statement.name == name
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        made = isinstance(statement.value, ast.Call | ast.Name | ast.IfExp)
+        return ours and made and any(isinstance(target, ast.Name) and target.id == name for target in targets)
+    return False
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:

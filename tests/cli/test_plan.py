@@ -112,8 +112,12 @@ WRONG = {
     "a key of a file": (("--plan", "odd.toml"), 1, ("odd.toml: unknown axis 'precison'", "one of engine, device")),
     "a value of a file": (("--plan", "bad.toml"), 1, ("bad.toml: precision='fp8'", "'fp32', 'tf32'")),
     "a file that is no TOML": (("--plan", "torn.toml"), 1, ("torn.toml is not TOML",)),
-    "a file that isn't there": (("--plan", "mien.toml"), 1, ("no plan at 'mien.toml'", "auto, baseline, or a TOML")),
-    "a name": (("--plan", "atuo"), 1, ("no plan at 'atuo'", "auto, baseline, or a TOML file")),
+    "a file that isn't there": (
+        ("--plan", "mien.toml"),
+        1,
+        ("no plan at 'mien.toml'", "auto, baseline, arrays, or a TOML"),
+    ),
+    "a name": (("--plan", "atuo"), 1, ("no plan at 'atuo'", "auto, baseline, arrays, or a TOML file")),
     "no value": (("--set", "compile"), 2, ("'compile' is not of the form name=value",)),
     "a device": (("--set", "device=tpu"), 1, ("'tpu'", "cpu")),
     "a plan for hardware elsewhere": (("--plan", "far.toml"), 1, ("'xpu:7' isn't on this machine", "cpu")),
@@ -123,6 +127,7 @@ WRONG = {
     "graphs on a CPU": (("--set", "graphs=step", *CPU), 1, ("graphs=step with device=cpu", "CUDA's", "graphs=none")),
     "pieces": (("--set", "accumulation=6", *CPU), 1, ("a batch of 5 can't be cut into 6 pieces",)),
     "images": (("--set", "layout=channels_last", *CPU), 1, ("4 or 5 dimensions",)),
+    "arrays compiled": (("--plan", "arrays", "--set", "compile=step", *CPU), 1, ("compile=step with engine=arrays",)),
     "an axis twice": (("--set", "workers=1", "--workers", "2"), 2, ("workers is given as 1 and as 2",)),
 }
 

@@ -55,6 +55,17 @@ REFUSED = {
     ),
     "no implementation at all": (CPU, LBFGS, {"optimizer": "foreach"}, ("LBFGS has no such", "optimizer=default")),
     "more pieces than samples": (CPU, {}, {"accumulation": 65}, ("batch of 64", "65 pieces", "accumulation=64")),
+    "arrays in reduced precision": (
+        CPU_BF16, {}, {"engine": "arrays", "precision": "bf16"}, ("the model's own numbers", "precision=fp32"),
+    ),
+    "arrays compiled": (CPU, {}, {"engine": "arrays", "compile": "step"}, ("torch's operations", "compile=none")),
+    "arrays in a graph": (GPU, {}, {**GRAPHS, "engine": "arrays"}, ("torch's operations", "graphs=none")),
+    "arrays in another layout": (CPU, {}, {"engine": "arrays", "layout": "channels_last"}, ("layout=contiguous",)),
+    "arrays with torch's update": (CPU, {}, {"engine": "arrays", "optimizer": "fused"}, ("optimizer=default",)),
+    "arrays in pieces": (CPU, {}, {"engine": "arrays", "accumulation": 2}, ("accumulation=1",)),
+    "arrays with torch's threads": (CPU, {}, {"engine": "arrays", "threads": 1}, ("threads=none",)),
+    "arrays on a Mac's GPU": (MAC, {}, {"engine": "arrays", "device": "mps"}, ("NumPy's or CuPy's", "--device cpu")),
+    "arrays with LBFGS": (CPU, LBFGS, {"engine": "arrays"}, ("LBFGS calls the loss itself", "engine=eager")),
     "LBFGS in pieces": (CPU, LBFGS, {"accumulation": 2}, ("LBFGS calls the loss itself", "accumulation=1")),
 }  # fmt: skip
 
@@ -97,6 +108,8 @@ RUNS = {
     "pieces compiled": (CPU, {}, {"compile": "step", "accumulation": 2}),
     "fp16 with its update apart": (GPU, {}, {**ON_GPU, "compile": "forward", "precision": "fp16"}),
     "an implementation that's there": (CPU, {}, {"optimizer": "fused"}),
+    "arrays on the CPU": (CPU, {}, {"engine": "arrays", "residency": "device", "workers": 2}),
+    "arrays on NVIDIA's": (GPU, {}, {**ON_GPU, "engine": "arrays"}),
     "a piece per sample": (CPU, {}, {"accumulation": 64}),
 }
 
@@ -134,6 +147,7 @@ def test_several_reasons_stand_in_one_line_each_remedy_once() -> None:
 
 def test_the_table_names_every_value_that_cannot_be_run_and_no_other() -> None:
     assert {(one.axis, one.value) for one in refused(BASELINE, facts(**LBFGS, images=False), NO_COMPILER)} == {
+        ("engine", "arrays"),
         *(("device", "mps"), ("device", "xpu")),
         *(("precision", "tf32"), ("precision", "bf16"), ("precision", "fp16")),
         ("layout", "channels_last"),
@@ -150,9 +164,9 @@ def test_the_table_goes_by_what_is_set() -> None:
     assert not {axis for axis, _ in half} & {"optimizer", "residency", "layout"}
 
 
-@pytest.mark.parametrize("axis", [name for name in Plan.model_fields if name != "engine"])
+@pytest.mark.parametrize("axis", Plan.model_fields)
 def test_a_plain_plan_differs_only_in_where_it_runs(axis: str) -> None:
-    other = {"device": "cuda:0", "precision": "bf16", "layout": "channels_last", "residency": "host",
+    other = {"engine": "arrays", "device": "cuda:0", "precision": "bf16", "layout": "channels_last", "residency": "host",
              "compile": "step", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1, "threads": 1}  # fmt: skip
     assert is_plain(BASELINE)
     assert is_plain(BASELINE.with_axes(**{axis: other[axis]})) is (axis in ("device", "workers", "threads"))

@@ -79,7 +79,7 @@ def test_the_baseline_is_eager_fp32_on_the_cpu() -> None:
     [
         ({"precison": "fp32"}, ["unknown axis 'precison'", "precision", "Check the spelling"]),
         ({"precision": "fp33"}, ["precision='fp33'", "'fp32'"]),
-        ({"engine": "steam"}, ["engine='steam'", "'eager'"]),
+        ({"engine": "steam"}, ["engine='steam'", "'eager'", "'arrays'"]),
         ({"workers": -1}, ["workers=-1", "expected 0 or more"]),
         ({"workers": "many"}, ["workers='many'", "expected a whole number"]),
         ({"workers": 1.5}, ["workers=1.5", "expected a whole number"]),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import hotloop
+import hotloop.arrays
 import hotloop.data
 
 PUBLIC = {
@@ -21,17 +22,63 @@ PUBLIC = {
         "Run",
         "Task",
         "View",
+        "arrays",
         "check",
         "data",
         "errors",
         "evaluate",
+        "explain",
         "export",
         "fit",
         "load_model",
         "lower",
         "predict",
+        "profile",
         "race",
         "tune",
+    ],
+    "hotloop.arrays": [
+        "AdaDelta",
+        "AdaGrad",
+        "Adam",
+        "AdamW",
+        "AveragePool",
+        "BatchNorm",
+        "BinaryCrossEntropy",
+        "Chain",
+        "Conv",
+        "CrossEntropy",
+        "Dense",
+        "Dropout",
+        "ELU",
+        "Embedding",
+        "Epoch",
+        "Flatten",
+        "GELU",
+        "Identity",
+        "LSTM",
+        "Layer",
+        "LayerNorm",
+        "LayerTime",
+        "LeakyReLU",
+        "Loss",
+        "MaxPool",
+        "Momentum",
+        "Nesterov",
+        "Network",
+        "Optimizer",
+        "RMSProp",
+        "RNN",
+        "ReLU",
+        "Residual",
+        "SGD",
+        "SiLU",
+        "Sigmoid",
+        "Softmax",
+        "Softplus",
+        "SquaredError",
+        "Step",
+        "Tanh",
     ],
     "hotloop.data": [
         "Bundle",
@@ -65,7 +112,7 @@ def test_each_name_is_there_and_explains_itself(module: str, name: str) -> None:
 def test_each_name_is_the_same_however_it_is_imported_first(name: str) -> None:
     """Importing a module must not put itself in the place of a function of the same name."""
     modules = sorted(path.stem for path in Path(hotloop.__file__).parent.iterdir() if path.stem[0] not in "_.")
-    assert name not in modules or name in ("data", "errors")
+    assert name not in modules or name in ("arrays", "data", "errors")
 
 
 def test_names_are_offered_for_completion() -> None:
@@ -84,7 +131,7 @@ def test_a_star_import_brings_the_public_names(tmp_path: Path) -> None:
     assert sorted(names.keys() - {"__builtins__"}) == PUBLIC["hotloop"]
 
 
-@pytest.mark.parametrize("names", ["", "errors", "Plan, HotloopError, errors"])
+@pytest.mark.parametrize("names", ["", "errors", "arrays", "Plan, HotloopError, errors"])
 def test_what_needs_no_torch_brings_none(names: str) -> None:
     code = f"import sys, hotloop\n{f'from hotloop import {names}' if names else ''}\nsys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -17,6 +17,8 @@ from hotloop.records import Evaluation, Mistake, Picture
 from hotloop.report.confusion import most_frequent, write_confusion
 from hotloop.report.curves import write_curves
 from hotloop.report.mistakes import write_mistakes
+from hotloop.report.profile_pictures import write_pictures
+from tests.unit.made_profiles import made
 from tests.web.chromium import Drawn, draw, needs_browser
 
 NAMES = ["T-shirt", "<b>Coat & hat</b>", "Bag"]
@@ -201,3 +203,21 @@ def test_the_most_frequent_confusions_come_first() -> None:
     assert [(c.true, c.predicted, c.samples) for c in found] == [(NAMES[1], NAMES[0], 13), (NAMES[0], NAMES[1], 7)]
     assert found[0].share == 13 / 93
     assert len(most_frequent(evaluation(), 10)) == 3
+
+
+@needs_browser
+def test_a_profile_has_its_phases_its_modules_and_the_roofline(tmp_path, drawn) -> None:
+    written = write_pictures(made(), tmp_path / "seen")
+    assert [path.name for path in written] == ["phases.html", "modules.html", "roofline.html"]
+    phases, modules, roofline = map(drawn, written)
+    assert phases.errors == modules.errors == roofline.errors == []
+    assert any(text.startswith("backward") and "60 ms" in text for text in phases.texts)
+    assert phases.shapes["point"] == 5  # a piece of the bar for each phase
+    shown = " ".join(modules.texts)
+    assert modules.shapes["slice"] == 5 and "Net[red]" in shown and "<b>Odd</b>" in shown
+    assert roofline.shapes["point"] == 3  # modules without others inside, of known counts
+    assert {"limit, fp32", "limit, bf16", "features.0", "head"} <= set(roofline.texts)
+
+
+def test_pictures_without_anything_to_show_are_not_written(tmp_path) -> None:
+    assert write_pictures(made(phases={}, modules=[]), tmp_path / "seen") == []

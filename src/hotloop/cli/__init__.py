@@ -20,6 +20,8 @@ COMMANDS = (
     "race",
     "check",
     "tune",
+    "profile",
+    "explain",
     "evaluate",
     "predict",
     "export",
@@ -39,6 +41,9 @@ You write what to train, as a Task in a Python file; hotloop decides how to run 
   hotloop race task.py                          which plan finishes this run first
   hotloop check task.py                         does that give the same result as eager fp32?
   hotloop tune task.py                          find the fastest plan that does, and remember it
+  hotloop profile task.py                       where a step's time goes, and what would help
+  hotloop profile train.py -- --lr 0.1          the same for any PyTorch script with its own arguments
+  hotloop explain task.py                       each layer's forward and backward as matrices
   hotloop evaluate runs/first                   its metrics on the test data
   hotloop predict runs/first images.npy         what the trained network says
   hotloop export runs/first --to model.onnx     the network for use elsewhere

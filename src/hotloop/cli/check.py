@@ -30,7 +30,8 @@ def check(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="What to check: auto, baseline or a TOML file.", show_default="auto, or with --set the baseline"
+            help="What to check: auto, baseline, arrays or a TOML file.",
+            show_default="auto, or with --set the baseline",
         ),
     ] = None,
     settings: Set = None,

@@ -17,7 +17,7 @@ def race(
     plans: Annotated[
         str | None,
         typer.Option(
-            help="baseline, auto and TOML files, separated by commas.",
+            help="baseline, auto, arrays and TOML files, separated by commas.",
             show_default="baseline,auto; with --devices or --scale: baseline",
         ),
     ] = None,

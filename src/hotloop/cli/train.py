@@ -30,7 +30,7 @@ def train(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="How to run it: auto, baseline (eager fp32) or a TOML file.",
+            help="How to run it: auto, baseline (eager fp32), arrays or a TOML file.",
             show_default="auto, with --set the baseline, or the run's own",
         ),
     ] = None,

@@ -35,7 +35,7 @@ class Ratio:
 
     Attributes:
         median: over the pairs of windows.
-        low, high: ends of its 99 % interval; None with too few pairs.
+        low, high: ends of its interval; None with too few pairs.
         pairs: how many there are.
     """
 
@@ -50,13 +50,13 @@ class Ratio:
         return math.inf if self.low is None or self.high is None else (self.high - self.low) / (2 * self.median)
 
 
-def ratio_of(baseline: Sequence[float], own: Sequence[float]) -> Ratio:
-    """Median ratio of paired times with its 99 % interval.
+def ratio_of(baseline: Sequence[float], own: Sequence[float], confidence: float | None = None) -> Ratio:
+    """Median ratio of paired times with its interval, of 99 % unless asked otherwise.
 
     The interval is the one between two of the sorted ratios that the binomial distribution gives (Conover, Practical
     Nonparametric Statistics, 3rd edition, section 3.2). It holds the true median in at least 99 of 100 cases whatever
-    the distribution of the noise, from 8 pairs on, as long as the pairs don't depend on each other. A bootstrap is
-    narrower with few pairs, and then promises too much.
+    the distribution of the noise, from 8 pairs on (95 of 100 from 6 on), as long as the pairs don't depend on each other.
+    A bootstrap is narrower with few pairs, and then promises too much.
 
     Args:
         baseline, own: seconds of a step in each pair, above zero; pairs beyond the shorter of the two don't count.
@@ -64,9 +64,8 @@ def ratio_of(baseline: Sequence[float], own: Sequence[float]) -> Ratio:
     count = min(len(baseline), len(own))
     ratios = np.sort(np.asarray(baseline[:count]) / np.asarray(own[:count]))
     median = float(np.median(ratios))
-    beyond = int(
-        binom.ppf((1 - CONFIDENCE) / 2, count, 0.5)
-    )  # ratios that lie below the interval, and above it, plus one
+    # How many ratios lie below the interval, and above it, plus one.
+    beyond = int(binom.ppf((1 - (CONFIDENCE if confidence is None else confidence)) / 2, count, 0.5))
     if beyond < 1:
         return Ratio(median, None, None, count)
     return Ratio(median, float(ratios[beyond - 1]), float(ratios[count - beyond]), count)

@@ -56,9 +56,9 @@ class Search:
     facts: TaskFacts
     hardware: Hardware
     prove: Prove
-    failed: Mapping[str, str] = field(default_factory=dict)
     time_limit_s: float | None = None
     progress: Progress = lambda doing, share: None
+    failed: Mapping[str, str] = field(default_factory=dict)
     timings: dict[str, Timing] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _programs: dict[str, Program] = field(default_factory=dict)

@@ -1,0 +1,48 @@
+"""`hotloop explain`: each layer's forward and backward as matrices, checked against autograd."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hotloop.cli.common import FAILED, AsJson, Param, console, guarded, pairs, print_json, stdout_for
+from hotloop.sources import file_named, split
+
+
+@guarded
+def explain(
+    task: Annotated[str, typer.Argument(help="file.py, file.py:name or package.module:name.", show_default=False)],
+    param: Param = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples in the batch, instead of the Task's.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain each layer's forward and backward as matrices: shapes, equations, FLOPs, bytes.
+
+    \b
+    hotloop explain examples/fashion.py
+    hotloop explain examples/language.py --batch-size 4
+
+    A real batch goes through the model and back. Each equation is then computed in plain matrix operations, in float64,
+    from what the layer got, and compared with torch's own result and autograd's gradient. What isn't known is named with
+    its shapes, not guessed. Everything happens on the CPU; nothing is trained.
+
+    Exit code 1 if an equation isn't what autograd computes.
+    """
+    given = pairs(param or [])
+    if batch_size is not None and batch_size < 1:
+        raise typer.BadParameter(f"--batch-size is {batch_size}; expected 1 or more")
+    file_named(split(task)[0])
+
+    from hotloop.explaining import explain as explained
+    from hotloop.report.explain import page
+    from hotloop.taskfile import load_task
+
+    with stdout_for(as_json):
+        explanation = explained(load_task(task, given).task, batch_size=batch_size)
+    if as_json:
+        print_json(explanation.model_dump())
+    else:
+        console.print(page(explanation))
+    if explanation.wrong:
+        raise typer.Exit(FAILED)

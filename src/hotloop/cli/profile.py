@@ -1,0 +1,181 @@
+"""`hotloop profile`: where the time of a training step goes, what bounds it, and what would help."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hotloop.cli.common import (
+    AsJson,
+    Device,
+    Param,
+    Set,
+    axes,
+    console,
+    guarded,
+    pairs,
+    print_json,
+    say,
+    stdout_for,
+)
+from hotloop.sources import file_named, holds_task, split
+
+if TYPE_CHECKING:
+    from hotloop.profiles import Profile
+
+_FOR_TASKS = ("plan", "settings", "device", "param", "batch_size", "try_remedies")
+
+
+@guarded
+def profile(
+    file: Annotated[
+        str,
+        typer.Argument(help="A Task (file.py, file.py:name, package.module:name), or any script.", show_default=False),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Behind --: the script's own.", show_default=False)
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help="To run a Task with: auto, baseline or a TOML file.", show_default="baseline"),
+    ] = None,
+    settings: Set = None,
+    device: Device = None,
+    param: Param = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to measure.", show_default="as many as it takes")] = None,
+    stop_after: Annotated[
+        str | None, typer.Option(help="End a script after this time, such as 60s; it is stopped as by Ctrl-C.")
+    ] = None,
+    try_remedies: Annotated[
+        bool, typer.Option("--try", help="Race the remedies that a plan can express, and say what they win.")
+    ] = False,
+    time_limit: Annotated[str, typer.Option(help="For what --try measures.")] = "30s",
+    module: Annotated[str | None, typer.Option(help="Show the operators of this module alone.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of a few steps to this file.")] = None,
+    pictures: Annotated[Path | None, typer.Option(help="Write pages with pictures into this folder.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Profile training: where the time goes, what bounds a step, and what would help.
+
+    \b
+    hotloop profile examples/fashion.py                     a Task
+    hotloop profile examples/fashion.py --try               race the remedies
+    hotloop profile train.py -- --epochs 1 --lr 0.1         any PyTorch script with its own arguments
+    hotloop profile train.py --stop-after 60s --pictures seen
+
+    A file that imports hotloop and defines a Task is profiled as a Task; everything else, and everything with arguments
+    behind --, runs as a script, unmodified, as it would alone. Its exit code becomes this command's.
+    """
+    given: dict[str, Any] = dict(
+        plan=plan, settings=settings, device=device, param=param, batch_size=batch_size, try_remedies=try_remedies
+    )
+    path = _script(file, bool(arguments))
+    if steps is not None and steps < 1:
+        raise typer.BadParameter(f"--steps is {steps}; expected 1 or more")
+    if path is not None:
+        refused = [name for name in _FOR_TASKS if given[name]]
+        if refused:
+            raise typer.BadParameter(_not_for_scripts(refused[0], file))
+        found = _of_script(path, arguments or [], steps, stop_after, trace, as_json)
+    else:
+        if stop_after is not None:
+            raise typer.BadParameter("--stop-after ends a script; a Task is run for --steps steps")
+        found = _of_task(file, given, steps, trace, time_limit, as_json)
+    _show(found, module, pictures, as_json)
+    if found.exit_code:
+        raise typer.Exit(found.exit_code if found.exit_code > 0 else 128 - found.exit_code)
+
+
+def _script(file: str, arguments: bool) -> Path | None:
+    """The script that a reference means; None if it means a Task."""
+    where, name = split(file)
+    path = file_named(where)
+    if arguments and (path is None or where != file):
+        raise typer.BadParameter(f"{file} names a Task, and arguments behind -- are for a script; pass -p name=value")
+    if path is None or where != file or (not arguments and holds_task(path, name)):
+        return None
+    return path
+
+
+def _not_for_scripts(name: str, file: str) -> str:
+    option = {"settings": "set", "try_remedies": "try"}.get(name, name).replace("_", "-")
+    return f"--{option} is for a Task, and {file} is run as a script: it imports no hotloop, or defines no task"
+
+
+def _of_script(
+    path: Path, arguments: list[str], steps: int | None, stop_after: str | None, trace: Path | None, as_json: bool
+) -> Profile:
+    from hotloop.pacing import seconds
+
+    limit_s = None if stop_after is None else seconds(stop_after, "stop-after")
+
+    from hotloop.inspecting import inspected_script
+
+    options: dict[str, Any] = {} if steps is None else {"steps": steps}
+    out = sys.stderr.fileno() if as_json else None
+    return inspected_script(
+        path, arguments, stop_after_s=limit_s, stdout=out, trace=trace, progress=_first_said(), **options
+    )
+
+
+def _first_said() -> Callable[[str, float], None]:
+    """Says once that something takes a while; a bar would run through what the script prints."""
+    said: list[str] = []
+
+    def moved(doing: str, share: float) -> None:
+        if not said and doing.startswith("measuring"):
+            said.append(doing)
+            say("measuring what this machine can do, once")
+
+    return moved
+
+
+def _of_task(
+    file: str, given: Mapping[str, Any], steps: int | None, trace: Path | None, time_limit: str, as_json: bool
+) -> Profile:
+    on_top = axes(given["settings"], device=given["device"])
+    parameters = pairs(given["param"] or [])
+
+    from hotloop.wanted import Wanted
+
+    wanted = Wanted.of(given["plan"], on_top)  # a wrong plan shows at once
+
+    from hotloop import inspecting
+    from hotloop.choosing import consider
+    from hotloop.report.contest import watched
+    from hotloop.task import overridden
+    from hotloop.taskfile import load_task
+
+    overrides = {} if given["batch_size"] is None else {"batch_size": given["batch_size"]}
+    options: dict[str, Any] = {} if steps is None else {"steps": steps}
+    with stdout_for(as_json), watched(console) as moved:
+        loaded = load_task(file, parameters)
+        common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
+        chosen = wanted.plan
+        if wanted.auto:
+            chosen = consider(overridden(loaded.task, overrides), wanted.plan).choices[0].plan
+        found = inspecting.inspected(loaded, chosen, trace=trace, **options, **common)
+        if given["try_remedies"]:
+            found = inspecting.tried(loaded, found, chosen, time_limit=time_limit, **common)
+    return found
+
+
+def _show(found: Profile, module: str | None, pictures: Path | None, as_json: bool) -> None:
+    from hotloop.report.profile import page
+
+    pages: list[Path] = []
+    if pictures is not None:
+        from hotloop.report.profile_pictures import write_pictures
+
+        pages = write_pictures(found, pictures)
+    if as_json:
+        print_json({**found.model_dump(), "pages": [str(path) for path in pages]})
+        return
+    console.print(page(found, module))
+    for path in pages:
+        say(f"picture: {path}")

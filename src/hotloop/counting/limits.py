@@ -1,0 +1,57 @@
+"""The roofline: the least time that a count of FLOPs and bytes can take on a device, from what it was measured to reach.
+
+Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore architectures",
+Communications of the ACM 52(4), 2009: arithmetic and memory traffic go on at the same time, so the slower one counts.
+"""
+
+from __future__ import annotations
+
+from hotloop.counting.calls import Counts
+from hotloop.hardware import Device
+from hotloop.profiles import Limits
+
+_PRECISIONS = {
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "float16": "fp16",
+    "c10::Half": "fp16",
+    "bfloat16": "bf16",
+    "c10::BFloat16": "bf16",
+}
+
+
+def limits_of(device: Device) -> Limits:
+    """What a device was measured to reach; what wasn't measured stays unknown."""
+    speed = device.speed
+    return Limits(
+        flop_per_s={precision: figure.value for precision, figure in speed.flop_per_s.items()},
+        bytes_per_s=speed.memory_bandwidth.value if speed.memory_bandwidth else None,
+        launch_us=speed.launch_overhead.value if speed.launch_overhead else None,
+        copy_bytes_per_s=speed.host_to_device.value if speed.host_to_device else None,
+    )
+
+
+def precision_of(dtype: str, *, tf32: bool = False) -> str:
+    """The precision of `Limits.flop_per_s` for a dtype; empty where there is none.
+
+    Args:
+        tf32: whether products of float32 may be made in tf32.
+    """
+    precision = _PRECISIONS.get(dtype.removeprefix("torch."), "")
+    return "tf32" if tf32 and precision == "fp32" else precision
+
+
+def least_ms(counts: Counts, limits: Limits, precision: str) -> float | None:
+    """Milliseconds below which the device can't do that much; None where neither limit is known.
+
+    Bytes are those of memory: what lies in a cache can be faster than that.
+    """
+    rate = limits.flop_per_s.get(precision)
+    times = []
+    if rate:
+        times.append(counts.flops / rate)
+    if limits.bytes_per_s and counts.bytes is not None:
+        times.append(counts.bytes / limits.bytes_per_s)
+    return 1000.0 * max(times) if times else None

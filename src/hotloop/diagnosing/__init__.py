@@ -1,0 +1,78 @@
+"""Facts of a Profile -> what bounds the step, how far it is from the machine's limit, and what would help. No torch.
+
+Each file is one family of causes: functions that look at what was measured, and never at a script's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+from hotloop.diagnosing import batches, cores, feeding, habits, lines, operators, repeats, updating, waits
+from hotloop.diagnosing.bound import bound_of, limit_ms
+from hotloop.diagnosing.step import COUNTS, Detector, Step
+from hotloop.profiles import Profile, Remedy
+
+__all__ = ["diagnose"]
+
+SPECIFIC: tuple[Detector, ...] = (
+    habits.habitual,
+    feeding.waiting,
+    feeding.unpinned,
+    waits.reading,
+    waits.copying,
+    waits.pointless,
+    operators.by_index,
+    operators.double_precision,
+    operators.unsupported,
+    updating.one_by_one,
+    updating.dense_tables,
+    repeats.loops,
+    cores.crowded,
+    batches.too_small,
+)
+GENERAL: tuple[Detector, ...] = (
+    lines.aside,
+    lines.inside,
+    operators.unusual,
+    operators.layouts,
+    cores.idle,
+    repeats.starting,
+)
+"""For what none of the others names: they only say where the time goes, so a place that is named already is left out."""
+
+_MOST_NOTES = 5
+
+
+def diagnose(profile: Profile) -> Profile:
+    """The profile with its bound, its limit and its remedies; as it is where steps couldn't be told apart.
+
+    Remedies are ordered by what they can win; those that count too little to win anything are notes, and come last.
+    """
+    if not profile.step_ms or not profile.steps:
+        return profile
+    step = Step(profile, profile.step_ms)
+    bound, evidence = bound_of(step)
+    return profile.model_copy(
+        update={
+            "bound": bound,
+            "bound_evidence": evidence,
+            "limit_ms": limit_ms(step),
+            "remedies": remedies(step),
+        }
+    )
+
+
+def remedies(step: Step) -> list[Remedy]:
+    """What would help, most winning first; without a plan, as scripts are, none has axes of it."""
+    specific = _worth(chain.from_iterable(detect(step) for detect in SPECIFIC))
+    named = {remedy.where for remedy in specific if not remedy.note}
+    general = [one for one in _worth(chain.from_iterable(detect(step) for detect in GENERAL)) if one.where not in named]
+    found = sorted((*specific, *general), key=lambda remedy: (remedy.note, -remedy.gain))
+    notes = [remedy for remedy in found if remedy.note]
+    kept = [remedy for remedy in found if not remedy.note] + notes[:_MOST_NOTES]
+    return kept if step.profile.plan else [remedy.model_copy(update={"axes": {}}) for remedy in kept]
+
+
+def _worth(found: Iterable[Remedy]) -> list[Remedy]:
+    return [remedy for remedy in found if remedy.note or remedy.gain >= COUNTS]

@@ -1,0 +1,33 @@
+"""Too small a batch: a step that is the same work however few samples are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hotloop.diagnosing.step import COMPUTING, Step
+from hotloop.profiles import Remedy
+
+_FEW = 32
+"""Samples from which on a batch is never called too small."""
+
+_LARGER = 8
+"""Times as many samples are proposed, and at most `_FEW` times as many as there are."""
+
+
+def too_small(step: Step) -> Iterator[Remedy]:
+    """Steps of few samples that are made of calls: a larger batch shares them among more samples."""
+    samples = step.profile.samples_per_step
+    if samples is None or samples >= _FEW:
+        return
+    ones = step.operators(lambda one: one.phase in COMPUTING)
+    calling = sum(step.reclaimable(one) for one in ones) + step.phase("python", "data", "batch")
+    factor = max(_LARGER, _FEW / samples)
+    loader = next((use.where for use in step.profile.loaders), "")
+    yield Remedy(
+        cause=f"too small a batch: {samples:.0f} samples in a step",
+        where=loader or step.profile.step_where,
+        remedy=f"a batch of {samples * factor:.0f} or more samples (which changes the training: try the learning rate anew)",
+        gain=step.share((1 - 1 / factor) * calling),
+        evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and fetching samples, "
+        "which hardly takes longer for more of them",
+    )

@@ -1,0 +1,82 @@
+"""What bounds a step: which of the things that it could wait for takes most of it."""
+
+from __future__ import annotations
+
+from hotloop.counting import precision_of
+from hotloop.diagnosing.step import COMPUTING, Step, least_of, percent
+from hotloop.profiles import Bound, OperatorTime
+
+_LEAST = 0.2
+"""Share of the step that a bound must have for being one."""
+
+
+def times(step: Step) -> dict[Bound, float]:
+    """Milliseconds of a step that go to each; where operators aren't known, those of their phases stay out."""
+    found: dict[Bound, float] = {
+        "input": step.phase("data", "batch"),
+        "copy": step.phase("copy"),
+        "synchronisation": step.phase("synchronisation"),
+        "communication": step.phase("communication"),
+        "overhead": step.phase("python", "logging"),
+        "memory bandwidth": 0.0,
+        "arithmetic": 0.0,
+    }
+    for one in step.operators(lambda one: one.phase in COMPUTING):
+        calling = min(step.cost(one), one.calls * (step.between_ms(one.phase) + step.launch_ms))
+        found["overhead"] += calling
+        found[_kind(step, one)] += step.cost(one) - calling
+    return found
+
+
+def _kind(step: Step, one: OperatorTime) -> Bound:
+    """Which side of the roofline an operator is on; without counts, products calculate and all else moves numbers."""
+    limits = step.profile.limits
+    rate = limits.flop_per_s.get(precision_of(one.dtype))
+    if one.flops is None or one.bytes is None or not rate or not limits.bytes_per_s:
+        products = ("mm", "conv", "linear", "attention", "lstm", "gru")
+        return "arithmetic" if any(part in one.name for part in products) else "memory bandwidth"
+    return "arithmetic" if one.flops / rate > one.bytes / limits.bytes_per_s else "memory bandwidth"
+
+
+def bound_of(step: Step) -> tuple[Bound, list[str]]:
+    """What bounds the step, and the sentences that say so."""
+    found = times(step)
+    ordered = sorted(found, key=lambda name: -found[name])
+    first = ordered[0]
+    shares = [f"{name} {percent(step.share(found[name]))}" for name in ordered if step.share(found[name]) >= 0.01]
+    evidence = [f"Of a step of {step.ms:.3g} ms: {', '.join(shares)}."] if shares else []
+    if step.share(found[first]) < _LEAST:
+        return "unknown", [*evidence, "Nothing that was measured takes a fifth of it."]
+    return first, [*evidence, *_detail(step, first, found[first]), *_limit(step)]
+
+
+def _detail(step: Step, bound: Bound, ms: float) -> list[str]:
+    if bound == "overhead":
+        calls = sum(one.calls for one in step.operators(lambda one: True))
+        return [f"It starts {calls:.0f} operations, each {1e3 * step.launch_ms:.1f} us to start on this machine."]
+    if bound == "input":
+        return [f"The next batch is waited for and made during {ms:.3g} ms."]
+    if bound in ("arithmetic", "memory bandwidth"):
+        ones = [one for one in step.profile.operators if one.phase in COMPUTING and _kind(step, one) == bound]
+        most = max(ones, key=step.cost)
+        place = most.module or most.where or "the step"
+        return [f"Most of it is {most.name} of {place}: {percent(step.share(step.cost(most)))} of the step."]
+    return []
+
+
+def _limit(step: Step) -> list[str]:
+    least = limit_ms(step)
+    if not least:
+        return []
+    return [
+        f"This machine's measured limits allow {least:.3g} ms for its arithmetic and memory traffic: "
+        f"the step reaches {percent(step.share(least))} of them."
+    ]
+
+
+def limit_ms(step: Step) -> float | None:
+    """The least that the machine's limits allow for the operators whose work is known; None if none is."""
+    if step.profile.limit_ms is not None:
+        return step.profile.limit_ms
+    least = sum(least_of(one, step.profile) for one in step.operators(lambda one: True))
+    return least or None

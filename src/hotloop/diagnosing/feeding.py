@@ -1,0 +1,98 @@
+"""Input: a step that waits for its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hotloop.diagnosing.step import Step, percent
+from hotloop.profiles import LineTime, LoaderUse, Remedy
+
+_MOSTLY = 0.5
+"""Share of the wait that the making of samples must have for being its cause."""
+
+
+def waiting(step: Step) -> Iterator[Remedy]:
+    """Waiting for data: the samples themselves, or putting them together."""
+    waited = step.phase("data")
+    lines = sorted(step.lines("data"), key=lambda line: -line.own_ms)
+    loader = next(iter(step.profile.loaders), None)
+    where = lines[0].where if lines else ""
+    if not waited:
+        return
+    if loader is None:
+        yield Remedy(
+            cause="waiting for data: batches are made in Python, one after the other",
+            where=where or step.profile.step_where,
+            remedy="read the data into tensors once, before the loop, and cut each batch out with one index",
+            gain=step.share(waited),
+            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms go by until the batch is there",
+        )
+    else:
+        yield _of_loader(step, loader, waited, lines)
+
+
+def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
+    evidence = f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the next batch"
+    slow = loader.workers > 0 or _made(step, loader, lines) >= _MOSTLY * waited
+    hottest = next((line.where for line in lines if line.where != loader.where), "")
+    if slow and loader.sample_where:
+        each = (
+            ""
+            if loader.sample_ms is None
+            else f"; one sample of {loader.dataset} takes {1e3 * loader.sample_ms:.0f} us"
+        )
+        cause = "slow samples: they are loaded one by one"
+        if loader.batch_size is None:
+            cause = "slow samples: the data set takes long to hand out a batch"
+        if loader.workers:
+            cause = f"slow samples: {loader.workers} workers can't keep up with the step"
+        cores = step.profile.threads.cores if step.profile.threads else None
+        if cores is not None and loader.workers > cores:
+            cause = f"too many workers: {loader.workers} of the loader's on {cores} cores"
+        return Remedy(
+            cause=cause,
+            where=loader.sample_where,
+            remedy=_samples_remedy(loader, hottest),
+            gain=step.share(waited),
+            evidence=evidence + each,
+            axes={"residency": "host"},
+        )
+    return Remedy(
+        cause="per-sample loading: the loader asks for each sample by itself and puts the batch together",
+        where=loader.where,
+        remedy="index the tensors by a whole batch of numbers (a BatchSampler as the sampler, with batch_size=None)",
+        gain=step.share(waited),
+        evidence=evidence,
+        axes={"residency": "host"},
+    )
+
+
+def _made(step: Step, loader: LoaderUse, lines: Sequence[LineTime]) -> float:
+    """Milliseconds of the wait in which samples are made: by their own time, or by the lines of theirs that were seen."""
+    samples = 1.0 if loader.batch_size is None else step.profile.samples_per_step or loader.batch_size
+    return max(samples * (loader.sample_ms or 0.0), sum(line.own_ms for line in lines if line.where != loader.where))
+
+
+def _samples_remedy(loader: LoaderUse, hottest: str) -> str:
+    inside = f" ({hottest} takes most of it)" if hottest and hottest != loader.sample_where else ""
+    once = f"do once, before training, what __getitem__ does at each call{inside}"
+    if loader.workers:
+        return f"{once}, or give the loader more workers than {loader.workers}"
+    return f"{once}, or let workers do it during the step (num_workers=)"
+
+
+def unpinned(step: Step) -> Iterator[Remedy]:
+    """Batches that are copied to an accelerator from memory that it can't read by itself."""
+    copied = step.phase("copy")
+    for loader in step.profile.loaders:
+        if step.on_cpu or loader.pinned or not copied:
+            continue
+        yield Remedy(
+            cause="unpinned memory: the step waits for each batch to be copied to the device",
+            where=loader.where,
+            remedy="give the loader pin_memory=True and copy with .to(device, non_blocking=True)",
+            gain=step.share(copied),
+            evidence=f"{percent(step.share(copied))} of the step are copies, and the loader doesn't pin its memory",
+            axes={"residency": "device"},
+        )
+        return

@@ -1,0 +1,104 @@
+"""Python: lines of the user's own that take time and are no part of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from hotloop.diagnosing.step import COMPUTING, Step, grouped
+from hotloop.profiles import LineTime, Phase, Remedy
+
+_ASIDE: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
+"""Phases whose lines are the user's own work between the parts of training."""
+
+_ARRAYS = ("numpy", "scipy", "cupy", "pandas")
+
+
+def aside(step: Step) -> Iterator[Remedy]:
+    """What the loop does beside training: logging, pictures, work in NumPy or in plain Python."""
+    for ones in grouped(_users(step, step.lines(*_ASIDE)), _part_of(step)).values():
+        spent = sum(line.own_ms for line in ones)
+        hottest = max(ones, key=lambda line: line.own_ms)
+        cause, remedy = _named(step, ones, hottest)
+        yield Remedy(
+            cause=cause,
+            where=hottest.where,
+            remedy=remedy,
+            gain=step.share(spent),
+            evidence=f"{_called(hottest)} takes {spent:.2f} ms of each step of {step.ms:.2f} ms",
+        )
+
+
+def inside(step: Step) -> Iterator[Remedy]:
+    """Plain Python within the network's forward, a loss or the update: what operators don't explain of a line's time."""
+    lines = [line for line in step.lines(*COMPUTING) if line.library != "torch"]
+    for ones in grouped(lines, _part_of(step)).values():
+        spent = {line.where: line.own_ms - step.worked_at(line.where, line.phase) for line in ones}
+        hottest = max(ones, key=lambda line: spent[line.where])
+        plain = sum(ms for ms in spent.values() if ms > 0)
+        yield Remedy(
+            cause=f"Python code within the {hottest.phase}" + (f" ({hottest.library})" if hottest.library else ""),
+            where=hottest.where,
+            remedy="write it with operations on whole tensors, or do it once before the loop",
+            gain=step.share(plain),
+            evidence=f"{_called(hottest)} takes {plain:.2f} ms of each step of {step.ms:.2f} ms beside torch's operations",
+        )
+
+
+def _users(step: Step, lines: list[LineTime]) -> Iterator[LineTime]:
+    """Without the edges of what torch does: lines that call it for the training itself."""
+    training = {line.where for line in step.lines(*COMPUTING) if line.library == "torch"} | {step.profile.step_where}
+    return (line for line in lines if line.library != "torch" or line.where not in training)
+
+
+def _part_of(step: Step) -> Callable[[LineTime], tuple[str, str]]:
+    """What a line is counted with: its function; the loop's own lines stand by themselves."""
+    loop = {_function(line) for line in step.profile.lines if line.where == step.profile.step_where}
+
+    def part(line: LineTime) -> tuple[str, str]:
+        function = _function(line)
+        return function if function not in loop else (line.where, "")
+
+    return part
+
+
+def _function(line: LineTime) -> tuple[str, str]:
+    """The function that a line stands in, by file and name; comprehensions belong to it."""
+    return line.where.rpartition(":")[0], line.function.partition(".<locals>.<")[0]
+
+
+def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, str]:
+    """What it is, in words, and what to do."""
+    shares = grouped(ones, lambda line: line.library)
+    library = max(shares, key=lambda name: sum(line.own_ms for line in shares[name]))
+    if hottest.phase == "logging":
+        with_ = f" with {library}" if library not in ("", "torch") else ""
+        return (
+            f"logging at each step{with_}: {_called(hottest)}",
+            "do it every hundred steps, or after an epoch; keep numbers on the device until then",
+        )
+    if hottest.phase == "synchronisation":
+        return (
+            "waiting for the device at each step",
+            "read numbers every hundred steps; leave out synchronize() and empty_cache()",
+        )
+    if library in _ARRAYS:
+        return (
+            f"a tensor moved back and forth: {library} works on it in the loop",
+            "write it with torch's operations, so that it stays where it is; or do it once before the loop",
+        )
+    if library == "torch" or (not library and step.worked_at(hottest.where, hottest.phase) > 0.5 * hottest.own_ms):
+        return (
+            "tensors made or turned over in the loop, outside of the network",
+            "make what doesn't change once, before the loop; keep tensors as tensors (no lists, no .tolist())",
+        )
+    if library:
+        return f"{library} is called at each step", "do it less often, or outside of the loop"
+    return (
+        f"plain Python in the loop, on numbers or lists: {_called(hottest)}",
+        "write it with operations on whole tensors, or do it once before the loop",
+    )
+
+
+def _called(line: LineTime) -> str:
+    name = line.function.partition(".<locals>.<")[0]
+    return "the line" if name == "<module>" else name

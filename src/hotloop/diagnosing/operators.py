@@ -1,0 +1,122 @@
+"""Operators: single ones that take more than their work needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest, least_of, percent
+from hotloop.profiles import Remedy
+
+_BY_INDEX = ("index_put", "scatter", "index_add", "index_copy", "put_", "index_reduce", "masked_scatter")
+_MAINLY = 1 / 3
+"""Part of a line's time that scatters must have for being what the line is about."""
+
+_FAR = 0.25
+"""Of the machine's limit: an operator that reaches less is worth a look."""
+
+_USUAL = ("conv", "mm", "linear", "pool", "norm", "softmax", "relu", "attention", "lstm", "gru", "loss")
+"""Parts of the names of operators that networks are made of: how near they come to a limit is for the modules to say."""
+
+_LARGE = 0.2
+"""Share of the step that such an operator must take."""
+
+_REACHED = 0.5
+"""Of the limit is what a well-made operator reaches in practice."""
+
+
+def by_index(step: Step) -> Iterator[Remedy]:
+    """Scatters: numbers put one by one to where an index says; what the line does beside, it does for the index."""
+    for where, ones in step.spots.items():
+        for phase, same in grouped(ones, lambda one: one.phase).items():
+            scatters = [one for one in same if any(part in one.name for part in _BY_INDEX)]
+            spent = sum(step.cost(one) for one in same)
+            if not where or sum(step.cost(one) for one in scatters) < _MAINLY * spent or not scatters:
+                continue
+            least = sum(least_of(one, step.profile) for one in scatters)
+            worst = max(scatters, key=step.cost)
+            yield Remedy(
+                cause=f"a scatter by index in the {phase}: {worst.name}",
+                where=where,
+                remedy="a mask or a built-in operation in its place (multiply by where the value was taken, "
+                "torch.where, F.max_pool2d, F.embedding)",
+                gain=step.share(spent - least),
+                evidence=f"{worst.name} and what it needs take {spent:.2f} ms of each step of {step.ms:.2f} ms, "
+                f"where reading and writing as much takes {least:.2f} ms",
+            )
+
+
+def double_precision(step: Step) -> Iterator[Remedy]:
+    """float64 in the network."""
+    ones = step.operators(lambda one: one.dtype == "float64")
+    if not ones:
+        return
+    spent = sum(step.cost(one) for one in ones)
+    rates = step.profile.limits.flop_per_s
+    factor = min(1.0, rates["fp64"] / rates["fp32"]) if {"fp32", "fp64"} <= rates.keys() else 0.5
+    calculating = [one for one in ones if one.phase in ("forward", "loss")] or ones
+    yield Remedy(
+        cause="float64: the network calculates in double precision",
+        where=heaviest(calculating, step) or step.profile.step_where,
+        remedy="float32: cast the data once where it is read (.float(), dtype=torch.float32), and leave out .double()",
+        gain=step.share((1 - factor) * spent),
+        evidence=f"operations on float64 take {spent:.2f} ms of each step of {step.ms:.2f} ms; "
+        f"this machine does {1 / factor:.1f} times as much in float32",
+    )
+
+
+def unsupported(step: Step) -> Iterator[Remedy]:
+    """Half precision on a processor that has no instructions for it."""
+    for dtype, precision in (("bfloat16", "bf16"), ("float16", "fp16")):
+        ones = [one for one in step.operators(lambda one: True) if one.dtype == dtype]
+        rates = step.profile.limits.flop_per_s
+        if not ones or not step.on_cpu or precision in rates or "fp32" not in rates:
+            continue
+        spent = sum(step.cost(one) for one in ones)
+        least = sum(1e3 * (one.flops or 0.0) / rates["fp32"] for one in ones)
+        yield Remedy(
+            cause=f"{dtype} on a processor without instructions for it",
+            where=heaviest(ones, step) or step.profile.step_where,
+            remedy="float32: leave out .bfloat16(), .half() and autocast here",
+            gain=step.share(spent - least / _REACHED),
+            evidence=f"operations on {dtype} take {spent:.2f} ms of each step of {step.ms:.2f} ms; in float32 their "
+            f"arithmetic takes {least:.2f} ms at this machine's limit",
+            axes={"precision": "fp32"},
+        )
+
+
+def unusual(step: Step) -> Iterator[Remedy]:
+    """Large operators that networks aren't made of, and that take much longer than what they read and write."""
+    ones = step.operators(lambda one: one.phase in COMPUTING and not any(part in one.name for part in _USUAL))
+    for (where, name), same in grouped(ones, lambda one: (one.where or one.module, one.name)).items():
+        least = sum(least_of(one, step.profile) for one in same)
+        spent = sum(step.cost(one) for one in same)
+        each = spent / max(sum(one.calls for one in same), 1e-9)
+        if least > _FAR * spent * step.had_core or each < step.small_ms or step.share(spent) < _LARGE:
+            continue
+        worst = max(same, key=step.cost)
+        yield Remedy(
+            cause=f"{name} takes much of the {worst.phase}",
+            where=where or step.profile.step_where,
+            remedy="another operation that gives the same, inputs that are contiguous, or torch.compile",
+            gain=step.share(spent - least / _REACHED),
+            evidence=f"it takes {spent:.2f} ms of each step of {step.ms:.2f} ms, with inputs of "
+            f"{' and '.join(filter(None, worst.shapes[:2])) or 'unknown size'}"
+            + (f"; this machine's limits allow {least:.2f} ms" if least else ""),
+        )
+
+
+def layouts(step: Step) -> Iterator[Remedy]:
+    """Convolutions far from the limit: whether another layout brings them nearer, only a race tells, so Tasks alone ask."""
+    ones = step.operators(lambda one: "convolution" in one.name)
+    spent = sum(step.cost(one) for one in ones)
+    least = sum(least_of(one, step.profile) for one in ones)
+    if not step.profile.plan or not least or least > _FAR * spent * step.had_core:
+        return
+    yield Remedy(
+        cause=f"convolutions reach {percent(least / spent)} of this machine's limit",
+        where=max(ones, key=step.cost).module or heaviest(ones, step),
+        remedy="try channels_last, and numbers of channels that are multiples of 16",
+        gain=step.share(spent - least / _REACHED),
+        evidence=f"they take {spent:.2f} ms of each step of {step.ms:.2f} ms; a race says whether the layout is why",
+        axes={"layout": "channels_last"},
+    )

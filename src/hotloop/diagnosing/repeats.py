@@ -1,0 +1,89 @@
+"""Overhead: many small operations where few large ones would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest
+from hotloop.profiles import OperatorTime, Remedy
+
+_LOOP = 8
+"""So often must a line call the same operation in a step to be a loop."""
+
+_CELLS = ("LSTMCell", "GRUCell", "RNNCell")
+
+
+def loops(step: Step) -> Iterator[Remedy]:
+    """Lines that a Python loop goes over: time steps, samples, columns, heads."""
+    loaders = {use.where for use in step.profile.loaders}
+    for where, ones in step.spots.items():
+        rounds = _rounds(ones)
+        if not where or where in loaders or rounds < _LOOP:
+            continue
+        won = (1 - 1 / rounds) * sum(step.reclaimable(one) for one in ones)
+        calls = sum(one.calls for one in ones)
+        spent = sum(step.cost(one) for one in ones)
+        cause, remedy = _named(step, where, ones, rounds)
+        yield Remedy(
+            cause=cause,
+            where=where,
+            remedy=remedy,
+            gain=step.share(won),
+            evidence=(
+                f"the line runs {rounds:.0f} times in a step and starts {calls:.0f} operations, forward and backward, of "
+                f"{1e3 * spent / calls:.0f} us each: {spent:.2f} ms of {step.ms:.2f} ms"
+            ),
+        )
+
+
+def _rounds(ones: Sequence[OperatorTime]) -> float:
+    """How often a line is gone through in a step: as often as the rarest of the operations that it repeats for a module."""
+    first = [one for one in ones if one.phase in ("forward", "loss", "batch", "python")] or list(ones)
+    if any(one.phase == "update" for one in first):
+        return 0.0
+    counts = [sum(one.calls for one in same) for same in grouped(first, _same).values()]
+    return min((count for count in counts if count >= _LOOP), default=0.0)
+
+
+def _same(one: OperatorTime) -> tuple[str, str]:
+    return one.module, one.name
+
+
+def _named(step: Step, where: str, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str]:
+    modules = {one.module for one in ones}
+    kinds = {module.kind for module in step.profile.modules if module.name in modules}
+    cells = sorted(kinds.intersection(_CELLS))
+    if cells:
+        whole = cells[0].removesuffix("Cell")
+        return (
+            f"a Python loop over time steps: {cells[0]} is called {rounds:.0f} times",
+            f"give the whole sequence to nn.{whole} at once",
+        )
+    samples = step.profile.samples_per_step
+    if samples and samples >= _LOOP and abs(rounds - samples) < 0.5:
+        return (
+            f"a Python loop over the {samples:.0f} samples of the batch, with many tiny kernels",
+            "let the operations work on the whole batch at once (batched products, or torch.func.vmap)",
+        )
+    return (
+        f"many tiny kernels: a Python loop of {rounds:.0f} rounds (time steps, columns, heads) over small operations",
+        "work on all of them at once: one product for all before the loop, a batched product or a whole layer "
+        "(nn.RNN, nn.LSTM) in its place; what must stay a loop: torch.compile",
+    )
+
+
+def starting(step: Step) -> Iterator[Remedy]:
+    """The cost of starting operations one by one, wherever they are; compiling takes it away."""
+    ones = step.operators(lambda one: one.phase in COMPUTING)
+    calls = sum(one.calls for one in ones)
+    won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in ones)
+    if not calls:
+        return
+    yield Remedy(
+        cause="operations are started one by one from Python",
+        where=heaviest(ones, step) or step.profile.step_where,
+        remedy="compile the step" if step.profile.plan else "compile the model: torch.compile(model)",
+        gain=step.share(won),
+        evidence=f"{calls:.0f} operations in a step of {step.ms:.2f} ms, each {1e3 * step.launch_ms:.1f} us to start here",
+        axes={"compile": "step"} if step.on_cpu else {"compile": "step", "graphs": "step"},
+    )

@@ -1,0 +1,178 @@
+"""What the diagnosis asks of a Profile: shares of the step, what a call costs beside its work, what stands at a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from hotloop.counting import Counts, least_ms, precision_of
+from hotloop.profiles import LineTime, OperatorTime, Phase, Profile, Remedy
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+COUNTS = 0.05
+"""Share of the step from which on something is worth a remedy; below, it's a note at most."""
+
+COMPUTING: tuple[Phase, ...] = ("forward", "loss", "backward", "update")
+"""Phases that are made of operators."""
+
+_AROUND = ("Optimizer.step#", "Optimizer.zero_grad#")
+
+_SMALL = {"cpu": 10.0, "accelerator": 2.0}
+"""So many times what a launch takes: operators below it take their time for being called, not for what they do."""
+
+_LAUNCH_US = 4.0
+"""Where the machine wasn't measured: 3 to 8 us on processors of today."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A profile as the detectors read it; made only where steps were told apart.
+
+    Attributes:
+        ms: of a clean step.
+    """
+
+    profile: Profile
+    ms: float
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.profile.device == "cpu"
+
+    @property
+    def launch_ms(self) -> float:
+        return (self.profile.limits.launch_us or _LAUNCH_US) / 1e3
+
+    @property
+    def small_ms(self) -> float:
+        """Operators that take less are small."""
+        return self.launch_ms * _SMALL["cpu" if self.on_cpu else "accelerator"]
+
+    @property
+    def had_core(self) -> float:
+        """Part of the time in which the thread that calculates had a core, where other programs took the rest."""
+        threads = self.profile.threads
+        if threads is None or threads.busy + threads.others < threads.cores - 0.5:
+            return 1.0
+        return min(1.0, threads.busy / max(1, min(threads.torch, threads.cores)))
+
+    def share(self, ms: float) -> float:
+        """Of the step, 0 to 1."""
+        return min(1.0, max(0.0, ms / self.ms))
+
+    def phase(self, *names: Phase) -> float:
+        """Milliseconds of these phases together."""
+        return sum(self.profile.phases.get(name, 0.0) for name in names)
+
+    @cached_property
+    def _operators(self) -> list[OperatorTime]:
+        """Without what only stands around others, such as an optimizer's whole step, whose time is known otherwise."""
+        return [one for one in self.profile.operators if not one.name.startswith(_AROUND)]
+
+    def operators(self, wanted: Callable[[OperatorTime], bool]) -> list[OperatorTime]:
+        return [one for one in self._operators if wanted(one)]
+
+    def cost(self, one: OperatorTime) -> float:
+        """Milliseconds of the step that go if an operator goes: its own, and its part of what lies between operators."""
+        return one.ms * self._scales.get(one.phase, 1.0) + one.calls * self.between_ms(one.phase)
+
+    def between_ms(self, phase: Phase) -> float:
+        """What a call costs beside the operator's own time: Python, and starting it."""
+        return self._between.get(phase, 0.0)
+
+    def reclaimable(self, one: OperatorTime) -> float:
+        """Milliseconds that would go if all calls of an operator were one: what calling costs, and what small ones waste.
+
+        Below what this machine's limits allow for the work itself nothing is counted, and of large operators little more
+        than their start.
+        """
+        calls = max(one.calls, 1e-9)
+        each = one.ms * self._scales.get(one.phase, 1.0) / calls
+        wasted = max(0.0, each - least_of(one, self.profile) / calls)
+        large = max(1.0, each * self.had_core / self.small_ms)
+        inside = max(min(self.launch_ms, each), min(wasted, each / large**2))
+        return one.calls * (self.between_ms(one.phase) + inside)
+
+    def lines(self, *phases: Phase) -> list[LineTime]:
+        """Lines in these phases, as parts of what these take: the samples say of each phase how it is divided."""
+        found = []
+        for phase in phases:
+            lines = [line for line in self.profile.lines if line.phase == phase]
+            sampled = sum(line.own_ms for line in lines)
+            scale = self.phase(phase) / sampled if sampled else 0.0
+            found += [line.model_copy(update={"ms": scale * line.ms, "own_ms": scale * line.own_ms}) for line in lines]
+        return found
+
+    def worked_at(self, where: str, phase: Phase) -> float:
+        """Milliseconds of the operators that a line calls in a phase."""
+        return sum(self.cost(one) for one in self.spots.get(where, []) if one.phase == phase)
+
+    @cached_property
+    def spots(self) -> dict[str, list[OperatorTime]]:
+        """Operators by the user's line that they belong to."""
+        return grouped(self._operators, lambda one: one.where)
+
+    @cached_property
+    def _worked(self) -> dict[Phase, float]:
+        """Milliseconds of operators in each phase, as the tracer says, which makes them longer."""
+        return {phase: sum(one.ms for one in ones) for phase, ones in self._by_phase.items()}
+
+    @cached_property
+    def _by_phase(self) -> dict[Phase, list[OperatorTime]]:
+        return grouped(self._operators, lambda one: one.phase)
+
+    @cached_property
+    def _scales(self) -> dict[Phase, float]:
+        """What operators' times must be multiplied with to fit into their phases."""
+        taken = {phase: self.phase(phase) for phase in self._worked}
+        return {phase: min(1.0, taken[phase] / ms) for phase, ms in self._worked.items() if ms and taken[phase]}
+
+    @cached_property
+    def _between(self) -> dict[Phase, float]:
+        found: dict[Phase, float] = {}
+        for phase in COMPUTING:
+            calls = sum(one.calls for one in self._by_phase.get(phase, []))
+            idle = self.phase(phase) - self._worked.get(phase, 0.0)
+            if calls and idle > 0:
+                found[phase] = idle / calls
+        return found
+
+
+def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
+    """The values by key, in the order of their first."""
+    found: dict[Key, list[Value]] = {}
+    for value in values:
+        found.setdefault(key(value), []).append(value)
+    return found
+
+
+def least_of(one: OperatorTime, profile: Profile) -> float:
+    """Milliseconds below which this machine can't do an operator's work; 0 where that isn't known."""
+    if one.flops is None and one.bytes is None:
+        return 0.0
+    return least_ms(Counts(one.flops or 0.0, one.bytes), profile.limits, precision_of(one.dtype)) or 0.0
+
+
+def heaviest(operators: Iterable[OperatorTime], step: Step) -> str:
+    """The line that most of their time belongs to, else the module; empty if neither is known."""
+    for place in (lambda one: one.where, lambda one: one.module):
+        costs: dict[str, float] = {}
+        for one in operators:
+            costs[place(one)] = costs.get(place(one), 0.0) + step.cost(one)
+        costs.pop("", None)
+        if costs:
+            return max(costs, key=lambda where: costs[where])
+    return ""
+
+
+def percent(share: float) -> str:
+    """`12 %`, with a digit more where it's small."""
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
+
+
+Detector = Callable[[Step], Iterator[Remedy]]
+"""Looks for one family of causes; its remedies' gains are shares of the step that it can win, at most."""

@@ -1,0 +1,86 @@
+"""The update: optimizers that go from parameter to parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from hotloop.diagnosing.step import Step, percent
+from hotloop.profiles import OptimizerUse, Remedy
+
+_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+"""Those that torch has a single kernel for, on the CPU and on CUDA."""
+
+_TRAFFIC = {"SGD": 4, "Adagrad": 5, "Adam": 7, "AdamW": 7}
+"""How often an update moves as many bytes as there are parameters: parameter, gradient and state, read or written."""
+
+_MOST_TRAFFIC = 7
+
+
+def one_by_one(step: Step) -> Iterator[Remedy]:
+    """Updates in a loop over parameters."""
+    for use in step.profile.optimizers:
+        if use.kind == "by hand":
+            yield _by_hand(step, use)
+        elif use.implementation == "forloop":
+            tensors = sum(group.tensors for group in use.groups)
+            fused = use.kind in _FUSED
+            yield _one_by_one(
+                step,
+                use,
+                cause=f"a for-loop optimizer: {use.kind} updates {tensors} parameters one by one",
+                where=use.where,
+                remedy=f"give {use.kind} {'fused' if fused else 'foreach'}=True",
+                axes={"optimizer": "fused" if fused else "foreach"},
+            )
+
+
+def _by_hand(step: Step, use: OptimizerUse) -> Remedy:
+    lines = sorted(step.lines("update"), key=lambda line: -line.own_ms)
+    return _one_by_one(
+        step,
+        use,
+        cause="an update by hand, in a loop over parameters",
+        where=lines[0].where if lines else use.where,
+        remedy="torch.optim with fused=True, or torch._foreach_ operations over the list of parameters",
+    )
+
+
+def _one_by_one(step: Step, use: OptimizerUse, **fields: Any) -> Remedy:
+    """What is won is what the update takes beyond its memory traffic."""
+    spent, least = min(use.ms, step.phase("update")), _least_ms(step, use)
+    return Remedy(
+        gain=step.share(spent - least),
+        evidence=f"the update takes {spent:.2f} ms, {percent(step.share(spent))} of the step; "
+        f"as one kernel it could take {least:.2f} ms here",
+        **fields,
+    )
+
+
+def _least_ms(step: Step, use: OptimizerUse) -> float:
+    """Of the update as one kernel: its memory traffic, and a launch for each group."""
+    numbers = sum(group.numbers for group in use.groups)
+    rate = step.profile.limits.bytes_per_s
+    moved = 4.0 * numbers * _TRAFFIC.get(use.kind, _MOST_TRAFFIC)
+    return (1e3 * moved / rate if rate else 0.0) + use.steps * len(use.groups) * step.launch_ms
+
+
+def dense_tables(step: Step) -> Iterator[Remedy]:
+    """Embeddings of which a batch uses few rows, while the update goes over all of them."""
+    numbers = sum(group.numbers for use in step.profile.optimizers for group in use.groups)
+    for one in step.operators(lambda one: one.name == "aten::embedding" and len(one.shapes) > 1):
+        rows, _, width = one.shapes[0].partition("x")
+        asked = prod(map(int, one.shapes[1].split("x")))
+        if not (rows.isdigit() and width.isdigit()) or asked >= int(rows) or not numbers:
+            continue
+        unused = (1 - asked / int(rows)) * min(1.0, int(rows) * int(width) / numbers)
+        updating = step.phase("update")
+        yield Remedy(
+            cause=f"an embedding of {rows} rows is updated as a whole, though a batch uses {asked} at most",
+            where=one.where or one.module,
+            remedy="nn.Embedding(..., sparse=True) with torch.optim.SparseAdam or SGD for it",
+            gain=step.share(unused * updating),
+            evidence=f"the update takes {updating:.2f} ms of each step of {step.ms:.2f} ms, {percent(unused)} of it for rows "
+            "without a gradient",
+        )

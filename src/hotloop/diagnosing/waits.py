@@ -1,0 +1,101 @@
+"""Copies between host and device, and waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hotloop.diagnosing.step import COUNTS, Step, grouped
+from hotloop.profiles import OperatorTime, Remedy
+
+_READS = (
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+)
+_LOOP = ("python", "batch", "copy", "logging", "unattributed")
+"""Phases in which the loop itself calls torch; elsewhere torch's own layers and losses do."""
+
+_OFTEN = 0.5
+"""Times in a step from which on it's a habit of the step."""
+
+
+def reading(step: Step) -> Iterator[Remedy]:
+    """Numbers read on the host, which must wait until the device has them."""
+    found = step.operators(lambda one: one.name in _READS and one.phase != "update" and bool(one.where))
+    for where, ones in grouped(found, lambda one: one.where).items():
+        calls = max(one.calls for one in ones)
+        if calls < _OFTEN:
+            continue
+        waited = step.phase("synchronisation") * _part(ones, found)
+        spent = max(sum(one.ms for one in ones), waited)
+        here = "; on an accelerator the host would wait here" if step.on_cpu else ""
+        yield Remedy(
+            cause=f".item() at each step: a number is read on the host ({calls:.0f} times)",
+            where=where,
+            remedy="keep it as a tensor (total += loss.detach()) and read it every hundred steps or after the epoch",
+            gain=step.share(spent),
+            evidence=f"reading it takes {spent:.3f} ms of each step of {step.ms:.2f} ms{here}",
+            note=step.share(spent) < COUNTS,
+        )
+
+
+def copying(step: Step) -> Iterator[Remedy]:
+    """Copies between devices at each step."""
+    found = step.operators(lambda one: bool(one.copies) and one.calls >= _OFTEN)
+    for where, ones in grouped(found, lambda one: one.where).items():
+        spent = max(sum(one.ms for one in ones), step.phase("copy") * _part(ones, found))
+        ways = {one.copies for one in ones}
+        back = any(">".join(reversed(way.split(">"))) in ways for way in ways)
+        yield Remedy(
+            cause="a tensor moved back and forth between devices"
+            if back
+            else f"a copy between devices at each step ({', '.join(sorted(ways))})",
+            where=where or step.profile.step_where,
+            remedy="keep it where it is used; what doesn't change is copied once, before the loop; batches from pinned "
+            "memory with non_blocking=True",
+            gain=step.share(spent),
+            evidence=f"{sum(one.calls for one in ones):.0f} copies take {spent:.2f} ms of each step of {step.ms:.2f} ms",
+            axes={"residency": "device"} if all(way.startswith("cpu>") for way in ways) else {},
+            note=step.share(spent) < COUNTS,
+        )
+
+
+def pointless(step: Step) -> Iterator[Remedy]:
+    """`.to()` and the like that have nothing to copy on this machine."""
+    if not step.on_cpu:
+        return
+    asked = step.operators(
+        lambda one: one.name == "aten::to" and one.calls >= _OFTEN and one.phase in _LOOP and bool(one.where)
+    )
+    for where, ones in grouped(asked, lambda one: one.where).items():
+        if any(_is_batch(step, one) for one in ones) or _converts(step, where):
+            continue
+        yield Remedy(
+            cause="a copy to the device at each step (.to()), of what isn't the batch",
+            where=where,
+            remedy="copy it once, before the loop",
+            gain=step.share(sum(one.ms for one in ones)),
+            evidence="there is nothing to copy on a CPU; on an accelerator it would be a copy at each step",
+            note=True,
+        )
+
+
+def _converts(step: Step, where: str) -> bool:
+    """Whether something was copied there after all, as to another dtype."""
+    return any(one.name in ("aten::_to_copy", "aten::copy_") for one in step.spots[where])
+
+
+def _is_batch(step: Step, one: OperatorTime) -> bool:
+    """Whether what is copied belongs to the batch: it has as many rows."""
+    rows = {shape.partition("x")[0] for shape in step.profile.batch}
+    if step.profile.samples_per_step is not None:
+        rows.add(f"{step.profile.samples_per_step:.0f}")
+    return bool(one.shapes) and one.shapes[0].partition("x")[0] in rows
+
+
+def _part(ones: Sequence[OperatorTime], of: Sequence[OperatorTime]) -> float:
+    """Their part of the time of all of these operators."""
+    total = sum(one.ms for one in of)
+    return sum(one.ms for one in ones) / total if total else 0.0

@@ -1,0 +1,209 @@
+"""Where the time goes, what bounds it and what would help: `profile` wires watching, the machine's limits and diagnosis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hotloop.choosing import known, placed
+from hotloop.contests import PROVE, Prove, raced
+from hotloop.counting import limits_of, with_limit_shares
+from hotloop.diagnosing import diagnose
+from hotloop.errors import PlanError
+from hotloop.feasible import violations
+from hotloop.lowering.telling import Say
+from hotloop.measuring.crowding import crowding
+from hotloop.pacing import seconds
+from hotloop.plan import Plan
+from hotloop.probe import probe
+from hotloop.profiles import Limits, Profile, Remedy, Threads
+from hotloop.profiling.host import profile_script
+from hotloop.profiling.schedule import DEFAULT_STEPS
+from hotloop.profiling.tasks import profile_task
+from hotloop.report.contest import watched
+from hotloop.rivals import Contest
+from hotloop.setting import machine_name, speed_versions
+from hotloop.task import Task, overridden
+from hotloop.taskfile import Loaded
+from hotloop.verdicts import Timing, Verdict
+
+Progress = Callable[[str, float], None]
+
+NO_PLAN = "a script has no plan that could be changed for it; make it a Task, and --try races what a plan can express"
+
+
+def profile(
+    task: Task | str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    plan: Plan | None = None,
+    steps: int = DEFAULT_STEPS,
+    stop_after: str | None = None,
+    trace: Path | None = None,
+    try_remedies: bool = False,
+    time_limit: str = "30s",
+    progress: bool = True,
+) -> Profile:
+    """Where the time of a training step goes, what bounds it, and what would help.
+
+    Args:
+        task: a Task, or the path of a Python script that trains in any way it likes; it runs as it would alone.
+        arguments: the script's own.
+        plan: to run the Task with; default the baseline.
+        steps: how many are measured.
+        stop_after: ends the script then, such as `60s`; default when it ends.
+        trace: a file for the Chrome trace of a few steps.
+        try_remedies: race those remedies that a plan can express, and fill in what they won.
+        time_limit: for these races.
+        progress: show a progress bar.
+
+    Raises:
+        PlanError: a plan, or remedies to be tried, for a script.
+        TaskError: arguments for a Task; or there is no such script.
+        HotloopError: the Task can't be run under the plan.
+    """
+    console = Console(stderr=True) if progress else Console(quiet=True)
+    with watched(console) as moved:
+        if not isinstance(task, Task):
+            refuse_for_script(plan=plan is not None, try_remedies=try_remedies)
+            limit_s = None if stop_after is None else seconds(stop_after, "stop-after")
+            return inspected_script(
+                Path(task), arguments, steps=steps, stop_after_s=limit_s, trace=trace, progress=moved
+            )
+        loaded = Loaded(task, None, {})
+        found = inspected(loaded, plan or Plan(), steps=steps, trace=trace, progress=moved)
+        return tried(loaded, found, plan or Plan(), time_limit=time_limit, progress=moved) if try_remedies else found
+
+
+def refuse_for_script(*, plan: bool, try_remedies: bool) -> None:
+    """What can't be asked for of a script.
+
+    Raises:
+        PlanError: that it was.
+    """
+    if plan:
+        raise PlanError("a plan for a script", expected="a Task", fix=NO_PLAN)
+    if try_remedies:
+        raise PlanError("--try for a script", expected="a Task", fix=NO_PLAN)
+
+
+def inspected_script(
+    path: Path,
+    arguments: Sequence[str] = (),
+    *,
+    steps: int = DEFAULT_STEPS,
+    stop_after_s: float | None = None,
+    stdout: int | None = None,
+    trace: Path | None = None,
+    progress: Progress = lambda doing, share: None,
+) -> Profile:
+    """Profiles a script; see `profile` and `profile_script`."""
+    seen = profile_script(path, arguments, steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace)
+    return _diagnosed(seen, progress)
+
+
+def inspected(
+    loaded: Loaded,
+    plan: Plan,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    steps: int = DEFAULT_STEPS,
+    trace: Path | None = None,
+    say: Say = lambda line: None,
+    progress: Progress = lambda doing, share: None,
+) -> Profile:
+    """Profiles a loaded Task; see `profile`."""
+    task = overridden(loaded.task, overrides)
+    plan = placed(plan)
+    progress("watching", 0.0)
+    source = task.name if loaded.record is None else loaded.record.reference
+    seen = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say)
+    found = _diagnosed(seen, progress)
+    return found.model_copy(update={"remedies": [_settable(one, task, plan) for one in found.remedies]})
+
+
+def _diagnosed(seen: Profile, progress: Progress) -> Profile:
+    if seen.step_ms is None and not seen.operators:
+        return seen.model_copy(update={"machine": machine_name(), "versions": speed_versions() | seen.versions})
+    limits, notes = _limits(seen.device, progress)
+    known = {
+        "limits": limits,
+        "threads": _crowded(seen.threads),
+        "machine": machine_name(),
+        "versions": speed_versions() | seen.versions,
+    }
+    return diagnose(with_limit_shares(seen.model_copy(update={**known, "notes": [*seen.notes, *notes]})))
+
+
+def _limits(device: str, progress: Progress) -> tuple[Limits, list[str]]:
+    """What the device reaches, as stored or else measured now, and notes on that."""
+    hardware = probe(device, progress=lambda figure, done, of: progress(f"measuring this machine: {figure}", done / of))
+    found = hardware.device(device)
+    return (Limits() if found is None else limits_of(found)), list(hardware.notes)
+
+
+def _crowded(threads: Threads | None) -> Threads | None:
+    """The threads with what it costs that there are more of them than cores, if there are."""
+    if threads is None or threads.torch <= threads.cores:
+        return threads
+    return threads.model_copy(update={"slower": crowding(threads.torch, threads.cores)})
+
+
+def _settable(remedy: Remedy, task: Task, plan: Plan) -> Remedy:
+    """The remedy without axes that the plan has already, or that can't be run for this Task here."""
+    if not remedy.axes:
+        return remedy
+    wanted = plan.with_axes(**remedy.axes)
+    facts, hardware = known(task, plan)
+    if wanted == plan or violations(wanted, facts, hardware):
+        return remedy.model_copy(update={"axes": {}})
+    return remedy
+
+
+def tried(
+    loaded: Loaded,
+    found: Profile,
+    plan: Plan,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    time_limit: str = "30s",
+    prove: Prove | None = PROVE,
+    say: Say = lambda line: None,
+    progress: Progress = lambda doing, share: None,
+) -> Profile:
+    """The profile with what its remedies really win: those that a plan can express are raced against `plan`."""
+    base = placed(plan)
+    plans = list(dict.fromkeys(base.with_axes(**one.axes) for one in found.remedies if one.axes))
+    if not plans:
+        return found.model_copy(update={"notes": [*found.notes, "none of the remedies is one that a plan can express"]})
+    contest = Contest(plans, base, time_limit=time_limit)
+    # What is looked for is a better plan than this one: what races found before must not stand in for it.
+    alone = replace(loaded, record=None)
+    verdict = raced(alone, contest, overrides=overrides, prove=prove, say=say, progress=progress)
+    update = {
+        "remedies": [_with_won(one, base, verdict) for one in found.remedies],
+        "notes": [*found.notes, *_failures(verdict), *verdict.notes],
+    }
+    return found.model_copy(update=update)
+
+
+def _with_won(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
+    """The remedy with its race's ratio, and how true its result is."""
+    timing = _timing(base.with_axes(**remedy.axes), verdict) if remedy.axes else None
+    if timing is None or timing.ratio is None or timing.ratio_low is None or timing.ratio_high is None:
+        return remedy
+    proven = f"; its result is {timing.parity}: {timing.parity_reason}" if timing.parity else ""
+    won = (timing.ratio, timing.ratio_low, timing.ratio_high)
+    return remedy.model_copy(update={"won": won, "evidence": f"{remedy.evidence}{proven}"})
+
+
+def _timing(plan: Plan, verdict: Verdict) -> Timing | None:
+    return next((timing for timing in verdict.plans if timing.plan == plan.model_dump()), None)
+
+
+def _failures(verdict: Verdict) -> list[str]:
+    return [f"{timing.name} couldn't be raced: {timing.failure}" for timing in verdict.plans if timing.failure]

@@ -1,0 +1,152 @@
+"""Runs inside of the process of a watched script: begins when torch is imported, and leaves a file with what was seen.
+
+Until then nothing is imported that costs anything, and nothing is changed but the finding of one module.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType, TracebackType
+from typing import Any
+
+from hotloop.profiling.plain import PlainProfiler
+
+_HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def begin(settings: dict[str, Any]) -> None:
+    """Waits for torch, and profiles functions until then.
+
+    Args:
+        settings: `out`, the file to leave; `steps`, to measure; `trace`, a file for the Chrome trace, or None.
+    """
+    atexit.register(_remind_of_interrupt)  # the first to be registered is the last to run
+    plain = PlainProfiler()
+    sys.meta_path.insert(0, AfterImport("torch", lambda: _watch(settings), before=lambda: plain.stop("torch")))
+    process = os.getpid()
+    atexit.register(lambda: _leave_plain(settings["out"], plain) if os.getpid() == process else None)
+    plain.begin()
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls functions right before and after a module is first imported, and is gone by then."""
+
+    def __init__(self, name: str, then: Callable[[], None], before: Callable[[], None] = lambda: None) -> None:
+        self._name, self._then, self._before = name, then, before
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        self._before()
+        spec = importlib.util.find_spec(name)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return None
+
+        def execute(module: ModuleType) -> None:
+            del loader.exec_module  # the class's own again
+            loader.exec_module(module)
+            self._then()
+
+        loader.exec_module = execute
+        return spec
+
+
+def _remind_of_interrupt() -> None:
+    """A script that Ctrl-C ended ends by that signal still.
+
+    Python notes a KeyboardInterrupt that nothing caught, and forgets it when code is run from a text, as making a
+    dataclass at exit does.
+    """
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
+
+
+def _leave_plain(path: str, plain: PlainProfiler) -> None:
+    """The process ends: leaves what is known of a script that never imported torch."""
+    if plain.stopped_by == "torch":
+        return
+    plain.stop(plain.stopped_by)
+    from hotloop.profiling.facts import Facts
+    from hotloop.profiling.sites import Sites
+
+    note = "its functions were timed by Python's own profiler, under which calls take longer"
+    if plain.stopped_by:
+        note = f"it uses {plain.stopped_by} itself, so its functions were timed only until then"
+    write(path, Facts(lines=plain.lines(Sites()), notes=[note]).as_dict())
+
+
+def _watch(settings: dict[str, Any]) -> None:
+    """torch is there: the watch begins."""
+    from hotloop.profiling.compiled import Compilations
+    from hotloop.profiling.observing import observers
+    from hotloop.profiling.sites import Sites
+    from hotloop.profiling.watcher import Watch
+
+    process = os.getpid()
+
+    def publish(facts: Any) -> None:
+        if os.getpid() == process:
+            write(settings["out"], facts.as_dict())
+
+    compilations = Compilations()
+    watch = Watch(
+        settings["steps"],
+        Sites(),
+        publish,
+        lambda watch: observers(watch, settings["trace"]),
+        compilations=compilations,
+    )
+    sys.meta_path.insert(0, AfterImport("torch._inductor.compile_fx", watch.note_compilations))
+    watch.install()
+    os.register_at_fork(after_in_child=watch.abandon)
+    atexit.register(watch.close)
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, _without_us(error))
+
+    sys.excepthook = hook
+
+
+def write(path: str, values: dict[str, Any]) -> None:
+    """Leaves a file that is whole at any instant."""
+    with open(f"{path}.part", "w", encoding="utf-8") as file:
+        json.dump(values, file)
+    os.replace(f"{path}.part", path)
+
+
+def _without_us(error: BaseException) -> TracebackType | None:
+    """Takes our frames out of an error's traceback, and out of those of the errors that led to it."""
+    seen: set[int] = set()
+    ahead: list[BaseException | None] = [error]
+    while ahead:
+        one = ahead.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = _own_frames(one.__traceback__)
+            ahead += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    return error.__traceback__
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    frames = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_HOTLOOP):
+            frames.append(trace)
+        trace = trace.tb_next
+    for one, after in zip(frames, [*frames[1:], None], strict=True):
+        one.tb_next = after
+    return frames[0] if frames else None

@@ -1,0 +1,182 @@
+"""Facts of a watch -> Profile: which steps are regular, what a step takes, and what lies apart from the steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+
+from scipy.stats import trim_mean
+
+from hotloop.measuring.statistics import ratio_of
+from hotloop.profiles import (
+    Apart,
+    Habit,
+    LineTime,
+    LoaderUse,
+    ModuleTime,
+    OperatorTime,
+    OptimizerUse,
+    Overhead,
+    Phase,
+    Profile,
+    Threads,
+)
+from hotloop.profiling.facts import Facts, StepFact
+from hotloop.profiling.refining import refined
+
+_SEVERAL = 3.0
+"""A step that takes so many times the median was held up by something that isn't of every step."""
+
+_CUT = 0.25
+_FEW = 8
+_CONFIDENCE = 0.95
+
+
+def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
+    """What the facts say of a training step; bounds and remedies are left open."""
+    measured = [step for step in facts.steps if step.kind in ("clean", "instrumented")]
+    usual = _usual_flags(measured)
+    clean, instrumented = (_regular(measured, kind, usual) for kind in ("clean", "instrumented"))
+    step_ms = median(step.ms for step in clean or instrumented) if measured else None
+    lines = [LineTime.model_validate(one) for one in facts.lines]
+    phases = refined(_phases(instrumented, step_ms), lines, "" if facts.by_hand else facts.anchor)
+    if not measured:
+        phases = next((step.phases for step in facts.steps if step.kind == "whole"), {})
+    scale = step_ms / median(step.ms for step in instrumented) if instrumented and step_ms else 1.0
+    return Profile(
+        source=source,
+        plan=plan,
+        device=facts.device,
+        steps=len(measured),
+        step_where=facts.anchor if measured else "",
+        step_ms=step_ms,
+        phases=phases,
+        attributed=_attributed(phases),
+        samples_per_step=facts.samples_per_step,
+        batch=facts.batch,
+        modules=[ModuleTime.model_validate(one) for one in facts.modules],
+        operators=[OperatorTime.model_validate(one) for one in facts.operators],
+        lines=lines,
+        optimizers=[OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)],
+        loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
+        habits=[Habit.model_validate({**one, "bytes": _growth(one["what"], measured)}) for one in facts.habits],
+        apart=_apart(facts, measured, usual, step_ms),
+        threads=Threads.model_validate(facts.threads) if facts.threads else None,
+        overhead=_overhead(measured, usual),
+        peak_memory_bytes=facts.peak_memory_bytes,
+        trace=facts.trace,
+        notes=[*facts.notes, *_notes(facts, measured)],
+        versions=facts.versions,
+        seconds=facts.watched_s,
+    )
+
+
+def _usual_flags(steps: Sequence[StepFact]) -> set[str]:
+    """What happens in half of the steps or more, and is a part of the step therefore."""
+    counts = Counter(flag for step in steps for flag in set(step.flags))
+    return {flag for flag, count in counts.items() if 2 * count >= len(steps)}
+
+
+def _regular(steps: Sequence[StepFact], kind: str, usual: set[str]) -> list[StepFact]:
+    """Steps of a kind in which only the usual happened, and which weren't held up."""
+    of_kind = [step for step in steps if step.kind == kind]
+    regular = [step for step in of_kind if usual.issuperset(step.flags)] or of_kind
+    if not regular:
+        return []
+    limit = _SEVERAL * median(step.ms for step in regular)
+    return [step for step in regular if step.ms <= limit]
+
+
+def _phases(steps: Sequence[StepFact], step_ms: float | None) -> dict[Phase, float]:
+    """Milliseconds in each phase, scaled so that they add up to a clean step.
+
+    The mean of the middle half of the steps is taken: like a median it isn't moved by steps that were held up, and unlike
+    it sees what is done in every second step.
+    """
+    if not steps or not step_ms:
+        return {}
+    names = dict.fromkeys(name for step in steps for name in step.phases)
+    means = {name: float(trim_mean([step.phases.get(name, 0.0) for step in steps], _CUT)) for name in names}
+    total = sum(means.values())
+    return {name: mean * step_ms / total for name, mean in means.items() if mean}
+
+
+def _attributed(phases: dict[Phase, float]) -> float | None:
+    if not phases:
+        return None
+    return 1 - phases.get("unattributed", 0.0) / sum(phases.values())
+
+
+def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[dict]:
+    if facts.optimizers or not facts.by_hand or "update" not in phases:
+        return [one | {"ms": one["ms"] * scale} for one in facts.optimizers]
+    by_hand = {"kind": "by hand", "where": facts.anchor, "implementation": "", "groups": [], "steps": 1.0}
+    return [{**by_hand, "ms": phases["update"]}]
+
+
+def _growth(what: str, steps: Sequence[StepFact]) -> float | None:
+    """Bytes by which memory grew per step, where a graph is kept."""
+    if what != "kept graph" or len(steps) < _FEW:
+        return None
+    half = len(steps) // 2
+    earlier, later = (median(step.memory for step in part) for part in (steps[:half], steps[half:]))
+    return max(0.0, (later - earlier) / (len(steps) / 2))
+
+
+def _apart(facts: Facts, steps: Sequence[StepFact], usual: set[str], step_ms: float | None) -> Apart:
+    """What the irregular steps took beyond a regular one."""
+    spent = {"evaluation": 0.0, "checkpoint": 0.0, "other": 0.0}
+    for step in steps:
+        excess = max(0.0, step.ms - (step_ms or 0.0))
+        unusual = set(step.flags) - usual
+        if not unusual and excess <= (_SEVERAL - 1) * (step_ms or 0.0):
+            continue
+        for what in ("checkpoint", "evaluation"):
+            taken = min(excess, step.apart_ms.get(what, 0.0)) if what in unusual else 0.0
+            spent[what] += taken
+            excess -= taken
+        loaded = any(flag.startswith("loader") for flag in unusual)
+        spent["evaluation" if loaded else "other"] += excess
+    return Apart(
+        warm_up_s=facts.warm_up_s,
+        compile_s=facts.compile_s,
+        evaluation_s=spent["evaluation"] / 1e3,
+        checkpoint_s=spent["checkpoint"] / 1e3,
+        other_s=spent["other"] / 1e3,
+    )
+
+
+def _overhead(steps: Sequence[StepFact], usual: set[str]) -> Overhead | None:
+    """From pairs of a clean step and the instrumented one next to it; None with too few for an interval."""
+    kept = {id(step) for kind in ("clean", "instrumented") for step in _regular(steps, kind, usual)}
+    pairs = [
+        sorted((first, second), key=lambda step: step.kind)  # the clean one first
+        for first, second in zip(steps[::2], steps[1::2], strict=False)
+        if id(first) in kept and id(second) in kept
+    ]
+    if not pairs:
+        return None
+    ratio = ratio_of([second.ms for _, second in pairs], [first.ms for first, _ in pairs], confidence=_CONFIDENCE)
+    if ratio.low is None or ratio.high is None:
+        return None
+    return Overhead(ratio=ratio.median, low=ratio.low, high=ratio.high, instrumented=len(pairs), clean=len(pairs))
+
+
+def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
+    if not facts.torch:
+        return ["it never imported torch, so there are no steps; times are of the whole run"]
+    if not facts.trained:
+        return ["it imported torch, but no gradient was computed and no optimizer stepped: it never trained here"]
+    if not measured:
+        seen = f"{facts.trained} updates or backwards were seen, too few or too irregular"
+        rest = "times are of a while of training as a whole" if facts.steps else "no more is known"
+        return [f"steps couldn't be told apart: {seen}; {rest}"]
+    notes = []
+    if len(measured) < 2 * _FEW:
+        notes.append(f"only {len(measured)} steps could be measured, so the times are rough")
+    if facts.by_hand:
+        notes.append("no optimizer stepped: each backward counts as a step, and the update is what follows it")
+    if facts.functional:
+        notes.append("no module was called, so making the batch, forward and loss can't be told apart")
+    return notes

@@ -1,0 +1,267 @@
+"""The course of a watch: from finding the step, through steps that are watched each in its way, to the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hotloop.profiles import Phase
+from hotloop.profiling.facts import Facts, StepFact
+from hotloop.profiling.phases import HostClock, Timeline, durations
+from hotloop.profiling.schedule import CLOSE, Kind, order
+from hotloop.profiling.steps import Event, Finder, ends_step
+from hotloop.profiling.usage import Cores, held_memory
+
+_WARM_S = 0.2
+_MOST_WARM = 3
+"""Steps of warm-up after those that were needed to find the step, if they are short."""
+
+_HOPELESS = 24
+"""After so many updates and backwards without a step, a while of training is watched as a whole."""
+
+_WHOLE_S = 3.0
+_MOST_WHOLE = 200
+"""How long, and for how many updates and backwards at most."""
+
+_STRAYED = 10
+"""So many updates elsewhere since the last step, and the script has gone on to another loop."""
+
+_PREFERRED = 3
+"""So many, if no optimizer was seen before."""
+
+_SETTLED = 8
+"""So many steps measured are kept, whatever loop comes next."""
+
+_LONGEST_S = 30.0
+"""Of watching, once so many are measured."""
+
+
+class Observer(Protocol):
+    """Watches steps of some kinds more closely; `begin` and `end` are called at their boundaries."""
+
+    kinds: Sequence[Kind]
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def drop(self) -> None:
+        """Ends a step that was not like the others, and forgets it."""
+
+    def close(self) -> None: ...
+    def records(self) -> dict[str, list[dict[str, Any]]]:
+        """Fields of `Facts`."""
+
+
+class Stage(Protocol):
+    """Is told of each step."""
+
+    def begin(self, kind: Kind) -> Phase:
+        """A step begins; says what the loop does first."""
+
+    def ready(self) -> None:
+        """All that watch it closely have begun."""
+
+    def flags(self) -> list[str]:
+        """What has happened in the step that doesn't in every one."""
+
+    def end(self) -> None:
+        """It has ended."""
+
+    def between(self) -> None:
+        """One has ended and the next hasn't begun: what is done here is in neither."""
+
+
+class Course:
+    """Goes from step to step.
+
+    Args:
+        steps: how many to measure.
+        stage: is told of each.
+        observers: makes those that watch closely, once the step is known.
+        found: whether the step must be found; else `boundary` is called after each.
+
+    Attributes:
+        facts: of the steps.
+        timeline: of the step that is on.
+        step: that is on; None between steps, and as long as none was found.
+        over: whether there are enough.
+    """
+
+    def __init__(self, steps: int, stage: Stage, observers: Callable[[], list[Observer]], *, found: bool) -> None:
+        self.facts = Facts(torch=True)
+        self.timeline = Timeline(HostClock())
+        self.step: StepFact | None = None
+        self.over = False
+        self.observers: list[Observer] = []
+        self.cores = Cores()
+        self._stage, self._observers_of = stage, observers
+        self._finder = Finder()
+        self._anchor = None if found else Event("update", "")
+        self._found = found
+        self._left = order(steps)
+        self._began: Any = None
+        self._first_s: float | None = None
+        self._warm = self._strayed = self._steps_sought = 0
+        self._whole_since = 0.0
+        self._pending: list[tuple[StepFact, list[tuple[Any, Phase]]]] = []
+
+    def trains(self) -> None:
+        """Something that trains is happening."""
+        if self._first_s is None:
+            self._first_s = time.perf_counter()
+
+    def wants_backwards(self) -> bool:
+        """Whether a backward may end a step, as far as is known."""
+        return self._found and (self._anchor is None or self._anchor.what == "backward")
+
+    def happened(self, event: Event) -> None:
+        """Something that may end a step is done."""
+        self.facts.trained += 1
+        if not self._found:
+            return
+        if self._anchor is None:
+            self._finder.saw(event)
+            self._anchor = self._finder.anchor()
+            if self._anchor is not None and ends_step(self._anchor, event):
+                self._give_up_whole()
+                self._begin_measuring()
+            else:
+                self._watch_whole()
+        elif ends_step(self._anchor, event):
+            self._strayed = 0
+            self.boundary()
+        else:
+            self._stray(event)
+
+    def _watch_whole(self) -> None:
+        """Watches a while of training where no step is found for long."""
+        self._steps_sought += 1
+        if self.step is None and self._steps_sought == _HOPELESS:
+            self._whole_since = time.perf_counter()
+            self.observers = self._observers_of()
+            self._next_step("whole")
+        elif self.step is not None and (
+            time.perf_counter() - self._whole_since > _WHOLE_S or self._steps_sought > _MOST_WHOLE
+        ):
+            self.end_whole()
+            self.over = True
+
+    def end_whole(self) -> None:
+        """Keeps what was seen, if no steps but a while of training is watched."""
+        if self.step is not None and self.step.kind == "whole":
+            self._end_step()
+
+    def _give_up_whole(self) -> None:
+        """There are steps after all."""
+        if self.step is not None:
+            self.end_close_watch()
+            self._stage.flags()
+            self._stage.end()
+            self.step = None
+        for observer in self.observers:
+            observer.close()
+        self.observers = []
+
+    def _stray(self, event: Event) -> None:
+        """Notices when the script trains in another loop now."""
+        assert self._anchor is not None
+        if event.what == "update":
+            self._strayed += 1
+        limit = _PREFERRED if self._anchor.what == "backward" else _STRAYED
+        if self._strayed >= limit and (self.measured() < _SETTLED or self._anchor.what == "backward"):
+            self._finder, self._anchor, self._strayed = Finder(), None, 0
+            self.end_close_watch()
+            self.step = None
+
+    def _begin_measuring(self) -> None:
+        assert self._anchor is not None
+        self.facts.anchor, self.facts.by_hand = self._anchor.where, self._anchor.what == "backward"
+        self.facts.steps, self._pending, self._warm, self.facts.warm_up_s = [], [], 0, 0.0
+        if not self.observers:
+            self.observers = self._observers_of()
+        self._next_step("warm-up")
+
+    def boundary(self) -> None:
+        """A step ends here, and the next begins."""
+        self.trains()
+        if self.step is None:
+            self._begin_measuring()
+            return
+        self._end_step()
+        self.settle()
+        self._stage.between()
+        kind = self._next_kind()
+        if kind is None:
+            self.over = True
+        else:
+            self._next_step(kind)
+
+    def _next_kind(self) -> Kind | None:
+        watched_s = time.perf_counter() - (self._first_s or 0.0)
+        if self._warm < 1 or (watched_s < _WARM_S and self._warm < _MOST_WARM):
+            self._warm += 1
+            return "warm-up"
+        if not self.facts.warm_up_s:
+            self.facts.warm_up_s = watched_s
+        if not self._left or (self.measured() >= _SETTLED and watched_s > _LONGEST_S):
+            return None
+        return self._left.pop(0)
+
+    def measured(self) -> int:
+        """Steps whose times count."""
+        return sum(step.kind in ("clean", "instrumented") for step in self.facts.steps)
+
+    def _next_step(self, kind: Kind) -> None:
+        self.step = StepFact(kind)
+        ground = self._stage.begin(kind)
+        for observer in self.observers:
+            if kind in observer.kinds:
+                observer.begin()
+        self._stage.ready()
+        self.cores.begin()
+        if kind in CLOSE:
+            self.timeline.begin(ground)
+        else:
+            self._began = self.timeline.clock.mark()
+
+    def _end_step(self) -> None:
+        step = self.step
+        assert step is not None
+        if self.timeline.on:
+            marks = self.timeline.end()
+        else:
+            marks = [(self._began, "unattributed"), (self.timeline.clock.mark(), "unattributed")]
+        step.cpu_ms = self.cores.end(clean=step.kind == "clean")
+        step.flags += self._stage.flags()
+        self.end_close_watch(drop=not self._is_usual(step) and step.kind != "whole")
+        step.memory = held_memory(self.facts.device)
+        self._stage.end()
+        self._pending.append((step, marks))
+        self.facts.steps.append(step)
+        self.step = None
+
+    def _is_usual(self, step: StepFact) -> bool:
+        """Whether nothing happened in it but what happens in half of the steps or more."""
+        before = self.facts.steps
+        return all(2 * sum(flag in other.flags for other in before) >= len(before) for flag in step.flags)
+
+    def end_close_watch(self, *, drop: bool = True) -> None:
+        """Ends what watches the step that is on, and forgets what it saw of it if asked to."""
+        if self.timeline.on:
+            self.timeline.end()
+        for observer in reversed(self.observers):
+            if self.step is not None and self.step.kind in observer.kinds:
+                observer.drop() if drop else observer.end()
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Reads the clock's marks of steps that the device has done; with `wait`, of all."""
+        clock = self.timeline.clock
+        if wait and self._pending and self.facts.device != "cpu":
+            torch.accelerator.synchronize()
+        while self._pending and clock.passed(self._pending[0][1][-1][0]):
+            step, marks = self._pending.pop(0)
+            spent = durations(marks, clock)
+            step.ms = sum(spent.values())
+            step.phases = spent if step.kind in ("instrumented", "whole") else {}

@@ -1,0 +1,80 @@
+"""What was seen while a script or Task was watched: plain values, as they cross from one process to another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hotloop.profiles import Phase
+from hotloop.profiling.schedule import Kind
+
+
+@dataclass
+class StepFact:
+    """One step.
+
+    Attributes:
+        ms: from the end of the one before to its own end, without what hotloop did in between.
+        phases: milliseconds; empty where they weren't watched.
+        flags: what happened in it that doesn't in every step: `evaluation`, `checkpoint`, `loader 2`.
+        apart_ms: time in it of each of these, as far as it was seen to begin and end.
+        cpu_ms: CPU time of the process.
+        memory: bytes that the process, or the device, holds at its end.
+    """
+
+    kind: Kind
+    ms: float = 0.0
+    phases: dict[Phase, float] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    apart_ms: dict[str, float] = field(default_factory=dict)
+    cpu_ms: float = 0.0
+    memory: int = 0
+
+
+@dataclass
+class Facts:
+    """All that was seen; what it means is said elsewhere.
+
+    Attributes:
+        torch: whether torch was imported.
+        trained: updates and backwards that were seen.
+        anchor: the line that ends a step; empty where none was found.
+        by_hand: whether the update is written out, without an optimizer.
+        functional: whether no module was called.
+        warm_up_s: from the first thing that trains to the first step that counts.
+        modules, operators, lines, loaders, optimizers, habits: records, dumped.
+        closed: why watching ended; empty as long as it goes on.
+    """
+
+    torch: bool = False
+    trained: int = 0
+    anchor: str = ""
+    by_hand: bool = False
+    functional: bool = False
+    device: str = "cpu"
+    batch: list[str] = field(default_factory=list)
+    samples_per_step: float | None = None
+    warm_up_s: float = 0.0
+    compile_s: float = 0.0
+    watched_s: float = 0.0
+    steps: list[StepFact] = field(default_factory=list)
+    modules: list[dict[str, Any]] = field(default_factory=list)
+    operators: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    loaders: list[dict[str, Any]] = field(default_factory=list)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    habits: list[dict[str, Any]] = field(default_factory=list)
+    threads: dict[str, Any] | None = None
+    peak_memory_bytes: int | None = None
+    trace: str | None = None
+    notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    closed: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Facts:
+        """From what `as_dict` gave."""
+        return cls(**{**values, "steps": [StepFact(**step) for step in values["steps"]]})

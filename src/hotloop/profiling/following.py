@@ -1,0 +1,111 @@
+"""Knows at any time which line of the user's own code the thread is at, by Python's own tracing, in a few steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED
+from types import CodeType, FrameType
+from typing import Any
+
+from hotloop.profiling.sites import is_step
+from hotloop.profiling.unseen import unseen
+
+_SUSPENDED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
+
+Line = tuple[str, int]
+"""File and line."""
+
+
+@unseen
+class Follower:
+    """Follows the lines of frames that are the user's own, from the innermost one that runs when it begins.
+
+    Attributes:
+        line: the innermost line of the user's; None before there was one, and where `hide` says so.
+    """
+
+    def __init__(self, is_own: Callable[[CodeType], bool], moved: Callable[[], None]) -> None:
+        self._is_own, self._moved = is_own, moved
+        self._own: dict[CodeType, bool] = {}
+        self._lines: list[Line | None] = []
+        self._frames: list[FrameType] = []
+        self._on = False
+
+    @property
+    def line(self) -> Line | None:
+        return self._lines[-1] if self._lines else None
+
+    def begin(self) -> bool:
+        """False where a debugger or a coverage tool traces already; nothing is followed then."""
+        self._lines = []
+        if sys.gettrace() is not None:
+            return False
+        self._frames = list(self._running(sys._getframe(1)))
+        for frame in reversed(self._frames):
+            self._lines.append((frame.f_code.co_filename, frame.f_lineno))
+            frame.f_trace = self._step
+        self._on = True
+        sys.settrace(self._call)
+        return True
+
+    def end(self) -> None:
+        if not self._on:
+            return
+        sys.settrace(None)
+        self._on = False
+        for frame in [*self._frames, *self._running(sys._getframe(1))]:
+            frame.f_trace = None
+            _forget_locals(frame)
+        self._lines, self._frames = [], []
+
+    def hide(self) -> None:
+        """What runs from here on was not called by the line that is on, as in a backward pass."""
+        self._lines.append(None)
+
+    def unhide(self, depth: int) -> None:
+        """Takes back to what it was at that depth."""
+        del self._lines[depth:]
+
+    @property
+    def depth(self) -> int:
+        return len(self._lines)
+
+    def _running(self, frame: FrameType | None) -> Iterator[FrameType]:
+        """Frames of the user's own on the stack, from the innermost on; not those that have a Task trained."""
+        while frame is not None and not is_step(frame.f_code):
+            if self._owns(frame.f_code):
+                yield frame
+            frame = frame.f_back
+
+    def _owns(self, code: CodeType) -> bool:
+        own = self._own.get(code)
+        if own is None:
+            own = self._own[code] = self._is_own(code)
+        return own
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not self._owns(frame.f_code):
+            return None
+        if frame.f_code.co_flags & _SUSPENDED and all(known is not frame for known in self._frames):
+            self._frames.append(frame)
+        self._lines.append((frame.f_code.co_filename, frame.f_lineno))
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            now = (frame.f_code.co_filename, frame.f_lineno)
+            if self._lines and self._lines[-1] != now:
+                self._lines[-1] = now
+                self._moved()
+        elif event == "return" and self._lines:
+            self._lines.pop()
+            self._moved()
+        return self._step
+
+
+@unseen
+def _forget_locals(frame: FrameType) -> None:
+    """Before Python 3.13 a traced frame keeps a copy of its variables, and so what they held, alive."""
+    if frame.f_code.co_flags & CO_OPTIMIZED and sys.version_info < (3, 13):
+        frame.f_locals.clear()

@@ -1,0 +1,130 @@
+"""Runs a script in a process of its own, as it would run alone, and reads what was seen of it there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hotloop.errors import TaskError
+from hotloop.profiles import Profile
+from hotloop.profiling.compose import profile_of
+from hotloop.profiling.facts import Facts
+from hotloop.profiling.schedule import DEFAULT_STEPS
+
+_INJECT = Path(__file__).parent / "inject"
+_GRACE_S = 10.0
+"""After each signal, before a stronger one."""
+
+
+def profile_script(
+    path: Path,
+    arguments: Sequence[str] = (),
+    *,
+    steps: int = DEFAULT_STEPS,
+    stop_after_s: float | None = None,
+    stdout: int | None = None,
+    trace: Path | None = None,
+) -> Profile:
+    """Runs a script to its end and says where the time of its training steps goes.
+
+    The script gets its own arguments, and the standard input, output and error of this process. Ctrl-C and SIGTERM go
+    to it, and what was seen until then is kept.
+
+    Args:
+        steps: how many are measured; then the script runs on alone.
+        stop_after_s: seconds after which the script is stopped, as by Ctrl-C.
+        stdout: where its output goes, such as 2 for standard error; this process's if None.
+        trace: a file for the Chrome trace of a few steps.
+
+    Raises:
+        TaskError: there is no such file.
+    """
+    if not path.is_file():
+        raise TaskError(f"there is no file {path}", expected="a Python script", fix="check the path")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hotloop-") as folder:
+        out = Path(folder) / "facts.json"
+        settings = {"out": str(out), "steps": steps, "trace": str(trace.resolve()) if trace is not None else None}
+        process = subprocess.Popen([sys.executable, str(path), *arguments], env=_environment(settings), stdout=stdout)
+        with _signals_to(process):
+            stopped = _wait(process, stop_after_s)
+        facts = Facts.of(json.loads(out.read_text(encoding="utf-8"))) if out.is_file() else None
+    profile = profile_of(facts, str(path)) if facts is not None else _unseen(path)
+    return profile.model_copy(
+        update={
+            "exit_code": process.returncode,
+            "stopped": stopped or (facts.closed if facts is not None else ""),
+            "seconds": time.monotonic() - began,
+        }
+    )
+
+
+def _unseen(path: Path) -> Profile:
+    """It ended before anything could be written down."""
+    return Profile(source=str(path), steps=0, step_ms=None, notes=["it ended before anything was seen of it"])
+
+
+def _environment(settings: dict[str, Any]) -> dict[str, str]:
+    """This process's, with what `inject/sitecustomize.py` looks for; it takes that out again."""
+    own = dict(os.environ)
+    path = [str(_INJECT), own["PYTHONPATH"]] if own.get("PYTHONPATH") else [str(_INJECT)]
+    settings = settings | {"root": str(Path(__file__).parents[2])}
+    return own | {"PYTHONPATH": os.pathsep.join(path), "HOTLOOP_WATCH": json.dumps(settings)}
+
+
+def _wait(process: subprocess.Popen, stop_after_s: float | None) -> str:
+    """Waits for the script's end; stops it when its time is up, and says so then."""
+    try:
+        process.wait(stop_after_s)
+        return ""
+    except subprocess.TimeoutExpired:
+        pass
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+        try:
+            process.wait(_GRACE_S)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    else:
+        process.kill()
+        process.wait()
+    return f"the script was stopped after {stop_after_s:g} s, as asked for"
+
+
+@contextmanager
+def _signals_to(process: subprocess.Popen) -> Iterator[None]:
+    """Hands Ctrl-C and SIGTERM on to the script, and goes on waiting for it; in the main thread alone, as signals go."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT or not _in_foreground():
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether the terminal sends its Ctrl-C to the script as well."""
+    try:
+        return os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp()  # type: ignore[union-attr]
+    except (OSError, AttributeError, ValueError):
+        return False

@@ -1,0 +1,176 @@
+"""Samples of where the thread that trains is, in the user's own lines."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from hotloop.profiles import LineTime, Phase
+from hotloop.profiling.sites import is_step
+from hotloop.profiling.unseen import unseen
+
+INTERVAL_S = 0.001
+_MOST = 10_000
+"""Different lines at most."""
+_OF_TORCH = ("torch", "numpy", "contextlib")
+"""What a step of torch's goes through."""
+
+_SHOWN = 500
+"""Lines that are given at most, those that take longest."""
+_AROUND = ("call", "heard", "epoch")
+"""Functions of the watch's inside of which the script goes on."""
+
+
+class Seen(NamedTuple):
+    """A line on the stack: file, number, function, the library that it called into, and the step's phase."""
+
+    file: str
+    line: int
+    function: str
+    library: str
+    phase: Phase
+
+
+@unseen
+class StackSampler:
+    """Looks at the stack of one thread about every millisecond between `begin()` and `end()`, from a thread of its own.
+
+    A sample stands for the time since the one before. The thread exists from the first `begin()` to `close()`, and
+    waits between steps.
+    """
+
+    def __init__(
+        self,
+        is_own: Callable[[CodeType], bool],
+        place: Callable[[str, int], str],
+        current_phase: Callable[[], Phase] = lambda: "python",
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """
+        Args:
+            is_own: whether code is the user's, and not a library's.
+            place: `file:line`, as records give it.
+            current_phase: of the step; it is asked from the sampling thread.
+        """
+        self._is_own, self._place, self._phase, self._interval_s = is_own, place, current_phase, interval_s
+        self._own: dict[CodeType, bool] = {}
+        self._seconds: dict[Seen, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._lock = threading.Lock()
+        self._on, self._closed = threading.Event(), False
+        self._thread: threading.Thread | None = None
+        self._sampled = 0
+        self._steps, self._since = 0, 0.0
+
+    def begin(self) -> None:
+        """A step starts, on this thread."""
+        self._sampled, self._since = threading.get_ident(), time.perf_counter()
+        self._steps += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hotloop-sampler", daemon=True)
+            self._thread.start()
+        self._on.set()
+
+    def end(self) -> None:
+        """The step has ended; once this returns, nothing is looked at any more."""
+        self._on.clear()
+        with self._lock:
+            pass
+
+    def close(self) -> None:
+        """Stops for good; what was seen stays."""
+        self._closed = True
+        self._on.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def lines(self) -> list[LineTime]:
+        """Lines per step, the longest first."""
+        with self._lock:
+            seconds = sorted(self._seconds.items(), key=lambda item: -item[1][0])
+        per_step = 1e3 / max(1, self._steps)
+        place = cache(self._place)
+        return [
+            LineTime(
+                where=place(seen.file, seen.line),
+                function=seen.function,
+                library=seen.library,
+                phase=seen.phase,
+                ms=total * per_step,
+                own_ms=own * per_step,
+            )
+            for seen, (total, own) in seconds[:_SHOWN]
+        ]
+
+    def _run(self) -> None:
+        while self._on.wait() and not self._closed:
+            time.sleep(self._interval_s)
+            with self._lock:
+                if self._on.is_set() and not self._closed:
+                    self.sample(sys._current_frames().get(self._sampled), time.perf_counter())
+
+    def sample(self, frame: FrameType | None, now: float) -> None:
+        """Notes the lines on a stack, for the time since the last sample."""
+        passed, self._since = now - self._since, now
+        phase, known = self._phase(), set()
+        if frame is None or phase == "unattributed" or self._is_watching(frame):
+            return
+        for number, (code, line, library) in enumerate(self._stack(frame)):
+            seen = Seen(code.co_filename, line, code.co_qualname, library, phase)
+            if seen in known or (seen not in self._seconds and len(self._seconds) >= _MOST):
+                continue
+            known.add(seen)
+            self._seconds[seen][0] += passed
+            self._seconds[seen][1] += 0.0 if number else passed
+
+    def _stack(self, innermost: FrameType) -> Iterator[tuple[CodeType, int, str]]:
+        """The user's lines from the innermost on; without any, the innermost line of a library.
+
+        In a Task nothing from its step outwards, and no line of torch's own: the step is hotloop's to write.
+        """
+        called, found = "", False
+        frame: FrameType | None = innermost
+        instead: FrameType | None = None
+        while frame is not None:
+            if self._owns(frame.f_code):
+                yield frame.f_code, frame.f_lineno, called
+                called, found = "", True
+            elif is_step(frame.f_code):
+                found, innermost = found or instead is None, instead or innermost
+                break
+            elif (library := library_of(frame)) != "hotloop":
+                called = library
+                instead = instead if instead is not None or library in _OF_TORCH else frame
+            frame = frame.f_back
+        if not found:
+            yield innermost.f_code, innermost.f_lineno, library_of(innermost)
+
+    def _is_watching(self, innermost: FrameType) -> bool:
+        """Whether the thread does what watching takes, rather than what is watched."""
+        frame: FrameType | None = innermost
+        while frame is not None and not self._owns(frame.f_code):
+            name = str(frame.f_globals.get("__name__") or "")
+            if name.startswith("hotloop.profiling") and frame.f_code.co_name not in _AROUND:
+                return True
+            if name.startswith("hotloop.") and not name.startswith("hotloop.profiling"):
+                return False
+            frame = frame.f_back
+        return False
+
+    def _owns(self, code: CodeType) -> bool:
+        own = self._own.get(code)
+        if own is None:
+            own = self._own[code] = self._is_own(code)
+        return own
+
+
+@unseen
+def library_of(frame: FrameType) -> str:
+    """The package that a frame's code belongs to."""
+    return str(frame.f_globals.get("__name__") or "").partition(".")[0]

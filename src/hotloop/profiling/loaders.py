@@ -1,0 +1,170 @@
+"""DataLoaders, as they were used for training."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hotloop.profiling.hooks import around
+from hotloop.profiling.patches import Patches
+from hotloop.profiling.sites import Sites
+
+_MOST_SAMPLES = 256
+_MOST_LOADERS = 20
+
+
+class _Loader:
+    """What is known of one loader.
+
+    Attributes:
+        inner: class of what makes the samples.
+        drawn, row_sum: batches, and samples in them, in the step that is on.
+        steps, rows: how many steps drew from it, and samples in each.
+    """
+
+    def __init__(self, iterator: Any, where: str, sites: Sites) -> None:
+        dataset = _innermost(iterator._dataset)
+        self.inner = type(dataset)
+        self.drawn = self.row_sum = self.steps = 0
+        self.rows: deque[int] = deque(maxlen=_MOST_SAMPLES)
+        self.sample_s: list[float] = []
+        self.record: dict[str, Any] = {
+            "where": where,
+            "dataset": self.inner.__name__,
+            "sample_where": _place(dataset, sites),
+            "samples": _length(iterator._dataset),
+            "batch_size": getattr(iterator._index_sampler, "batch_size", None),
+            "workers": iterator._num_workers,
+            "pinned": bool(iterator._pin_memory),
+            "sample_ms": None,
+        }
+
+
+class Loaders:
+    """Counts what loaders are drawn from, and times samples in the steps that are looked at closely.
+
+    Attributes:
+        used: whether batches were drawn in the last step.
+        rows: samples that the network is given at a time, where no loader tells.
+    """
+
+    def __init__(self, sites: Sites) -> None:
+        self.used = False
+        self.rows: int | None = None
+        self._sites = sites
+        self._loaders: dict[tuple[Any, ...], _Loader] = {}
+        self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
+        self._patches = Patches()
+        self._timed: _Loader | None = None
+
+    def begin(self, *, timed: bool) -> None:
+        """A step begins."""
+        for loader in self._loaders.values():
+            loader.drawn = loader.row_sum = 0
+        if timed:
+            self._time_samples()
+
+    def drawn(self) -> list[str]:
+        """Which loaders the step drew from, by number."""
+        return [f"loader {number}" for number, loader in enumerate(self._loaders.values()) if loader.drawn]
+
+    def end(self) -> None:
+        """A step ends."""
+        self._patches.undo()
+        for loader in self._loaders.values():
+            loader.steps += bool(loader.drawn)
+            if loader.row_sum:
+                loader.rows.append(loader.row_sum)
+        self.used = bool(self.drawn())
+
+    def drew(self, loader: Any, batch: Any) -> bool:
+        """Something was asked of a loader or of its iterator; whether that was a batch."""
+        if isinstance(loader, DataLoader):
+            return False
+        known = self._known(loader)
+        if known is not None:
+            known.drawn += 1
+            known.row_sum += _rows(batch) or 0
+        return True
+
+    def samples_per_step(self) -> float | None:
+        """From the loader that most steps drew from; else what the network is given at a time."""
+        most = max(self._loaders.values(), key=lambda loader: loader.steps, default=None)
+        return median(most.rows) if most is not None and most.rows else self.rows
+
+    def records(self) -> list[dict[str, Any]]:
+        """As `profiles.LoaderUse`, those that trained the most first."""
+        used = sorted(self._loaders.values(), key=lambda loader: -loader.steps)
+        for loader in used:
+            if loader.sample_s:
+                loader.record["sample_ms"] = median(loader.sample_s) * 1e3
+        return [loader.record for loader in used if loader.steps]
+
+    def _known(self, iterator: Any) -> _Loader | None:
+        """Loaders count as one if they are drawn from at the same line and have data sets of a kind and length."""
+        known = self._iterators.get(iterator)
+        if known is None:
+            where = self._sites.caller(5)
+            key = (where, type(iterator._dataset).__name__, _length(iterator._dataset))
+            if key not in self._loaders and len(self._loaders) < _MOST_LOADERS:
+                self._loaders[key] = _Loader(iterator, where, self._sites)
+            known = self._loaders.get(key)
+            if known is not None:
+                self._iterators[iterator] = known
+        return known
+
+    def _time_samples(self) -> None:
+        """Times `__getitem__` of data sets that are read in this process."""
+        for loader in self._loaders.values():
+            here = loader.record["workers"] == 0 and hasattr(loader.inner, "__getitem__")
+            if here and len(loader.sample_s) < _MOST_SAMPLES:
+                self._patches.put(loader.inner, "__getitem__", self._timing(loader))
+
+    def _timing(self, loader: _Loader) -> Callable[[Any], Any]:
+        def ended(token: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+            if done:
+                loader.sample_s.append(time.perf_counter() - token)
+
+        return around(lambda: len(loader.sample_s) < _MOST_SAMPLES, lambda args, kwargs: time.perf_counter(), ended)
+
+
+def _innermost(dataset: Any) -> Any:
+    """The data set that makes the samples, inside of subsets and the like."""
+    for _ in range(10):
+        inside = getattr(dataset, "dataset", None) or next(iter(getattr(dataset, "datasets", [])), None)
+        own = type(dataset).__module__.startswith("torch.utils.data")
+        if inside is None or not own:
+            break
+        dataset = inside
+    return dataset
+
+
+def _place(dataset: Any, sites: Sites) -> str:
+    for name in ("__getitem__", "__iter__"):
+        code = getattr(inspect.unwrap(getattr(type(dataset), name, None) or (lambda: None)), "__code__", None)
+        if code is not None and code.co_name == name:
+            return sites.place(code.co_filename, code.co_firstlineno)
+    return ""
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _rows(batch: Any) -> int | None:
+    """Of the first tensor in a batch."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else None
+    parts = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, list | tuple) else ()
+    return next((rows for rows in map(_rows, parts) if rows is not None), None)

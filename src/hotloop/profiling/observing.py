@@ -1,0 +1,111 @@
+"""Those that watch steps more closely than their phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from hotloop.profiles import Phase
+from hotloop.profiling.course import Observer
+from hotloop.profiling.lines import StackSampler
+from hotloop.profiling.matching import fitting, on_device, scaled, with_compiled, with_counts, with_fused, with_shares
+from hotloop.profiling.modules import ModuleClock
+from hotloop.profiling.naming import Namer
+from hotloop.profiling.operators import Tracer
+from hotloop.profiling.schedule import Kind
+from hotloop.profiling.tree import tree
+from hotloop.profiling.watcher import Watch
+
+
+def observers(watch: Watch, trace: str | None) -> list[Observer]:
+    """What watches modules, operators and lines, for one watch.
+
+    Args:
+        trace: file for the Chrome trace of the traced steps.
+    """
+    inside = _Inside(watch, None if trace is None else Path(trace))
+    return [_Lines(watch), inside.modules, inside]
+
+
+class _Lines:
+    kinds: Sequence[Kind] = ("sampled",)
+
+    def __init__(self, watch: Watch) -> None:
+        sites, self._watch = watch.sites, watch
+        self._sampler = StackSampler(sites.is_own, sites.place, lambda: watch.timeline.current)
+        self.begin, self.end, self.close = self._sampler.begin, self._sampler.end, self._sampler.close
+        self.drop = self.end
+
+    def records(self) -> dict[str, list[dict[str, Any]]]:
+        return {"lines": [line.model_dump() for line in fitting(self._sampler.lines(), _phases(self._watch))]}
+
+
+class _Modules:
+    kinds: Sequence[Kind] = ("clocked", "whole")
+
+    def __init__(self, namer: Namer) -> None:
+        self.clock = ModuleClock(namer=namer)
+        self.begin, self.end, self.close = self.clock.begin, self.clock.end, self.clock.close
+        self.drop = self.clock.drop
+
+    def records(self) -> dict[str, list[dict[str, Any]]]:
+        return {}
+
+
+class _Inside:
+    """The operators, and the modules with what is known of them through their operators."""
+
+    kinds: Sequence[Kind] = ("traced", "whole")
+
+    def __init__(self, watch: Watch, trace: Path | None) -> None:
+        self._watch, self._trace = watch, trace
+        self._namer = Namer()
+        if watch.compilations.model is not None:
+            self._namer.know(watch.compilations.model)
+        self.modules = _Modules(self._namer)
+        sites = watch.sites
+        self._tracer = Tracer(
+            sites.is_own, sites.place, lambda: watch.timeline.current, self._namer, watch.compilations
+        )
+        self.begin, self.end = self._tracer.begin, self._tracer.end
+        self.drop = self.end
+
+    def close(self) -> None:
+        self._tracer.close()
+        if self._watch.compilations.model is not None:
+            shares = self._tracer.compiled_shares()
+            for step in self._watch.facts.steps:
+                if step.phases:
+                    step.phases = with_shares(step.phases, shares)
+        if self._trace is not None and (written := self._tracer.write(self._trace)) is not None:
+            self._watch.facts.trace = str(written)
+
+    def records(self) -> dict[str, list[dict[str, Any]]]:
+        clock, tracer, step_ms = self.modules.clock, self._tracer, self._step_ms()
+        operators = scaled(tracer.operators(), tracer.walls(), clock.times(step_ms), _phases(self._watch))
+        own = clock.own()
+        if self._watch.facts.device != "cpu" and operators:
+            own = on_device(own, operators, alone=tracer.alone)
+        own = with_compiled(own, operators, tracer.inside())
+        modules = with_fused(tree(own, self._namer.kinds, step_ms), tracer.fused())
+        self._note(clock.notes + tracer.notes)
+        return {
+            "modules": [one.model_dump() for one in with_counts(modules, operators)],
+            "operators": [one.model_dump() for one in operators],
+        }
+
+    def _step_ms(self) -> float | None:
+        steps = [step.ms for step in self._watch.facts.steps if step.kind == "instrumented" and step.ms]
+        return fmean(steps) if steps else None
+
+    def _note(self, notes: Sequence[str]) -> None:
+        self._watch.facts.notes += [note for note in notes if note not in self._watch.facts.notes]
+
+
+def _phases(watch: Watch) -> dict[Phase, float]:
+    """Mean ms of the phases in the instrumented steps."""
+    steps = [step.phases for step in watch.facts.steps if step.phases]
+    names = {name for phases in steps for name in phases}
+    return {name: fmean(phases.get(name, 0.0) for phases in steps) for name in names}

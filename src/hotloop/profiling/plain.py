@@ -1,0 +1,64 @@
+"""A script without torch: Python's own profiler says where its time goes, function by function."""
+
+from __future__ import annotations
+
+import _lsprof  # what cProfile is made of; a script that imports that one itself must not find it there already
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import CodeType, ModuleType
+from typing import Any
+
+from hotloop.profiling.sites import Sites, is_library
+
+_MOST = 200
+_OTHERS = ("cProfile", "profile", "coverage", "pdb", "debugpy")
+
+
+class PlainProfiler(MetaPathFinder):
+    """Profiles from the start of a script until it imports torch, or something that profiles or traces itself."""
+
+    def __init__(self) -> None:
+        self.stopped_by = ""
+        self._profiler = _lsprof.Profiler(subcalls=True, builtins=True)
+
+    def begin(self) -> None:
+        sys.meta_path.insert(0, self)
+        os.register_at_fork(after_in_child=lambda: self.stop("a fork"))
+        self._profiler.enable()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Finds nothing, but learns what is imported."""
+        if name in _OTHERS:
+            self.stop(name)
+
+    def stop(self, why: str = "") -> None:
+        """Stops for good."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._profiler.disable()
+            self.stopped_by = why
+
+    def lines(self, sites: Sites) -> list[dict[str, Any]]:
+        """As `profiles.LineTime`, one for each function of the user's, the longest first; ms are of the whole run."""
+        found: list[dict[str, Any]] = []
+        for entry in self._profiler.getstats():
+            code = entry.code
+            if isinstance(code, str) or not _is_own(code):
+                continue
+            inside = sum(call.totaltime for call in entry.calls or () if not _is_own(call.code))
+            found.append(
+                {
+                    "where": sites.place(code.co_filename, code.co_firstlineno),
+                    "function": code.co_qualname,
+                    "phase": "python",
+                    "ms": entry.totaltime * 1e3,
+                    "own_ms": (entry.inlinetime + inside) * 1e3,
+                }
+            )
+        return sorted(found, key=lambda line: -line["own_ms"])[:_MOST]
+
+
+def _is_own(code: CodeType | str) -> bool:
+    return isinstance(code, CodeType) and not is_library(code.co_filename)

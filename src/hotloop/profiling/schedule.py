@@ -1,0 +1,48 @@
+"""Which steps are watched how: most in pairs of a clean and an instrumented one, a few closer, and then no more."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Kind = Literal["warm-up", "clean", "instrumented", "clocked", "habits", "traced", "sampled", "settling", "whole"]
+"""How a step is watched.
+
+- `warm-up`: before measuring.
+- `clean`: its boundaries alone are marked.
+- `instrumented`: with phases.
+- `clocked`: with modules, each of whose calls takes a little more time then.
+- `habits`: with graphs walked, so its times are worth nothing.
+- `traced`: under torch's profiler.
+- `sampled`: another thread looks at the stack, which holds the step up where cores are scarce.
+- `settling`: like a clean one, but after a disturbance, so it doesn't count.
+- `whole`: no step but a while of training, where steps couldn't be told apart; with phases, modules and operators.
+"""
+
+CLOSE: tuple[Kind, ...] = ("instrumented", "habits", "traced", "sampled", "whole")
+"""Those with phases."""
+
+DEFAULT_STEPS = 60
+_PAIR: list[Kind] = ["clean", "instrumented"]
+_HABITS: list[Kind] = ["habits"]
+_SAMPLED: list[Kind] = ["sampled"]
+_CLOCKED: list[Kind] = ["clocked"]
+_TRACED: list[Kind] = ["traced", "settling"]
+_LOOKS: list[Kind] = [*_HABITS * 4, *_TRACED * 3, *_SAMPLED * 2, *_CLOCKED * 2, "settling"]
+# Two traced steps never follow each other: a step ends inside of the range by which torch's profiler sees the update, and
+# a range that is still open when a profiler stops must not end under the next one.
+_BEFORE_LOOKS = 2
+
+
+def order(steps: int) -> list[Kind]:
+    """The kinds of all steps to come after the warm-up, `steps` of them clean or instrumented."""
+    pairs = max(1, steps // 2)
+    first = min(pairs, _BEFORE_LOOKS)  # so that a short run has some of everything
+    found = [kind for number in range(first) for kind in _pair(number)] + _LOOKS
+    for number in range(first, pairs):
+        found += [*_pair(number), *(_CLOCKED, _SAMPLED)[number % 2]]
+    return found
+
+
+def _pair(number: int) -> list[Kind]:
+    """In the order of Thue and Morse, so that what a loop does every second, third or fourth step falls on both alike."""
+    return _PAIR[::-1] if number.bit_count() % 2 else _PAIR

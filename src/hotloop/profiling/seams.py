@@ -1,0 +1,97 @@
+"""The two places through which all modules and all backward passes go, opened during a step for someone to listen.
+
+`nn.Module.__call__` is replaced, and not hooked: with torch's global hooks each call takes another path, which compiled
+modules notice, and compile again for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hotloop.profiling.unseen import unseen
+
+
+class Listener(Protocol):
+    """Hears what the thread that trains does; in a backward pass, also what torch's own threads do."""
+
+    def enter(self, module: nn.Module) -> Any:
+        """A module's forward begins; what this returns goes to `leave`."""
+
+    def leave(self, before: Any) -> None:
+        """The forward has ended, well or not."""
+
+    def backward(self, roots: Any) -> AbstractContextManager[None]:
+        """A pass of the autograd engine over the graph below some tensors; there may be one inside another."""
+
+
+@unseen
+class Seams:
+    """Opened by the thread that trains; nothing remains when closed.
+
+    Attributes:
+        depth: of passes of the autograd engine that are under way.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self.depth = 0
+        self._listener = listener
+        self._open = False
+        self._thread = 0
+        self._put: list[tuple[Any, str, Any, Any]] = []
+
+    def open(self) -> None:
+        self.depth, self._thread = 0, threading.get_ident()
+        self._replace(nn.Module, "__call__", self._call)
+        self._replace(torch.autograd, "_engine_run_backward", self._run)
+        self._open = True
+
+    def close(self) -> None:
+        """Puts back what was there, unless somebody has put something of theirs in its place since."""
+        self._open = False
+        for owner, name, before, mine in reversed(self._put):
+            if getattr(owner, name) is mine:
+                setattr(owner, name, before)
+        self._put = []
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        before = getattr(owner, name)
+        mine = unseen(make(before))
+        setattr(owner, name, mine)
+        self._put.append((owner, name, before, mine))
+
+    def _call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        compiling, ident = torch.compiler.is_compiling, threading.get_ident
+        enter, leave = self._listener.enter, self._listener.leave
+
+        @wraps(call)
+        def heard(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if compiling() or not self._open or (ident() != self._thread and not self.depth):
+                return call(module, *args, **kwargs)
+            before = enter(module)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                leave(before)
+
+        return heard
+
+    def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def heard(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._open:
+                return run(t_outputs, *args, **kwargs)
+            with self._listener.backward(t_outputs):
+                self.depth += 1
+                try:
+                    return run(t_outputs, *args, **kwargs)
+                finally:
+                    self.depth -= 1
+
+        return heard

@@ -1,0 +1,65 @@
+"""Which line of the user's own code something was called from."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+
+_HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PROFILING = os.path.dirname(os.path.abspath(__file__))
+_TASKS = os.path.join(_PROFILING, "tasks.py")
+_STDLIB = sysconfig.get_path("stdlib")
+
+
+class Sites:
+    """Finds the line; what it learns of files it keeps, since it's asked in every step.
+
+    Args:
+        folder: paths below it are given relative to it.
+    """
+
+    def __init__(self, folder: str = "") -> None:
+        self._folder = os.path.join(os.path.realpath(folder or os.getcwd()), "")
+        self._own: dict[CodeType, bool] = {}
+
+    def caller(self, depth: int = 2) -> str:
+        """`file:line` of the innermost frame of the user's; of the innermost frame outside of hotloop if there is none.
+
+        Empty where a Task's step itself calls: the lines that had it trained are none of the step's.
+        """
+        frame: FrameType | None = sys._getframe(depth)
+        first = None
+        while frame is not None:
+            if self.is_own(frame.f_code):
+                return self.place(frame.f_code.co_filename, frame.f_lineno)
+            if is_step(frame.f_code):
+                return ""
+            if first is None and not frame.f_code.co_filename.startswith(_HOTLOOP):
+                first = frame
+            frame = frame.f_back
+        return self.place(first.f_code.co_filename, first.f_lineno) if first is not None else ""
+
+    def place(self, file: str, line: int) -> str:
+        """`file:line`, the file relative to the folder if it is in it."""
+        return f"{os.path.realpath(file).removeprefix(self._folder)}:{line}"
+
+    def is_own(self, code: CodeType) -> bool:
+        """Whether code is the user's."""
+        own = self._own.get(code)
+        if own is None:
+            own = self._own[code] = not is_library(code.co_filename)
+        return own
+
+
+def is_step(code: CodeType) -> bool:
+    """Whether code is that of a Task's step, which hotloop writes, or has it run; what watches it is not."""
+    file = code.co_filename
+    return file.startswith(_HOTLOOP) and (file == _TASKS or not file.startswith(_PROFILING))
+
+
+def is_library(file: str) -> bool:
+    """Whether a file belongs to Python, to an installed package, to hotloop, or was written by torch's compiler."""
+    installed = ("site-packages", "dist-packages", "torchinductor_")
+    return file.startswith(("<", _HOTLOOP, _STDLIB)) or any(folder in file for folder in installed)

@@ -1,0 +1,62 @@
+"""Finds which of the things that happen again and again ends a training step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+_LEAST_UPDATES = 3
+_LEAST_BACKWARDS = 5  # the first update may come after some backwards
+_FEW = 1000
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that may end a step.
+
+    Attributes:
+        what: an update of an optimizer's, or a backward.
+        where: the user's line.
+        which: number of the optimizer.
+    """
+
+    what: Literal["update", "backward"]
+    where: str
+    which: int = 0
+
+
+class Finder:
+    """Sees events, and says which of them ends a step: the most frequent, and of equals the last.
+
+    An optimizer's update ends a step; a backward does where no optimizer is used. Optimizers that are made anew again
+    and again count by their line.
+    """
+
+    def __init__(self) -> None:
+        self._seen: Counter[Event] = Counter()
+        self._at: Counter[Event] = Counter()
+
+    def saw(self, event: Event) -> None:
+        if len(self._seen) < _FEW:
+            self._seen[event] += 1
+        self._at[Event(event.what, event.where, -1)] += 1
+
+    def anchor(self) -> Event | None:
+        """The event that ends a step; None as long as nothing is regular. A `which` of -1 stands for any."""
+        updates = any(event.what == "update" for event in self._seen)
+        what, least = ("update", _LEAST_UPDATES) if updates else ("backward", _LEAST_BACKWARDS)
+        return _most_frequent(self._seen, what, least) or _most_frequent(self._at, what, least * 4)
+
+
+def _most_frequent(seen: Counter[Event], what: str, least: int) -> Event | None:
+    counts = {event: count for event, count in seen.items() if event.what == what}
+    most = max(counts.values(), default=0)
+    if most < least:
+        return None
+    return [event for event, count in counts.items() if count >= most - 1][-1]  # in the order of their first time
+
+
+def ends_step(anchor: Event, event: Event) -> bool:
+    """Whether the event is the anchor."""
+    return anchor == event or (anchor.which == -1 and (anchor.what, anchor.where) == (event.what, event.where))

@@ -1,0 +1,183 @@
+"""Watches the steps of a Task in this process: the same watch as a script's, told where a step ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hotloop.data.feed import Feed, Treatment
+from hotloop.lowering import Program, lower
+from hotloop.lowering.compiled import CompiledStep
+from hotloop.lowering.telling import Say
+from hotloop.measuring.runner import Runner
+from hotloop.plan import BASELINE, Plan
+from hotloop.profiles import Profile
+from hotloop.profiling.compiled import Compilations
+from hotloop.profiling.compose import profile_of
+from hotloop.profiling.facts import Facts
+from hotloop.profiling.hooks import around
+from hotloop.profiling.labels import Labels
+from hotloop.profiling.observing import observers
+from hotloop.profiling.patches import Patches
+from hotloop.profiling.phases import Timeline, clock_for
+from hotloop.profiling.schedule import DEFAULT_STEPS
+from hotloop.profiling.sites import Sites
+from hotloop.profiling.watcher import Watch
+from hotloop.task import Task
+
+_LONGEST_S = 300.0
+"""Of watching, whatever was seen by then."""
+
+
+def profile_task(
+    task: Task,
+    plan: Plan = BASELINE,
+    *,
+    steps: int = DEFAULT_STEPS,
+    trace: Path | None = None,
+    source: str = "",
+    say: Say = lambda line: None,
+) -> Profile:
+    """Trains a while under a plan, and says where the time of a step goes; nothing of the training is kept.
+
+    Args:
+        steps: how many are measured.
+        trace: a file for the Chrome trace of a few steps.
+        source: what the Task is called in the profile; its name if empty.
+        say: is told what the user should know of the lowering.
+
+    Raises:
+        HotloopError: the Task can't be run under the plan.
+    """
+    with _noted(plan) as compilations:
+        program = lower(task, plan, say)
+        try:
+            runner = Runner(program)
+            runner.warm_up()
+            compilations.model = program.parts.model if compilations.graphs else None
+            return _profile(runner, program, compilations, steps, trace, source or task.name)
+        finally:
+            program.close()
+
+
+def profile_program(
+    program: Program, *, steps: int = DEFAULT_STEPS, trace: Path | None = None, source: str = ""
+) -> Profile:
+    """The same of a Program, which has its State from before afterwards; what it compiled before is one whole."""
+    runner = Runner(program)
+    runner.warm_up()
+    return _profile(runner, program, Compilations(), steps, trace, source)
+
+
+@contextmanager
+def _noted(plan: Plan) -> Iterator[Compilations]:
+    """What is compiled inside is noted, kernel by kernel; a package is made elsewhere, and shows nothing of its inside."""
+    compilations = Compilations()
+    if plan.compile not in ("forward", "step"):
+        yield compilations
+        return
+    import torch._inductor.compile_fx  # noqa: F401
+
+    compilations.install()
+    try:
+        with Labels().on():
+            yield compilations
+    finally:
+        compilations.remove()
+
+
+def _profile(
+    runner: Runner, program: Program, compilations: Compilations, steps: int, trace: Path | None, source: str
+) -> Profile:
+    began = time.monotonic()
+    watch = Watch(
+        steps,
+        Sites(),
+        lambda facts: None,
+        lambda watch: observers(watch, None if trace is None else str(trace)),
+        found=False,
+        compilations=compilations,
+    )
+    watch.facts.device = str(program.device)
+    watch.timeline.clock = clock_for(program.device)
+    watch.install()
+    try:
+        with _within(program, watch):
+            _run(runner, watch)
+    finally:
+        watch.close("enough steps were seen")
+        watch.remove()
+        runner.put_back()
+    facts = _told(watch.facts, program, known=compilations.model is not None)
+    profile = profile_of(facts, source, plan=program.parts.plan.brief())
+    return profile.model_copy(update={"seconds": time.monotonic() - began})
+
+
+def _run(runner: Runner, watch: Watch) -> None:
+    until = time.monotonic() + _LONGEST_S
+    watch.boundary()
+    while not watch.closed and time.monotonic() < until:
+        runner.window(1)
+        watch.boundary()
+
+
+def _told(facts: Facts, program: Program, *, known: bool) -> Facts:
+    if isinstance(program._step, CompiledStep):
+        inside = "has no phases and modules of its own"
+        if known:
+            inside = "is split by its kernels, and these by their arithmetic"
+        facts.notes.append(f"the step runs as one compiled program, whose inside {inside}")
+    return facts
+
+
+@contextmanager
+def _within(program: Program, watch: Watch) -> Iterator[None]:
+    """Tells the timeline of what hotloop itself does in a step: it feeds, treats batches, and calls what is compiled."""
+    feed, patches, timeline = program.feed, Patches(), watch.timeline
+    program.feed = _Timed(feed, timeline)
+    patches.put(Treatment, "__call__", _in(watch, "batch"))
+    for name in ("_runner", "_replay"):
+        if callable(getattr(program._step, name, None)):
+            patches.put(program._step, name, _in(watch, "unattributed"))
+    try:
+        yield
+    finally:
+        patches.undo()
+        program.feed = feed
+
+
+def _in(watch: Watch, phase: Any) -> Callable[[Any], Any]:
+    timeline = watch.timeline
+    return around(
+        watch.mine,
+        lambda args, kwargs: timeline.enter(phase),
+        lambda token, args, kwargs, result, done: timeline.leave(),
+    )
+
+
+class _Timed:
+    """A feed that says when a batch is waited for."""
+
+    def __init__(self, feed: Feed, timeline: Timeline) -> None:
+        self._feed, self._timeline = feed, timeline
+        self.batches, self.reseeds = feed.batches, feed.reseeds
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        self._timeline.enter("data")
+        batches = self._feed.epoch(epoch, start)
+        while True:
+            try:
+                batch = next(batches, None)
+            finally:
+                self._timeline.leave()
+            if batch is None:
+                return
+            self._timeline.turn("python")
+            yield batch
+            self._timeline.enter("data")
+
+    def close(self) -> None:
+        self._feed.close()

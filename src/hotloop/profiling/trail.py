@@ -1,0 +1,127 @@
+"""Marks in a profiler's record at which the module, the user's line or the phase changes, so that events find theirs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._profiler import _RecordFunctionFast
+
+from hotloop.profiles import Phase
+from hotloop.profiling.following import Follower, Line
+from hotloop.profiling.naming import LOSS, Name, Place
+from hotloop.profiling.seams import Seams
+from hotloop.profiling.unseen import unseen
+
+MARK = "hotloop#"
+_MOST = 100_000
+"""Marks in a step at most."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What holds from here on.
+
+    Attributes:
+        number: of the next node that autograd makes.
+        place: of the innermost module whose forward runs; None outside of all.
+        line: of the user's.
+        phase: as whoever watches the phases says.
+        deep: whether this is inside of a backward pass.
+    """
+
+    number: int
+    place: Place | None
+    line: Line | None
+    phase: Phase
+    deep: bool
+
+    @property
+    def module(self) -> Name | None:
+        """The module's name; `(loss)` outside of all, where the loss is computed."""
+        if self.place is None:
+            return LOSS if self.phase == "loss" else None
+        return self.place.name
+
+    @property
+    def ran(self) -> Phase:
+        """The phase of what ran here: a model's modules run forward, whatever the phase was when they were called."""
+        if self.deep or self.place is None or self.place.name is None:
+            return self.phase
+        if self.place.name == LOSS:
+            return "loss"
+        return self.phase if self.place.name.is_part else "forward"
+
+
+@unseen
+class Trail:
+    """Leaves the marks of one step at a time.
+
+    Attributes:
+        marks: of the step, in order; mark n lies in the profiler's record under the name `hotloop#n`.
+        full: whether there were too many.
+        lines: whether lines could be followed.
+    """
+
+    def __init__(self, is_own: Callable[[CodeType], bool], current_phase: Callable[[], Phase]) -> None:
+        self.marks: list[Mark] = []
+        self.full = self.lines = False
+        self._phase = current_phase
+        self._seams = Seams(self)
+        self._follower = Follower(is_own, self.mark)
+        self._places: dict[int, Place] = {}
+        self._inside: list[Place | None] = [None]
+
+    def begin(self) -> None:
+        self.marks, self.full, self._inside = [], False, [None]
+        self._seams.open()
+        self.lines = self._follower.begin()
+        self.mark()
+
+    def end(self) -> None:
+        self._follower.end()
+        self._seams.close()
+        self.mark()
+        self._places = {key: place for key, place in self._places.items() if place.alive}
+
+    def mark(self, deep: bool = False) -> None:
+        """Something has changed; also for whoever knows of a change of the phase."""
+        if len(self.marks) >= _MOST:
+            self.full = True
+            return
+        with _RecordFunctionFast(f"{MARK}{len(self.marks)}"):
+            number = torch._C._autograd._get_sequence_nr()
+        deep = deep or self._seams.depth > 0
+        phase: Phase = "backward" if deep else self._phase()
+        self.marks.append(Mark(number, self._inside[-1], self._follower.line, phase, deep))
+
+    def enter(self, module: nn.Module) -> int:
+        place = self._places.get(id(module))
+        if place is None or place.module is not module:
+            place = self._places[id(module)] = Place.met(module, self._inside[-1], sys._getframe(2))
+        self._inside.append(place)
+        self.mark()
+        return len(self._inside) - 1
+
+    def leave(self, before: int) -> None:
+        del self._inside[before:]
+        self.mark()
+
+    @contextmanager
+    def backward(self, roots: Any) -> Iterator[None]:
+        inside, depth = len(self._inside), self._follower.depth
+        self._inside.append(None)
+        self._follower.hide()
+        self.mark(deep=True)
+        try:
+            yield
+        finally:
+            del self._inside[inside:]
+            self._follower.unhide(depth)
+            self.mark()

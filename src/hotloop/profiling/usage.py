@@ -1,0 +1,78 @@
+"""Cores and memory, as the process uses them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import psutil
+import torch
+
+
+class Cores:
+    """How many cores this process kept busy in its clean steps, and others in the meantime."""
+
+    def __init__(self) -> None:
+        self._cpu = self._wall = 0.0
+        self._others: list[float] = []
+        self._began = (0.0, 0.0)
+        self._all = self._totals()
+
+    def begin(self) -> None:
+        self._began = (time.process_time(), time.perf_counter())
+
+    def end(self, *, clean: bool) -> float:
+        """Milliseconds of CPU time since `begin`."""
+        cpu, wall = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
+        if clean:
+            self._cpu, self._wall = self._cpu + cpu, self._wall + wall
+        return cpu * 1e3
+
+    def record(self) -> dict[str, Any] | None:
+        """As `profiles.Threads`; None before there was a clean step."""
+        if not self._wall:
+            return None
+        before, now = self._all, self._totals()
+        wall = max(now[0] - before[0], 1e-9)
+        return {
+            "torch": torch.get_num_threads(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            "busy": self._cpu / self._wall,
+            "others": max(0.0, (now[1] - before[1]) - (now[2] - before[2])) / wall,
+        }
+
+    def _totals(self) -> tuple[float, float, float]:
+        """Now, and CPU seconds so far: of all programs, and of this one with its children."""
+        times, me = psutil.cpu_times(), psutil.Process()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice already
+        own = sum(me.cpu_times()[:4])
+        for child in me.children(recursive=True):
+            try:
+                own += sum(child.cpu_times()[:2])
+            except psutil.Error:  # it ended in between
+                continue
+        return time.monotonic(), sum(times) - idle - guests, own
+
+
+def held_memory(device: str, *, peak: bool = False) -> int:
+    """Bytes that tensors on a device take now or took at most; of the whole process where that is the CPU."""
+    kind = torch.device(device).type
+    if kind in ("cuda", "xpu"):
+        module = torch.get_device_module(kind)
+        return int(module.max_memory_allocated() if peak else module.memory_allocated())
+    if not peak or sys.platform == "win32":
+        return int(psutil.Process().memory_info().rss)
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(most if sys.platform == "darwin" else most * 1024)
+
+
+def compile_seconds() -> float:
+    """What torch.compile has taken in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    taken = getattr(dynamo, "compilation_time_metrics", {})
+    return float(sum(taken.get("_compile.compile_inner", ())))

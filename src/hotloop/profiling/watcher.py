@@ -1,0 +1,389 @@
+"""Watches a thread that trains: hears what happens, puts it into phases, and notes how the loop uses torch."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotloop.profiles import Phase
+from hotloop.profiling.compiled import Compilations
+from hotloop.profiling.course import Course, Observer
+from hotloop.profiling.facts import Facts
+from hotloop.profiling.habits import Graphs
+from hotloop.profiling.hooks import Always, Closely, Listener
+from hotloop.profiling.loaders import Loaders
+from hotloop.profiling.optimizers import Optimizers
+from hotloop.profiling.phases import clock_for
+from hotloop.profiling.schedule import CLOSE, Kind
+from hotloop.profiling.sites import Sites
+from hotloop.profiling.steps import Event
+from hotloop.profiling.usage import compile_seconds, held_memory
+
+_PUBLISHED_S = 1.0
+"""Between two times that all facts so far are written down, for a process that may end without a word."""
+
+
+def _safe(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An error of the watch's own ends the watch, and never the script."""
+
+    @functools.wraps(method)
+    def call(self: Watch, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            return self.fail(error)
+
+    return call
+
+
+class Watch(Listener):
+    """Told of what happens, it makes facts of it.
+
+    Args:
+        steps: to measure, see `schedule`.
+        publish: is called now and then with all facts so far, and when watching ends.
+        observers: makes those that watch closely, once the step is known.
+        found: whether steps are found in what happens; else `boundary` is called after each.
+        compilations: what is compiled, noted from the beginning.
+
+    Attributes:
+        facts: what was seen.
+        timeline: of the step that is on.
+        closed: whether watching is over.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        sites: Sites,
+        publish: Callable[[Facts], None],
+        observers: Callable[[Watch], list[Observer]],
+        *,
+        found: bool = True,
+        compilations: Compilations | None = None,
+    ) -> None:
+        self.closed = False
+        self.sites = sites
+        self.compilations = compilations or Compilations()
+        self._course = Course(steps, self, lambda: observers(self), found=found)
+        self.facts, self.timeline = self._course.facts, self._course.timeline
+        self._publish = publish
+        self._always, self._closely = Always(self), Closely(self, self.timeline)
+        self._loaders, self._optimizers, self._graphs = Loaders(sites), Optimizers(sites), Graphs(sites)
+        self._thread: int | None = None
+        self._backwards = self._forwards = self._modes = 0
+        self._evaluating_since: float | None = None
+        self._called_modules = self._close = self._busy = False
+        self._published = time.monotonic()
+
+    # What the outside calls
+
+    def install(self) -> None:
+        """Begins listening."""
+        self._always.install()
+        self._publish(self.facts)
+
+    @_safe
+    def boundary(self) -> None:
+        """A step ends here, and the next begins."""
+        if not self.closed:
+            with self._own_work():
+                self._course.boundary()
+                self._after_boundary()
+
+    def abandon(self) -> None:
+        """In a forked child: nothing is watched, and nothing remains.
+
+        What watches closely isn't asked to end: the threads and locks that it would wait for stayed in the parent.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        step = self._course.step
+        if step is not None and step.kind in ("traced", "whole"):
+            sys.settrace(None)
+            torch._C._autograd._enable_record_function(False)
+        self.compilations.remove()
+        self.timeline.on = False
+        self._closely.remove()
+        self._always.remove()
+        self._graphs.end_evaluation()
+
+    @_safe
+    def close(self, why: str = "") -> None:
+        """Ends watching; hooks of optimizers go at the next backward, since this may be called from one."""
+        if self.closed:
+            return
+        self.closed = True
+        self._course.end_whole()
+        self._end_close_watch()
+        self._always.remove_later()
+        self.facts.closed = why
+        self._publish(self._collect(wait=True))
+        for observer in self._course.observers:
+            observer.close()
+
+    def note_compilations(self) -> None:
+        """Something may be compiled from here on."""
+        if not self.closed:
+            self.compilations.install()
+
+    def remove(self) -> None:
+        """Takes all away at once; not from inside an optimizer's step."""
+        self._always.remove()
+
+    def fail(self, error: Exception) -> None:
+        """An error of our own: what was seen so far is kept, and the script goes on."""
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        self.facts.notes.append(f"watching ended by an error of hotloop's own: {said}")
+        if not self.closed:
+            self.closed = True
+            self._closely.remove()
+            self._always.remove_later()
+        self._publish(self.facts)
+
+    def _end_close_watch(self) -> None:
+        self.compilations.remove()
+        self._course.end_close_watch()
+        self._closely.remove()
+        self._graphs.end_evaluation()
+
+    def _after_boundary(self) -> None:
+        if self._course.over:
+            self.close("enough was seen" if not self._course.measured() else "enough steps were seen")
+
+    def _collect(self, *, wait: bool = False) -> Facts:
+        """All facts so far."""
+        facts = self.facts
+        self._course.settle(wait=wait)
+        facts.loaders, facts.optimizers = self._loaders.records(), self._optimizers.records(self._course.measured())
+        facts.samples_per_step = self._loaders.samples_per_step()
+        facts.habits = self._graphs.records()
+        for observer in self._course.observers:
+            for field, values in observer.records().items():
+                setattr(facts, field, values)
+        facts.threads, facts.peak_memory_bytes = self._course.cores.record(), held_memory(facts.device, peak=True)
+        facts.compile_s = compile_seconds()
+        facts.versions = {"torch": torch.__version__}
+        return facts
+
+    # Steps
+
+    def begin(self, kind: Kind) -> Phase:
+        """A step begins."""
+        self._graphs.on, self._optimizers.on = kind == "habits", kind == "instrumented"
+        self._loaders.begin(timed=kind == "habits")
+        self._forwards, self._called_modules, self._close = 0, False, kind in CLOSE
+        if self._close:
+            self._closely.install()
+        else:
+            self._graphs.look_around(self.facts.anchor)
+        if self.facts.by_hand:
+            return "update"
+        return "python" if self._loaders.used else self._making()
+
+    def ready(self) -> None:
+        """All that watch it closely have begun."""
+        self._always.wrap_backward()
+
+    def flags(self) -> list[str]:
+        """What has happened in the step that doesn't in every one."""
+        self._always.unwrap_backward()
+        self._end_evaluation()
+        return self._loaders.drawn()
+
+    def end(self) -> None:
+        """A step has ended."""
+        self._closely.remove()
+        self._loaders.end()
+        if self._close:
+            self.facts.functional = not self._called_modules
+        self._graphs.step_done()
+
+    def between(self) -> None:
+        """A step has ended: what was seen is published now and then, outside of any step."""
+        if time.monotonic() - self._published > _PUBLISHED_S and self._course.measured():
+            self._publish(self._collect())
+            self._published = time.monotonic()
+
+    def _event(self, event: Event) -> None:
+        with self._own_work():
+            self._course.happened(event)
+            self._after_boundary()
+
+    @contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """What is done in here is the watch's own, and not watched."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _making(self) -> Phase:
+        """What comes before the forward: making the batch, unless there are no modules to show where a forward begins."""
+        return "forward" if self.facts.functional else "batch"
+
+    # What happens
+
+    def mine(self) -> bool:
+        """Whether this is the thread that trains, and not in something of the watch's own."""
+        return not (self.closed or self._busy) and self._thread in (None, threading.get_ident())
+
+    def _trains(self) -> None:
+        """From the first backward or update on, its thread is the one that's watched."""
+        if self._thread is None:
+            self._thread = threading.get_ident()
+            self._course.trains()
+        self._end_evaluation()
+
+    @_safe
+    def backward_began(self, args: tuple, kwargs: dict) -> Any:
+        self._trains()
+        self._backwards += 1
+        self.timeline.enter("backward")
+        if self._graphs.on and self._backwards == 1:
+            self._graphs.backward(args, self.sites.caller(4))
+        return time.perf_counter()
+
+    @_safe
+    def backward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+        self._backwards = max(0, self._backwards - 1)
+        self.timeline.leave()
+        if self._backwards or self.closed or token is None:
+            return
+        self._optimizers.nested(time.perf_counter() - token)
+        updates_now = self.facts.by_hand or self._optimizers.inside
+        creates_graph = len(args) > 3 and bool(args[3])
+        self.timeline.turn("loss" if creates_graph else "update" if updates_now else "python")
+        self._on_device_of(args[0])
+
+    @_safe
+    def backward_over(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+        if done and not self._backwards and not self._optimizers.inside and self._course.wants_backwards():
+            self._event(Event("backward", self.sites.caller(4)))
+
+    @_safe
+    def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling() or not self.mine():
+            return
+        self._trains()
+        self.timeline.enter("update")
+        self._optimizers.began(optimizer)
+
+    @_safe
+    def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling() or not self.mine():
+            return
+        self.timeline.leave()
+        if self._optimizers.ended(optimizer) and not self._backwards:
+            where = self.sites.caller(4)
+            self._event(Event("update", where, self._optimizers.number(optimizer, where)))
+
+    @_safe
+    def loading_began(self, args: tuple, kwargs: dict) -> Any:
+        self.timeline.enter("data")
+
+    @_safe
+    def loading_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+        self.timeline.leave()
+        if done and self._loaders.drew(args[0], result):
+            self.timeline.turn(self._making())
+
+    @_safe
+    def saving_began(self, args: tuple, kwargs: dict) -> Any:
+        self.timeline.enter("logging")
+        return time.perf_counter()
+
+    @_safe
+    def saving_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+        self.timeline.leave()
+        if token is not None:
+            self._apart("checkpoint", time.perf_counter() - token)
+
+    @_safe
+    def mode_began(self, args: tuple, kwargs: dict) -> Any:
+        self._modes += 1
+
+    @_safe
+    def mode_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+        self._modes = max(0, self._modes - 1)
+        if self._modes:
+            return
+        training = kwargs.get("mode", args[1] if len(args) > 1 else True)
+        if training:
+            self._end_evaluation()
+        elif self._evaluating_since is None:
+            self._evaluating_since = time.perf_counter()
+            self._graphs.begin_evaluation()
+
+    def _end_evaluation(self) -> None:
+        if self._evaluating_since is not None:
+            self._apart("evaluation", time.perf_counter() - self._evaluating_since)
+            self._evaluating_since = None
+            self._graphs.end_evaluation()
+
+    def _apart(self, what: str, seconds: float) -> None:
+        step = self._course.step
+        if step is not None:
+            step.flags += [what] if what not in step.flags else []
+            step.apart_ms[what] = step.apart_ms.get(what, 0.0) + seconds * 1e3
+
+    @_safe
+    def no_grad_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+        """An update that is written out by hand is over when gradients count again."""
+        if self.facts.by_hand and self.timeline.depth == 1 and self.timeline.current == "update":
+            self.timeline.turn(self._making())
+
+    @_safe
+    def forward_began(self, args: tuple, kwargs: dict) -> Any:
+        self._forwards += 1
+        if self._forwards > 1:
+            return None
+        self._called_modules = True
+        self.timeline.enter("loss" if _is_loss(args[0]) else "forward")
+        return time.perf_counter()
+
+    @_safe
+    def forward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+        self._forwards = max(0, self._forwards - 1)
+        if self._forwards or token is None:
+            return
+        self.timeline.leave()
+        spent = time.perf_counter() - token
+        self._optimizers.nested(spent)
+        if torch.is_grad_enabled():
+            self.timeline.turn("loss")
+        if done and self._graphs.on:
+            self._graphs.forward(args[0], result, spent, self.sites.caller(4))
+        if not self.facts.batch and self.timeline.on:
+            self._note_batch(args, kwargs)
+
+    def _note_batch(self, args: tuple, kwargs: dict) -> None:
+        inputs = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
+        self.facts.batch = ["x".join(map(str, value.shape)) for value in inputs]
+        self._loaders.rows = next((len(value) for value in inputs if value.ndim), None)
+
+    def _on_device_of(self, outputs: Any) -> None:
+        """Learns on which device the script trains, before the first step is timed."""
+        device = outputs[0].device if outputs and isinstance(outputs[0], Tensor) else None
+        if device is not None and self.facts.device != str(device) and self._course.step is None:
+            self.facts.device, self.timeline.clock = str(device), clock_for(device)
+
+
+def _is_loss(module: nn.Module) -> bool:
+    """Whether a module called by the loop itself says how wrong a result is."""
+    if isinstance(module, nn.modules.loss._Loss):
+        return True
+    name = type(module).__name__.lower()
+    return ("loss" in name or "criterion" in name) and next(module.parameters(), None) is None

@@ -1,0 +1,44 @@
+"""Numbers as people read them: three digits and a unit that fits."""
+
+from __future__ import annotations
+
+_FLOPS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+_MILLISECONDS = ((1000.0, "s"), (1.0, "ms"), (0.001, "us"))
+
+
+def flops(count: float | None) -> str:
+    """Such as `1.23 GFLOP`; empty if unknown."""
+    return "" if count is None else _scaled(count, _FLOPS)
+
+
+def size(count: float | None) -> str:
+    """Such as `12.3 MB`; empty if unknown."""
+    return "" if count is None else _scaled(count, _BYTES)
+
+
+def time(milliseconds: float | None) -> str:
+    """Such as `1.23 ms` or `45 us`; empty if unknown."""
+    return "" if milliseconds is None else _scaled(milliseconds, _MILLISECONDS)
+
+
+def percent(share: float | None) -> str:
+    """Such as `12 %`, or `0.4 %` for little; empty if unknown."""
+    if share is None:
+        return ""
+    if 0 < share < 0.001:
+        return "< 0.1 %"
+    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
+
+
+def shape(sizes: list[int]) -> str:
+    """Such as `128x10`; `()` for a single number."""
+    return "x".join(map(str, sizes)) or "()"
+
+
+def _scaled(value: float, scales: tuple[tuple[float, str], ...]) -> str:
+    if not value:
+        return "0"
+    factor, unit = next((scale for scale in scales if abs(value) >= scale[0]), scales[-1])
+    shown = value / factor
+    return f"{shown:.0f} {unit}" if shown >= 100 else f"{shown:.3g} {unit}"

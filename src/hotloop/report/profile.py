@@ -1,0 +1,292 @@
+"""A Profile in a terminal: phases of a step, modules, operators, what bounds it, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from hotloop.profiles import LineTime, ModuleTime, OperatorTime, Phase, Profile, Remedy
+from hotloop.report.amounts import flops, percent, size, time
+
+COLOURS: dict[str, str] = {
+    "data": "#d9622b",
+    "batch": "#e39a6f",
+    "copy": "#b8860b",
+    "forward": "#3566b8",
+    "loss": "#7aa0dc",
+    "backward": "#2a9d6f",
+    "update": "#8a4fbf",
+    "logging": "#c75b8b",
+    "synchronisation": "#b03a2e",
+    "communication": "#5d6d7e",
+    "python": "#b7950b",
+    "unattributed": "#9aa5b1",
+}
+_MODULES, _OPERATORS, _LINES, _REMEDIES = 24, 10, 12, 8
+"""Rows that are shown; all are in --json."""
+_SMALL = 0.005
+"""Share of the step below which a module isn't worth a row."""
+
+
+def page(profile: Profile, module: str | None = None) -> RenderableType:
+    """All that was found, the most important last, where the eye is when a command ends.
+
+    Args:
+        module: whose operators are shown; those of all modules if None.
+    """
+    parts: list[RenderableType] = [Text(headline(profile), style="bold"), *map(Text, _circumstances(profile))]
+    if profile.phases:
+        parts += [Text(), phases(profile)]
+    parts += [Text(line) for line in _apart(profile)]
+    if profile.modules:
+        parts += [Text(), modules(profile)]
+    parts += [Text(line) for line in _updates(profile)]
+    if profile.operators:
+        parts += [Text(), operators(profile, module)]
+    elif profile.lines:
+        parts += [Text(), lines(profile.lines)]
+    return Group(*parts, *_verdict(profile), *_remedies(profile), Text(), *map(Text, _endnotes(profile)))
+
+
+def headline(profile: Profile) -> str:
+    """What a step takes, or that there is none."""
+    under = f" ({profile.plan})" if profile.plan else ""
+    what = f"{profile.source}{under} on {profile.device}"
+    if profile.step_ms is None:
+        return f"{what}: no training steps could be told apart"
+    rate = (
+        "" if not profile.samples_per_step else f", {1000 * profile.samples_per_step / profile.step_ms:,.0f} samples/s"
+    )
+    if not profile.steps:  # times are then of all that was watched
+        return f"{what}: {time(profile.step_ms)} were watched; training steps could not be told apart"
+    return f"{what}: a step takes {time(profile.step_ms)}{rate} (median of {profile.steps:,})"
+
+
+def _circumstances(profile: Profile) -> Iterator[str]:
+    if profile.batch:
+        yield f"batch {', '.join(profile.batch)}"
+    if profile.step_where:
+        yield f"a step ends at {nearby(profile.step_where)}"
+
+
+def nearby(where: str) -> str:
+    """A place as seen from the current folder; a module's name stays what it is."""
+    try:
+        return str(Path(where).relative_to(Path.cwd()))
+    except ValueError:
+        return where
+
+
+def _short(where: str) -> str:
+    return where.replace("\\", "/").rpartition("/")[2]
+
+
+def phases(profile: Profile) -> Table:
+    """A bar for each phase, each beginning where the one before ended, so that together they are the step."""
+    shown = Table.grid(padding=(0, 1), expand=True)
+    shown.add_column(no_wrap=True)
+    shown.add_column(ratio=1)
+    shown.add_column(justify="right", no_wrap=True)
+    shown.add_column(justify="right", no_wrap=True)
+    total = sum(profile.phases.values()) or 1.0
+    begin = 0.0
+    for phase in get_args(Phase):
+        took = profile.phases.get(phase)
+        if took is None:
+            continue
+        bar = Bar(total, begin, begin + took, color=COLOURS[phase])
+        shown.add_row(Text(phase), bar, Text(time(took)), Text(percent(took / total)))
+        begin += took
+    return shown
+
+
+def _apart(profile: Profile) -> Iterator[str]:
+    """Time that is no part of an ordinary step."""
+    apart = profile.apart
+    named = (
+        ("warm-up", apart.warm_up_s),
+        ("compiling", apart.compile_s),
+        ("evaluation", apart.evaluation_s),
+        ("checkpoints", apart.checkpoint_s),
+        ("other work between steps", apart.other_s),
+    )
+    said = [f"{name} {time(1000 * seconds)}" for name, seconds in named if seconds >= 0.01]
+    if said:
+        yield f"Apart from steps: {', '.join(said)}."
+
+
+def modules(profile: Profile) -> Table:
+    """The tree by name; modules that take next to nothing are counted together."""
+    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
+    shown.add_column("module", ratio=1, no_wrap=True, overflow="ellipsis")
+    for name in ("forward", "backward", "share", "FLOPs", "bytes", "of limit"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    kept = worth_a_row(profile.modules)
+    for one in kept:
+        numbers = (time(one.forward_ms), time(one.backward_ms), percent(one.share), flops(one.flops), size(one.bytes))
+        cells = (_label(one, profile.modules), *numbers, percent(one.limit_share))
+        shown.add_row(*(Text(cell) for cell in cells))
+    left = len(profile.modules) - len(kept)
+    if left:
+        shown.add_row(Text(f"{left} more, each below {percent(_least(kept))}", style="dim"))
+    return shown
+
+
+def worth_a_row(all_modules: Sequence[ModuleTime]) -> list[ModuleTime]:
+    """Those that take the most, with all that they are inside of, in the order of the network."""
+    ranked = sorted((one for one in all_modules if one.share >= _SMALL), key=lambda one: -one.share)[:_MODULES]
+    names = {one.name for one in ranked}
+    names |= {other.name for one in ranked for other in all_modules if _inside(one.name, other.name)}
+    return [one for one in all_modules if one.name in names]
+
+
+def _least(kept: Sequence[ModuleTime]) -> float:
+    return max(_SMALL, min((one.share for one in kept), default=_SMALL) if len(kept) >= _MODULES else _SMALL)
+
+
+def _inside(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+def parent_of(name: str, names: set[str]) -> str | None:
+    """The nearest module around one, of those that there are; lists of modules are never called, so never there."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in names:
+            return name
+    return None
+
+
+def _label(one: ModuleTime, all_modules: Sequence[ModuleTime]) -> str:
+    """Indented by how deep it is, with its class, and its calls where it isn't one."""
+    names = {other.name for other in all_modules}
+    depth, above = 0, parent_of(one.name, names) if one.name else None
+    around = above
+    while around is not None:
+        depth, around = depth + 1, parent_of(around, names) if around else None
+    own = one.name.removeprefix(f"{above}.") if above else one.name or "the model"
+    calls = "" if one.calls in (0, 1) else f" x{one.calls:g}"
+    shared = " *" if one.fused_with else ""
+    return f"{'  ' * depth}{own} {one.kind}{calls}{shared}"
+
+
+def _updates(profile: Profile) -> Iterator[str]:
+    """The update of each group of parameters, as far as torch does them apart."""
+    if any(one.fused_with for one in profile.modules):
+        yield "* shares a kernel with others; its time was split by their arithmetic."
+    for one in profile.optimizers:
+        how = f" ({one.implementation})" if one.implementation else ""
+        place = f" at {_short(one.where)}" if one.where else ""
+        yield f"Update by {one.kind}{how}{place}: {time(one.ms)} a step."
+        for group in one.groups if len(one.groups) > 1 or any(group.ms is not None for group in one.groups) else []:
+            took = "in one go with the others" if group.ms is None else time(group.ms)
+            yield f"  group {group.name}: {group.tensors} tensors, {group.numbers:,} numbers, {took}"
+
+
+def operators(profile: Profile, module: str | None) -> RenderableType:
+    """The operators that take the most, of one module or of all, each with its inputs and the user's line."""
+    rows = [one for one in profile.operators if module is None or one.module == module or _inside(one.module, module)]
+    ranked = sorted(rows, key=lambda one: -one.ms)[:_OPERATORS]
+    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
+    title = "operators" if module is None else f"operators in {module or 'the model'}"
+    shown.add_column(title, ratio=1, no_wrap=True, overflow="ellipsis")
+    for name in ("calls", "time", "share", "FLOPs", "bytes"):
+        shown.add_column(name, justify="right", no_wrap=True, vertical="top")
+    for one in ranked:
+        share = one.ms / profile.step_ms if profile.step_ms else None
+        shown_name = Text.assemble(one.name.removeprefix("aten::"), "\n", (_circumstance(one), "dim"))
+        cells = (f"{one.calls:.3g}", time(one.ms), percent(share), flops(one.flops), size(one.bytes))
+        shown.add_row(shown_name, *(Text(cell) for cell in cells))
+    return shown if ranked else Text(f"No operator of {module!r} was seen; see the names above.")
+
+
+def _circumstance(one: OperatorTime) -> str:
+    where = f" {_short(one.where)}" if one.where else ""
+    inside = f" in {one.module}" if one.module else ""
+    return f"  {one.phase}{inside}{where} {' '.join(one.shapes[:3])}"
+
+
+def lines(found: Sequence[LineTime]) -> Table:
+    """The user's lines that take the most, where there are no operators to show."""
+    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
+    shown.add_column("line", ratio=1, overflow="fold")
+    shown.add_column("function", overflow="fold")
+    shown.add_column("with calls", justify="right", no_wrap=True)
+    shown.add_column("own", justify="right", no_wrap=True)
+    for one in sorted(found, key=lambda line: -line.own_ms)[:_LINES]:
+        cells = (nearby(one.where), one.function, time(one.ms), time(one.own_ms))
+        shown.add_row(*(Text(cell) for cell in cells))
+    return shown
+
+
+def _verdict(profile: Profile) -> Iterator[RenderableType]:
+    if profile.step_ms is None:
+        return
+    yield Text()
+    known = profile.bound != "unknown"
+    bounded = f"What bounds the step: {profile.bound}." if known else "What bounds the step couldn't be told."
+    yield Text(bounded, style="bold")
+    yield from (_indented(sentence) for sentence in profile.bound_evidence)
+
+
+def _indented(text: str, by: int = 2) -> Padding:
+    return Padding(Text(text), (0, 0, 0, by))
+
+
+def _remedies(profile: Profile) -> Iterator[RenderableType]:
+    """Numbered by what they can win; those that cost too little here come after, in a line each."""
+    counted = [one for one in profile.remedies if not one.note]
+    if counted:
+        yield Text()
+        yield Text("What would help, the most winning first:", style="bold")
+    for number, one in enumerate(counted[:_REMEDIES], start=1):
+        yield Text(f"{number}. {one.cause}: up to {percent(one.gain)} of the step")
+        yield from (_indented(text, 3) for text in _details(one))
+    if not counted and profile.step_ms is not None:
+        yield Text("Nothing was found that would win more than a few percent.")
+    for one in (one for one in profile.remedies if one.note):
+        yield Text(f"Costs little here: {one.cause}, {_at(one.where)} ({percent(one.gain)} of the step).")
+
+
+def _at(where: str) -> str:
+    """A line, or a module."""
+    is_line = where.rpartition(":")[2].isdigit() and ":" in where
+    return f"at {nearby(where)}" if is_line else f"in the module {where or '(the model)'}"
+
+
+def _details(one: Remedy) -> Iterator[str]:
+    if one.where:
+        yield _at(one.where)
+    yield one.remedy
+    if one.axes:
+        yield "plan: " + " ".join(f"--set {axis}={str(value).lower()}" for axis, value in one.axes.items())
+    if one.evidence:
+        yield one.evidence
+    if one.won is not None:
+        ratio, low, high = one.won
+        yield f"raced: {ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
+
+
+def _endnotes(profile: Profile) -> Iterator[str]:
+    if profile.attributed is not None and profile.attributed < 0.995:
+        yield f"{percent(1 - profile.attributed)} of the step is unattributed."
+    if profile.overhead is not None:
+        over = profile.overhead
+        yield (
+            f"Watching made a step {over.ratio:.3f} times as long (95 %: {over.low:.3f} to {over.high:.3f};"
+            f" {over.instrumented} steps watched closely and {over.clean} in turn not)."
+        )
+    if profile.trace:
+        yield f"Trace of a few steps: {nearby(profile.trace)} (open it in ui.perfetto.dev or chrome://tracing)."
+    if profile.stopped:
+        yield f"Watching ended before the script did: {profile.stopped}."
+    if profile.exit_code:
+        yield f"The script ended with exit code {profile.exit_code}."
+    yield from (f"Note: {note}" for note in profile.notes)

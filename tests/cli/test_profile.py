@@ -1,0 +1,127 @@
+"""`hotloop profile` as a command: what is a Task and what a script, whose output is whose, and what can't be asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotloop import inspecting
+from hotloop.profiles import Profile
+from tests.cli.in_process import SMALL, Hotloop, commands
+from tests.unit.made_profiles import made
+
+SCRIPT = "import sys\nprint('from the script', sys.argv[1:])\nsys.exit(3)\n"
+
+
+class Asked:
+    """Stands in for what profiles; keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.found = made()
+
+    def of(self, name: str) -> Any:
+        def asked(*args: Any, **options: Any) -> Profile:
+            self.calls.append((name, args, options))
+            return self.found
+
+        return asked
+
+
+@pytest.fixture
+def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
+    (tmp_path / "task.py").write_text(f"{SMALL}task = make()\n")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with commands(tmp_path, monkeypatch, capfd) as run:
+        yield run
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    stand_in = Asked()
+    for name in ("inspected", "inspected_script", "tried"):
+        monkeypatch.setattr(inspecting, name, stand_in.of(name))
+    return stand_in
+
+
+def test_a_script_keeps_its_arguments_its_output_and_its_exit_code(hotloop: Hotloop) -> None:
+    done = hotloop("profile", "script.py", "--", "--lr", "0.1", "--json")
+    assert done.code == 3
+    assert done.out == "from the script ['--lr', '0.1', '--json']\n"
+    assert "no training steps could be told apart" in done.err
+    assert "exit code 3" in done.err
+
+
+def test_with_json_the_scripts_output_goes_to_stderr(hotloop: Hotloop) -> None:
+    done = hotloop("profile", "script.py", "--json")
+    assert done.code == 3
+    assert "from the script []" in done.err
+    assert (done.document["exit_code"], done.document["step_ms"]) == (3, None)
+    for name in ("phases", "attributed", "modules", "bound", "remedies"):
+        assert name in done.document
+
+
+def test_which_files_are_tasks(hotloop: Hotloop, asked: Asked) -> None:
+    for arguments in (("task.py",), ("task.py:task",), ("script.py",), ("task.py", "--", "--x")):
+        assert hotloop("profile", *arguments).code == 0
+    assert [name for name, _, _ in asked.calls] == ["inspected", "inspected", "inspected_script", "inspected_script"]
+    assert asked.calls[-1][1] == (Path("task.py"), ["--x"])
+
+
+def test_options_arrive(hotloop: Hotloop, asked: Asked, tmp_path: Path) -> None:
+    hotloop("profile", "task.py", "--set", "optimizer=fused", "--batch-size", "4", "--steps", "7", "--try")
+    (_, (_, plan), options), (name, (_, found, base), more) = asked.calls
+    assert plan.optimizer == base.optimizer == "fused"
+    assert (options["overrides"], options["steps"]) == ({"batch_size": 4}, 7)
+    assert (name, found, more["time_limit"]) == ("tried", asked.found, "30s")
+
+    hotloop("profile", "script.py", "--stop-after", "5m", "--trace", "trace.json", "--json")
+    _, _, options = asked.calls[-1]
+    assert (options["stop_after_s"], options["trace"]) == (300, Path("trace.json"))
+    assert os.fstat(options["stdout"])
+
+
+def test_in_words_with_pictures(hotloop: Hotloop, asked: Asked, tmp_path: Path) -> None:
+    done = hotloop("profile", "task.py", "--pictures", "seen", "--module", "head")
+    assert done.out == ""
+    assert "What bounds the step: arithmetic." in done.err
+    assert "operators in head" in done.err
+    assert {path.name for path in (tmp_path / "seen").iterdir()} == {"phases.html", "modules.html", "roofline.html"}
+    assert "picture: seen" in done.err
+
+
+def test_json_names_the_pages(hotloop: Hotloop, asked: Asked) -> None:
+    done = hotloop("profile", "task.py", "--pictures", "seen", "--json")
+    assert [Path(page).name for page in done.document["pages"]] == ["phases.html", "modules.html", "roofline.html"]
+    assert done.document["remedies"][0]["gain"] == pytest.approx(0.31)
+
+
+def test_a_script_that_was_killed_ends_as_shells_report_it(hotloop: Hotloop, asked: Asked) -> None:
+    asked.found = made(exit_code=-9)
+    assert hotloop("profile", "script.py").code == 137
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("script.py", "--plan", "auto"), "--plan is for a Task, and script.py is run as a script"),
+        (("script.py", "--set", "compile=step"), "--set is for a Task"),
+        (("script.py", "--try"), "--try is for a Task"),
+        (("script.py", "--steps", "0"), "--steps is 0; expected 1 or more"),
+        (("task.py", "--stop-after", "5s"), "--stop-after ends a script"),
+        (("task.py:task", "--", "--x"), "arguments behind -- are for a script"),
+        (("nowhere.py",), "no file nowhere.py"),
+        (("script.py", "--stop-after", "soon"), "soon"),
+        (("task.py", "--plan", "nowhere.toml"), "no plan at 'nowhere.toml'"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, says, hotloop: Hotloop, asked: Asked) -> None:
+    before, behind = (arguments[:-2], arguments[-2:]) if "--" in arguments else (arguments, ())
+    done = hotloop("profile", *before, "--json", *behind)
+    assert done.code in (1, 2)
+    assert says in done.document["error"]["message"]
+    assert asked.calls == []

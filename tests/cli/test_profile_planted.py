@@ -1,0 +1,62 @@
+"""`hotloop profile` on scripts with a planted bottleneck: it is named, with its place; without it, it isn't.
+
+Each run is a process that imports torch. All variants of all scripts are tried by `bench/planted.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.in_process import Hotloop, commands
+from tests.planted.cases import CASES, is_there, script
+
+STEPS, OF_SCRIPT = 12, 48
+"""Steps that are measured, and steps that the script makes."""
+
+
+@pytest.fixture
+def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # On a busy machine, too many threads are no worse than enough: what they cost isn't what is tested here.
+    monkeypatch.setattr("hotloop.inspecting.crowding", lambda threads, cores: 4.0)
+    with commands(tmp_path, monkeypatch, capfd) as run:
+        yield run
+
+
+def profiled(hotloop: Hotloop, case: str, variant: str) -> dict[str, Any]:
+    done = hotloop("profile", "--json", "--steps", STEPS, script(case), "--", variant, "--steps", OF_SCRIPT)
+    assert done.code == 0, done.err
+    assert "ms a step" in done.err, "the script's own output"
+    return done.document
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_planted_is_named_with_its_place(case: str, hotloop: Hotloop) -> None:
+    found = profiled(hotloop, case, "plant")
+    planted, remedies = CASES[case], found["remedies"]
+    naming = [one for one in remedies if planted.is_named(one)]
+    assert naming, remedies
+    if "plant" in planted.light:
+        assert any(is_there(case, "plant", one["where"]) for one in naming)
+    else:
+        assert naming[0] is remedies[0] and not naming[0]["note"], remedies
+        assert is_there(case, "plant", naming[0]["where"]), naming[0]
+        assert 0.05 <= naming[0]["gain"] <= 1
+    assert sum(found["phases"].values()) == pytest.approx(found["step_ms"])
+    assert found["step_ms"] > 0 and 0 < found["attributed"] <= 1 and found["bound"]
+
+
+WITHOUT = {
+    "clean": ("slow_samples", "through_numpy"),
+    "decoy": ("retained_graph", "time_steps"),
+}
+
+
+@pytest.mark.parametrize(("case", "variant"), [(case, variant) for variant in WITHOUT for case in WITHOUT[variant]])
+def test_what_is_not_planted_is_not_named(case: str, variant: str, hotloop: Hotloop) -> None:
+    remedies = profiled(hotloop, case, variant)["remedies"]
+    assert [one for one in remedies if CASES[case].is_named(one)] == []

@@ -1,0 +1,170 @@
+"""`profile`: a Task or a script is watched, held against this machine's limits, diagnosed; remedies are raced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hotloop
+from hotloop import inspecting
+from hotloop.errors import PlanError
+from hotloop.hardware import Figure, Speed
+from hotloop.measuring.crowding import crowding
+from hotloop.plan import BASELINE, Plan
+from hotloop.probe import here
+from hotloop.profiles import GroupTime, OptimizerUse, Profile, Threads
+from hotloop.taskfile import Loaded
+from hotloop.verdicts import Timing, Verdict
+
+
+def task(**fields: Any) -> hotloop.Task:
+    given = dict(
+        model=lambda: nn.Linear(4, 3),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters),
+        data=(torch.randn(20, 4), torch.arange(20) % 3),
+        batch_size=5,
+        epochs=2,
+    )
+    return hotloop.Task(**(given | fields))
+
+
+def seen(**fields: Any) -> Profile:
+    """Of a step that is half an update in a loop over parameters."""
+    update = OptimizerUse(
+        kind="Adam",
+        where="train.py:9",
+        implementation="forloop",
+        groups=[GroupTime(name="0", tensors=50, numbers=500, ms=None)],
+        steps=1,
+        ms=5.0,
+    )
+    given = dict(source="task", plan="baseline", steps=20, step_ms=10.0, phases={"forward": 5.0, "update": 5.0})
+    return Profile(**(given | {"optimizers": [update]} | fields))
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch) -> Iterator[list[str]]:
+    """A machine whose limits are known at once; the devices that were asked for."""
+    asked: list[str] = []
+
+    def probe(device: str, progress: Any) -> Any:
+        asked.append(device)
+        speed = Speed({"fp32": Figure(1e11, "flop_per_s", "measured")}, Figure(1e10, "bytes_per_s", "measured"))
+        hardware = here(device)
+        return replace(hardware, devices=tuple(replace(one, speed=speed) for one in hardware.devices))
+
+    monkeypatch.setattr(inspecting, "probe", probe)
+    yield asked
+
+
+def raced_as(monkeypatch, ratio: float | None, **fields: Any) -> list[Any]:
+    """Races that end like this; the contests that were asked for."""
+    contests: list[Any] = []
+
+    def raced(loaded: Loaded, contest: Any, **options: Any) -> Verdict:
+        contests.append(contest)
+        bounds = {} if ratio is None else dict(ratio=ratio, ratio_low=ratio - 0.1, ratio_high=ratio + 0.1)
+        plans = [
+            Timing(name=plan.brief(), plan=plan.model_dump(), **bounds, **fields)
+            for plan in (contest.baseline, *contest.plans)
+        ]
+        given = dict(task="task", fingerprint="", baseline="baseline", winner=None, steps=None, seconds=1.0)
+        return Verdict(plans=plans, notes=["the machine was busy"], machine="", versions={}, **given)
+
+    monkeypatch.setattr(inspecting, "raced", raced)
+    return contests
+
+
+def watched_as(monkeypatch, profile: Profile) -> None:
+    monkeypatch.setattr(inspecting, "profile_task", lambda *args, **options: profile)
+
+
+def test_what_was_seen_is_held_against_the_machine_and_diagnosed(monkeypatch, measured) -> None:
+    watched_as(monkeypatch, seen())
+    found = hotloop.profile(task(), progress=False)
+    assert measured == ["cpu"] and found.limits.flop_per_s == {"fp32": 1e11} and found.machine
+    [remedy] = found.remedies
+    assert remedy.axes == {"optimizer": "fused"} and remedy.won is None
+
+
+@pytest.mark.parametrize("plan", [Plan(optimizer="fused")])
+def test_a_plan_that_has_the_axis_already_is_not_told_to_set_it(monkeypatch, plan: Plan) -> None:
+    watched_as(monkeypatch, seen())
+    assert hotloop.profile(task(), plan=plan, progress=False).remedies[0].axes == {}
+
+
+def test_an_axis_that_cannot_be_run_is_not_proposed(monkeypatch) -> None:
+    watched_as(monkeypatch, seen())
+    own = task(optimizer=lambda parameters: torch.optim.LBFGS(parameters))
+    assert hotloop.profile(own, progress=False).remedies[0].axes == {}
+
+
+def test_remedies_are_raced_against_the_plan(monkeypatch) -> None:
+    watched_as(monkeypatch, seen())
+    contests = raced_as(monkeypatch, 1.5, parity="bitwise", parity_reason="planted")
+    found = hotloop.profile(task(), try_remedies=True, progress=False)
+    assert [contest.baseline for contest in contests] == [BASELINE]
+    assert contests[0].plans == [Plan(optimizer="fused")]
+    assert found.remedies[0].won == (1.5, 1.4, 1.6)
+    assert "bitwise" in found.remedies[0].evidence and "the machine was busy" in found.notes
+
+
+def test_a_remedy_that_could_not_be_raced_says_so(monkeypatch) -> None:
+    watched_as(monkeypatch, seen())
+    raced_as(monkeypatch, None, failure="it broke")
+    found = hotloop.profile(task(), try_remedies=True, progress=False)
+    assert found.remedies[0].won is None and any("it broke" in note for note in found.notes)
+
+
+def test_nothing_is_raced_where_no_plan_could_help(monkeypatch) -> None:
+    watched_as(monkeypatch, seen(optimizers=[]))
+    contests = raced_as(monkeypatch, 1.5)
+    found = hotloop.profile(task(), try_remedies=True, progress=False)
+    assert contests == [] and any("none of the remedies" in note for note in found.notes)
+
+
+def test_a_real_race_fills_in_what_was_won(monkeypatch) -> None:
+    monkeypatch.setattr("hotloop.measuring.runner._WARM_S", 0.01)
+    monkeypatch.setattr("hotloop.measuring.rounds._WINDOW_S", {"cpu": 0.0005})
+    plain = inspecting._diagnosed(seen(), lambda doing, share: None)
+    found = inspecting.tried(Loaded(task(), None, {}), plain, BASELINE, time_limit="3s", prove=None)
+    assert found.remedies[0].won is not None and len(found.remedies[0].won) == 3
+
+
+@pytest.mark.parametrize("asked", [{"try_remedies": True}, {"plan": BASELINE}])
+def test_a_script_has_no_plan(asked: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="make it a Task"):
+        hotloop.profile("train.py", progress=False, **asked)
+
+
+def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
+    monkeypatch.setattr(inspecting, "crowding", lambda threads, cores: 4.0)
+    watched_as(monkeypatch, seen(threads=Threads(torch=16, cores=2, busy=1.0, others=0.0), optimizers=[]))
+    [remedy] = hotloop.profile(task(), progress=False).remedies
+    assert "too many threads" in remedy.cause and remedy.gain == pytest.approx(0.75)
+    assert remedy.axes == {"threads": 2}
+
+
+def test_a_script_that_never_trained_needs_no_limits(monkeypatch, measured) -> None:
+    nothing = Profile(source="train.py", steps=0, step_ms=None, notes=["it never trained here"])
+    monkeypatch.setattr(inspecting, "profile_script", lambda *args, **options: nothing)
+    found = hotloop.profile("train.py", progress=False)
+    assert measured == [] and found.notes == nothing.notes and found.machine
+
+
+@pytest.mark.parametrize(("seconds", "slower"), [({1: 3.0, 2: 2.0, 16: 8.0}, 4.0), ({1: 1.0, 2: 4.0, 16: 3.0}, 3.0)])
+def test_crowded_threads_are_held_against_the_better_of_enough_and_one(monkeypatch, seconds, slower) -> None:
+    monkeypatch.setattr("hotloop.measuring.crowding._seconds", lambda inputs, threads: seconds[threads])
+    assert crowding(16, 2) == slower
+
+
+def test_threads_are_as_before_after_they_were_tried() -> None:
+    before = torch.get_num_threads()
+    assert crowding(before + 3, before) >= 1
+    assert torch.get_num_threads() == before

@@ -1,0 +1,136 @@
+"""Samples of the stack, taken by hand at known times."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from hotloop.profiles import LineTime, Phase
+from hotloop.profiling.lines import StackSampler
+from hotloop.profiling.matching import fitting
+
+
+def compiled(name: str, text: str) -> dict[str, Any]:
+    """The names that a file of that name and module defines."""
+    found: dict[str, Any] = {"__name__": name.removesuffix(".py").replace("/", ".")}
+    exec(compile(textwrap.dedent(text), name, "exec"), found)
+    return found
+
+
+LIBRARY = """
+    def draw(then):
+        return inner(then)
+
+    def inner(then):
+        return then()
+"""
+SCRIPT = """
+    def train(draw, then):
+        return helper(draw, then)
+
+    def helper(draw, then):
+        return draw(then)
+"""
+
+
+def is_own(code: CodeType) -> bool:
+    return code.co_filename == "script.py"
+
+
+def sampler(phase: Callable[[], Phase] = lambda: "logging") -> StackSampler:
+    return StackSampler(is_own, lambda file, line: f"{file}:{line}", phase)
+
+
+def sampled(seen: StackSampler, times: Iterator[float]) -> None:
+    """Calls a script that calls a library, where the stack is looked at for each of the times."""
+    draw, train = compiled("painter/figures.py", LIBRARY)["draw"], compiled("script.py", SCRIPT)["train"]
+
+    def then() -> None:
+        for now in times:
+            seen.sample(sys._getframe(), now)
+
+    train(draw, then)
+
+
+def by_line(lines: list[LineTime]) -> dict[str, tuple[str, str, float, float]]:
+    return {line.where: (line.function, line.library, line.ms, line.own_ms) for line in lines}
+
+
+def test_each_line_on_the_stack_has_the_time_and_the_innermost_has_it_for_itself() -> None:
+    seen = sampler()
+    seen._steps, seen._since = 2, 10.0
+    sampled(seen, iter([10.5, 12.0]))
+    assert by_line(seen.lines()) == {
+        "script.py:6": ("helper", "painter", 1000.0, 1000.0),
+        "script.py:3": ("train", "", 1000.0, 0.0),
+    }
+    assert {line.phase for line in seen.lines()} == {"logging"}
+
+
+def test_without_any_line_of_the_users_the_librarys_is_given() -> None:
+    seen = StackSampler(lambda code: False, lambda file, line: f"{file}:{line}")
+    seen._steps, seen._since = 1, 0.0
+    draw = compiled("painter/figures.py", LIBRARY)["draw"]
+    frames: list[FrameType] = []
+    draw(lambda: frames.append(sys._getframe(1)))
+    seen.sample(frames[0], 1.0)
+    assert by_line(seen.lines()) == {"painter/figures.py:6": ("inner", "painter", 1000.0, 1000.0)}
+
+
+def test_the_border_of_a_step_counts_for_nobody() -> None:
+    seen = sampler(lambda: "unattributed")
+    seen._steps = 1
+    sampled(seen, iter([1.0]))
+    assert seen.lines() == []
+
+
+def test_lines_fit_into_their_phases() -> None:
+    seen = sampler()
+    seen._steps, seen._since = 1, 0.0
+    sampled(seen, iter([0.004, 0.008]))
+    fitted = fitting(seen.lines(), {"logging": 2.0})
+    assert {(line.function, line.ms, line.own_ms) for line in fitted} == {("helper", 2.0, 2.0), ("train", 2.0, 0.0)}
+    assert fitting(seen.lines(), {"logging": 80.0}) == seen.lines()
+
+
+def test_what_watches_counts_for_nobody() -> None:
+    seen = sampler()
+    seen._steps, seen._since = 1, 0.0
+    watch = compiled("hotloop/profiling/watcher.py", "def _publish(then): then()\ndef call(then): then()")
+    train = compiled("script.py", SCRIPT)["train"]
+    train(watch["_publish"], lambda: seen.sample(sys._getframe(), 1.0))
+    assert seen.lines() == []
+    train(watch["call"], lambda: seen.sample(sys._getframe(), 2.0))
+    assert {line.ms for line in seen.lines()} == {1000.0}
+
+
+def test_it_looks_during_steps_alone_and_ends_its_thread() -> None:
+    seen = sampler()
+    before = threading.active_count()
+    seen.begin()
+    until = time.monotonic() + 60
+    while not seen._seconds and time.monotonic() < until:
+        time.sleep(0.001)
+    seen.end()
+    found = {key: list(value) for key, value in seen._seconds.items()}
+    assert found
+    time.sleep(0.02)
+    assert {key: list(value) for key, value in seen._seconds.items()} == found
+    seen.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_memory_stays_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotloop.profiling.lines._MOST", most)
+    seen = sampler()
+    seen._steps = 1
+    sampled(seen, iter([1.0, 2.0]))
+    assert len(seen.lines()) == most

@@ -1,0 +1,136 @@
+"""A script under watch does what it does alone, and what was seen of it arrives however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hotloop.errors import TaskError
+from hotloop.profiling.compose import profile_of
+from hotloop.profiling.facts import Facts, StepFact
+from hotloop.profiling.host import profile_script
+
+LOOPS = Path(__file__).parent / "loops"
+
+
+def line_that_ends_a_step(script: str) -> int:
+    lines = (LOOPS / script).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith("# ends the step"))
+
+
+@pytest.fixture
+def alone(capfd, monkeypatch):
+    """Runs a script alone and under watch; the two must look the same from outside. Returns the profile."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def compared(script: str, *arguments: str):
+        command = [sys.executable, str(LOOPS / script), *arguments]
+        plain = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=dict(os.environ))
+        capfd.readouterr()
+        profile = profile_script(LOOPS / script, arguments)
+        watched = capfd.readouterr()
+        assert (watched.out, watched.err, profile.exit_code) == (plain.stdout, plain.stderr, plain.returncode)
+        return profile
+
+    return compared
+
+
+def test_workers_evaluation_and_checkpoints(alone) -> None:
+    profile = alone("accumulated.py", "2")
+    assert profile.step_where.endswith(f"accumulated.py:{line_that_ends_a_step('accumulated.py')}")
+    assert profile.steps == 60 and profile.samples_per_step == 40
+    assert sum(profile.phases.values()) == pytest.approx(profile.step_ms)
+    assert profile.apart.evaluation_s > 0 and profile.apart.checkpoint_s > 0
+    assert profile.loaders[0].workers == 2 and profile.loaders[0].batch_size == 10
+    assert profile.optimizers[0].kind == "SGD" and profile.optimizers[0].implementation == "forloop"
+    assert profile.stopped == "enough steps were seen"
+    assert {"0", "2"} <= {module.name for module in profile.modules}
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+def test_an_error_in_a_step_that_is_watched_closely(alone, how) -> None:
+    profile = alone("fails.py", how, "9")  # an instrumented step
+    assert profile.exit_code == 1 and profile.steps > 0 and profile.stopped == ""
+
+
+def test_an_exit_with_a_code_and_one_without_a_goodbye(capfd) -> None:
+    profile = profile_script(LOOPS / "fails.py", ["exit", "30"])
+    assert profile.exit_code == 3 and profile.steps > 0
+    profile = profile_script(LOOPS / "fails.py", ["os._exit", "400"], steps=20)
+    assert profile.exit_code == 4 and profile.steps == 20
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_script_can_see_and_that_it_never_trains(alone, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    profile = alone("surroundings.py", "--flag", "a b")
+    assert profile.steps == 0 and "never trained" in profile.notes[-1]
+
+
+def test_a_script_without_torch(alone) -> None:
+    profile = alone("arrays.py")
+    assert "never imported torch" in profile.notes[-1]
+    slow = next(line for line in profile.lines if line.function == "slow")
+    step = next(line for line in profile.lines if line.function == "step")
+    assert slow.where.endswith("arrays.py:9") and step.ms >= slow.ms
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_goes_to_the_script_and_what_was_seen_arrives(number, tmp_path) -> None:
+    out = tmp_path / "out"
+
+    def send() -> None:
+        while "waiting" not in out.read_text():
+            time.sleep(0.05)
+        time.sleep(1.5)  # what was seen is written each second
+        os.kill(os.getpid(), number)
+
+    with out.open("w") as file:
+        sender = threading.Thread(target=send)
+        sender.start()
+        profile = profile_script(LOOPS / "fails.py", ["wait"], steps=40, stdout=file.fileno())
+        sender.join()
+    assert profile.exit_code == -number and profile.steps > 10
+
+
+def test_a_script_is_stopped_when_its_time_is_up(tmp_path: Path, capfd) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    profile = profile_script(script, stop_after_s=0.5)
+    assert profile.exit_code == -signal.SIGINT
+    assert profile.stopped == "the script was stopped after 0.5 s, as asked for"
+
+
+def test_no_such_script() -> None:
+    with pytest.raises(TaskError, match="there is no file"):
+        profile_script(Path("nowhere.py"))
+
+
+def a_step(kind: str, ms: float, *flags: str, **apart_ms: float) -> StepFact:
+    phases = {"forward": ms / 4, "backward": ms / 2, "python": ms / 4} if kind == "instrumented" else {}
+    return StepFact(kind=kind, ms=ms, phases=phases, flags=list(flags), apart_ms=apart_ms)
+
+
+def test_steps_that_are_not_like_the_others_lie_apart() -> None:
+    usual = [a_step(kind, ms, "loader 0") for _ in range(10) for kind, ms in (("clean", 10.0), ("instrumented", 11.0))]
+    unusual = [
+        a_step("clean", 110.0, "loader 0", "evaluation", evaluation=95.0),
+        a_step("instrumented", 60.0, "loader 0", "checkpoint", checkpoint=50.0),
+        a_step("clean", 40.0, "loader 0"),
+        a_step("instrumented", 30.0, "loader 0", "loader 1"),
+    ]
+    facts = Facts(torch=True, trained=24, anchor="a.py:1", steps=[*usual, *unusual])
+    profile = profile_of(facts, "a.py")
+    assert profile.step_ms == 10
+    assert profile.phases == pytest.approx({"forward": 2.5, "backward": 5.0, "python": 2.5})
+    assert profile.apart.evaluation_s == pytest.approx(0.095 + 0.020)
+    assert profile.apart.checkpoint_s == pytest.approx(0.050)
+    assert profile.apart.other_s == pytest.approx(0.005 + 0.030)
+    assert profile.overhead.ratio == pytest.approx(1.1) and profile.overhead.clean == 10

@@ -1,0 +1,300 @@
+"""The step is found in loops as people write them, and each instant of it is in one phase."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hotloop.profiling import watcher
+from hotloop.profiling.observing import observers
+from hotloop.profiling.patches import Patches
+from hotloop.profiling.phases import Timeline, durations
+from hotloop.profiling.schedule import order
+from hotloop.profiling.steps import Event, Finder, ends_step
+from tests.cpu.watching import watched
+
+FILE = Path(__file__).name
+PATCHED = [
+    (torch.autograd, "_engine_run_backward"),
+    (nn.Module, "__call__"),
+    (nn.Module, "train"),
+    (DataLoader, "__iter__"),
+    (torch, "save"),
+    (builtins, "print"),
+    (nn.functional, "mse_loss"),
+    (torch.optim.Optimizer, "zero_grad"),
+]
+
+
+def line_of(text: str) -> str:
+    """`file:line` of the line of this file that holds a text as its comment."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return f":{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# {text}'))}"
+
+
+def two_optimizers() -> None:
+    one, other = nn.Linear(4, 4), nn.Linear(4, 1)
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other))
+    for _ in range(60):
+        loss = other(one(torch.randn(8, 4))).pow(2).mean()
+        first.zero_grad()
+        second.zero_grad()
+        loss.backward()
+        first.step()
+        second.step()  # two optimizers
+
+
+def one_more_often() -> None:
+    one, other = nn.Linear(4, 4), nn.Linear(4, 1)
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other))
+    for step in range(60):
+        other(one(torch.randn(8, 4))).pow(2).mean().backward()
+        first.step()  # one more often
+        if step % 5 == 4:
+            second.step()
+
+
+def closure() -> None:
+    model = nn.Linear(4, 1)
+    inputs, targets = torch.randn(20, 4), torch.randn(20, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def evaluate() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    for _ in range(60):
+        optimizer.step(evaluate)  # closure
+
+
+def accumulated() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(240):
+        model(torch.randn(8, 4)).pow(2).mean().backward()
+        if step % 4 == 3:
+            optimizer.step()  # accumulated
+            optimizer.zero_grad()
+
+
+def by_hand() -> None:
+    weight = torch.randn(4, 1, requires_grad=True)
+    for _ in range(60):
+        loss = nn.functional.mse_loss(torch.randn(8, 4) @ weight, torch.zeros(8, 1))
+        loss.backward()  # by hand
+        with torch.no_grad():
+            weight -= 0.01 * weight.grad
+            weight.grad = None
+
+
+def by_gradients() -> None:
+    model = nn.Linear(4, 1)
+    for _ in range(60):
+        loss = model(torch.randn(8, 4)).pow(2).mean()
+        found = torch.autograd.grad(loss, list(model.parameters()))  # by gradients
+        for value, gradient in zip(model.parameters(), found, strict=True):
+            value.data -= 0.01 * gradient
+
+
+def optimizers_made_anew() -> None:
+    model = nn.Linear(4, 1)
+    for _ in range(90):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model(torch.randn(8, 4)).pow(2).mean().backward()
+        optimizer.step()  # optimizers made anew
+
+
+LOOPS = [two_optimizers, one_more_often, closure, accumulated, by_hand, by_gradients, optimizers_made_anew]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_the_line_that_ends_a_step_is_found_and_phases_add_up(loop) -> None:
+    before = [vars(owner).get(name) for owner, name in PATCHED]
+    profile = watched(loop)
+    assert profile.step_where.endswith(FILE + line_of(loop.__name__.replace("_", " ")))
+    assert profile.steps == 24
+    assert sum(profile.phases.values()) == pytest.approx(profile.step_ms)
+    assert {"backward", "update"} <= profile.phases.keys()
+    assert all(ms > 0 for ms in profile.phases.values())
+    assert [vars(owner).get(name) for owner, name in PATCHED] == before
+
+
+def test_an_error_of_the_watch_is_none_of_the_loops(monkeypatch) -> None:
+    def broken(*arguments: object, **named: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(watcher.Loaders, "begin", broken)
+    with pytest.raises(AssertionError, match="ZeroDivisionError: planted"):
+        watched(two_optimizers)
+
+
+def test_a_loop_that_goes_elsewhere_early_is_followed() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for _ in range(5):
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+        for _ in range(60):
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()  # the loop that counts
+
+    assert watched(loop).step_where.endswith(line_of("the loop that counts"))
+
+
+def test_evaluation_and_checkpoints_lie_apart_and_a_habit_of_every_step_doesnt(tmp_path) -> None:
+    data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loop(every: int) -> None:
+        for step, (inputs, targets) in enumerate(batch for _ in range(8) for batch in DataLoader(data, batch_size=8)):
+            model.train()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            if step % every == 0:
+                model.eval()
+                with torch.no_grad():
+                    for others, _ in DataLoader(TensorDataset(torch.randn(99, 4), torch.randn(99)), batch_size=3):
+                        model(others)
+                torch.save(model.state_dict(), tmp_path / "model.pt")
+
+    seldom, always = watched(lambda: loop(10)), watched(lambda: loop(1))
+    assert seldom.apart.evaluation_s > 0 and seldom.apart.checkpoint_s > 0
+    assert always.apart.evaluation_s == always.apart.checkpoint_s == 0
+    assert always.phases["logging"] > 0 and "logging" not in seldom.phases
+    assert seldom.loaders[0].batch_size == 8
+    assert seldom.samples_per_step == 8
+
+
+def test_habits_are_seen_and_their_absence_too() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kept: list[torch.Tensor] = []
+
+    def good() -> None:
+        for _ in range(40):
+            loss = model(torch.randn(8, 4)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def bad() -> None:
+        for step in range(40):
+            inputs = torch.randn(8, 4)
+            loss = model(inputs).pow(2).mean()
+            model(inputs)  # wasted forward
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)  # retained graph
+            kept.append(loss)
+            optimizer.step()
+            if step % 10 == 0:
+                model.eval()
+                model(inputs)  # autograd in evaluation
+                model.train()
+
+    assert watched(good).habits == []
+    found = {habit.what: habit for habit in watched(bad).habits}
+    assert found.keys() == {"kept graph", "retained graph", "wasted forward", "autograd in evaluation"}
+    for what in ("wasted forward", "retained graph", "autograd in evaluation"):
+        assert found[what].where.endswith(line_of(what))
+    assert found["wasted forward"].per_step == pytest.approx(1.0, abs=0.3)
+
+
+class _Counting:
+    """A clock that goes on by one whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def mark(self) -> int:
+        self.now += 1
+        return self.now
+
+    def ms(self, first: int, last: int) -> float:
+        return last - first
+
+    def passed(self, mark: int) -> bool:
+        return True
+
+
+def test_a_timeline_puts_each_instant_into_one_phase() -> None:
+    clock = _Counting()
+    timeline = Timeline(clock)
+    timeline.enter("data")  # no step is on
+    timeline.begin("python")
+    timeline.enter("data")
+    timeline.leave()
+    timeline.turn("batch")
+    timeline.enter("forward")
+    timeline.enter("copy")
+    timeline.leave(keep=False)
+    timeline.leave()
+    timeline.leave()  # of what began before the step
+    marks = timeline.end()
+    spent = durations(marks, clock)
+    assert sum(spent.values()) == marks[-1][0] - marks[0][0]
+    assert spent == {"python": 2, "data": 1, "batch": 2, "forward": 2}
+    assert timeline.current == "unattributed"
+
+
+def test_nothing_is_found_in_what_never_repeats() -> None:
+    finder = Finder()
+    for number in range(20):
+        finder.saw(Event("update", f"script.py:{number}", number))
+    assert finder.anchor() is None
+    assert not ends_step(Event("update", "script.py:1", 1), Event("update", "script.py:1", 2))
+
+
+def test_no_traced_step_follows_another() -> None:
+    kinds = order(60)
+    assert kinds.count("clean") == kinds.count("instrumented") == 30
+    assert "traced" in kinds
+    assert all("traced" not in pair or pair[0] != pair[1] for pair in pairwise(kinds))
+
+
+def test_patches_are_taken_back_in_any_order() -> None:
+    class Base:
+        def said(self) -> str:
+            return "base"
+
+    class Derived(Base):
+        pass
+
+    first, second = Patches(), Patches()
+    first.put(Derived, "said", lambda before: lambda self: "first " + before(self))
+    second.put(Derived, "said", lambda before: lambda self: "second " + before(self))
+    assert Derived().said() == "second first base"
+    second.undo()
+    first.undo()
+    assert Derived().said() == "base" and "said" not in vars(Derived)
+    first.put(sys, "flags", lambda before: before)
+    first.undo()
+
+
+def test_where_no_step_is_found_a_while_of_training_is_watched_as_a_whole() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    names = {"model": model, "optimizer": optimizer, "torch": torch}
+
+    def loop() -> None:
+        for step in range(40):  # each on a line of its own
+            text = "\n" * step + "model(torch.randn(8, 4)).sum().backward(); optimizer.step()"
+            exec(compile(text, "made.py", "exec"), names)
+
+    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    assert profile.steps == 0 and profile.step_ms is None
+    assert "couldn't be told apart" in profile.notes[-1]
+    assert {"forward", "backward", "update"} <= profile.phases.keys()
+    assert {module.name for module in profile.modules} >= {"0", "1"}
+    assert any(operator.name.startswith("aten::") for operator in profile.operators)

@@ -1,0 +1,107 @@
+"""Helpers of the planted scripts that stand in another file than the training loop."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+
+class Scribbles(Dataset):
+    """Pictures that are stored as text and read when asked for."""
+
+    def __init__(self, count: int, side: int) -> None:
+        self.rows = [" ".join(str((7 * n + k) % 256) for k in range(side * side)) for n in range(count)]
+        self.side = side
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:  # other: slow_samples
+        values = [int(word) / 255 for word in self.rows[number].split()]  # other: slow_samples
+        return torch.tensor(values).view(1, self.side, self.side), number % 10  # other: slow_samples
+
+
+class Winners(Function):
+    """Max pooling by twos that remembers where the winners were."""
+
+    @staticmethod
+    def forward(ctx, images: Tensor) -> Tensor:
+        taken, places = F.max_pool2d(images, 2, return_indices=True)
+        ctx.save_for_backward(places)
+        ctx.shape = images.shape
+        return taken
+
+    @staticmethod
+    def backward(ctx, grads: Tensor) -> Tensor:
+        (places,) = ctx.saved_tensors
+        n, c, h, w = ctx.shape
+        offset = torch.arange(n * c, device=grads.device).view(n, c, 1, 1) * (h * w)
+        total = torch.zeros(n * c * h * w, dtype=grads.dtype)
+        total.put_((places + offset).flatten(), grads.flatten(), accumulate=True)  # other: pool_scatter
+        return total.view(ctx.shape)
+
+
+class Recurrent(nn.Module):
+    """A plain recurrent layer, written out."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.inward, self.onward = nn.Linear(inputs, width), nn.Linear(width, width)
+
+    def forward(self, sequence: Tensor) -> Tensor:
+        memory = sequence.new_zeros(len(sequence), self.onward.out_features)
+        for moment in sequence.unbind(1):  # other: time_steps
+            memory = torch.tanh(self.inward(moment) + self.onward(memory))  # other: time_steps
+        return memory
+
+
+def keep_picture(path: Path, grey: Tensor) -> None:
+    """Writes an 8-bit grey PNG."""
+    height, width = grey.shape
+    rows = b"".join(b"\0" + bytes(row) for row in grey.mul(255).byte().tolist())  # other: pictures_each_step
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    body = (
+        chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+    )  # other: pictures_each_step
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + body)  # other: pictures_each_step
+
+
+def hits(net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """How many of them are told right."""
+    with torch.no_grad():
+        return (net(images).argmax(1) == labels).sum()  # other: loss_twice
+
+
+def quality(net: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """The loss on pictures that aren't trained on."""
+    net.eval()
+    with torch.inference_mode():
+        losses = [
+            F.cross_entropy(net(a), b) for a, b in zip(images.split(64), labels.split(64), strict=True)
+        ]  # other: validating
+    net.train()
+    return float(torch.stack(losses).mean())
+
+
+def use_cores(many: int) -> None:
+    torch.set_num_threads(many)
+
+
+def smooth(batch: Tensor) -> Tensor:
+    """Each picture blurred along its rows."""
+    rows = batch.flatten(2).tolist()  # other: through_numpy
+    blurred = [
+        [[0.5 * (a + b) for a, b in zip(r, r[1:] + r[:1], strict=True)] for r in one] for one in rows
+    ]  # other: through_numpy
+    return torch.tensor(blurred).view_as(batch)  # other: through_numpy

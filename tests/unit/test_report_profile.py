@@ -1,0 +1,108 @@
+"""A profile in a terminal: readable at 80 columns, complete, and free of other people's markup."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from hotloop.profiles import Profile
+from hotloop.report.amounts import flops, percent, shape, size, time
+from hotloop.report.profile import page
+from tests.unit.made_profiles import made, module
+
+
+def shown(profile: Profile, width: int = 80, module: str | None = None) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(page(profile, module))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    assert max(map(len, shown(made(), width).splitlines())) <= width
+
+
+def test_everything_that_was_found_is_there() -> None:
+    text = " ".join(shown(made()).split())
+    for said in (
+        "train[bold].py on cpu: a step takes 100 ms, 1,280 samples/s (median of 60)",
+        "batch 128x3x9x9, 128",
+        "Apart from steps: warm-up 1.2 s, evaluation 3.4 s.",
+        "the model Net[red] 25 ms 60 ms 85 % 6 GFLOP 300 MB 25 %",
+        "Update by Adam (forloop) at train.py:40: 2 ms a step.",
+        "group 0: 3 tensors, 12,000 numbers, 1.5 ms",
+        "group slow: 1 tensors, 9 numbers, in one go with the others",
+        "convolution_backward 2 38 ms 38 % 3 GFLOP 100 MB backward in features.0 model.py:12",
+        "What bounds the step: arithmetic. Of a step of 100 ms: arithmetic 70 %.",
+        "1. an optimizer in for-loop mode: up to 31 % of the step at /far/away/train.py:40 take the fused one",
+        "plan: --set optimizer=fused",
+        "raced: 1.40 times as fast (1.30 to 1.50)",
+        "Costs little here: .item() each step, at /far/away/train.py:41 (0.2 % of the step).",
+        "1.0 % of the step is unattributed.",
+        "Watching made a step 1.010 times as long",
+        "Watching ended before the script did: enough steps were seen.",
+        "Note: a note",
+    ):
+        assert said in text
+
+
+def test_the_bars_of_the_phases_come_one_after_the_other() -> None:
+    marks = "█▉▊▋▌▍▎▏▐▕"
+    rows = [line for line in shown(made()).splitlines() if set(line) & set(marks)]
+    assert [row.split()[0] for row in rows] == ["data", "forward", "backward", "python", "unattributed"]
+    starts = [min(row.index(mark) for mark in marks if mark in row) for row in rows]
+    assert starts == sorted(set(starts))
+
+
+def test_modules_stand_below_those_that_they_are_inside_of() -> None:
+    rows = {line.split()[0]: line for line in shown(made()).splitlines() if line.startswith("  ")}
+    assert rows["features.0"].startswith("  features.0 Conv2d")  # `features` itself is never called
+    assert "1 more, each below 0.5 %" in shown(made())
+
+
+def test_a_hundred_modules_are_not_a_hundred_rows() -> None:
+    many = [module("", "Net", 50, 40)]
+    many += [module(f"layers.{n}", "Linear", 0.4, 0.4) for n in range(100)]
+    many += [module("layers.50.inner", "Linear", 9.0, 9.0)]
+    text = shown(made(modules=many))
+    assert "    inner Linear" in text  # with the one that it is inside of
+    assert "  layers.50 Linear" in text
+    assert text.count(" Linear") < 30
+    assert "more, each below" in text
+
+
+def test_operators_of_one_module() -> None:
+    text = shown(made(), module="head")
+    assert "operators in head" in text
+    assert "mm " in text and "convolution_backward" not in text
+    assert "No operator of 'nowhere' was seen" in shown(made(), module="nowhere")
+    assert "convolution_backward" in shown(made(), module="features")  # those inside as well
+
+
+def test_without_steps_it_says_so() -> None:
+    text = shown(Profile(source="plain.py", steps=0, step_ms=None, notes=["it never imported torch"], exit_code=3))
+    assert "no training steps could be told apart" in text
+    assert "it never imported torch" in text
+    assert "exit code 3" in text
+    assert "What bounds" not in text and "would help" not in text
+
+
+def test_without_torch_lines_stand_in_for_operators() -> None:
+    text = shown(made(operators=[], modules=[]))
+    assert "/far/away/train.py:31" in text and "5 ms" in text
+
+
+def test_numbers_have_three_digits_and_a_unit() -> None:
+    assert [flops(value) for value in (None, 0, 12, 1.234e6, 999.6e9)] == [
+        "",
+        "0",
+        "12 FLOP",
+        "1.23 MFLOP",
+        "1000 GFLOP",
+    ]
+    assert [size(value) for value in (None, 5, 2.5e9)] == ["", "5 B", "2.5 GB"]
+    assert [time(value) for value in (0.0456, 1.5, 12345.0)] == ["45.6 us", "1.5 ms", "12.3 s"]
+    assert [percent(value) for value in (None, 0.0, 0.0004, 0.05, 0.5)] == ["", "0.0 %", "< 0.1 %", "5.0 %", "50 %"]
+    assert [shape([2, 3]), shape([])] == ["2x3", "()"]

@@ -1,0 +1,44 @@
+"""Whether a file defines a Task is told from its text, which isn't run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hotloop.sources import holds_task
+
+TASKS = {
+    "a value": "import hotloop\ntask = hotloop.Task(model=None)",
+    "a function": "import torch, hotloop\ndef task(width=1): ...",
+    "from hotloop": "from hotloop import Task\ntask: Task = Task()",
+    "chosen": "import hotloop\nif True:\n    task = make()\nelse:\n    task = other()",
+    "tried": "try:\n    import hotloop\nexcept ImportError:\n    pass\ntask = make()",
+    "from elsewhere": "from tasks import mine as task",
+}
+SCRIPTS = {
+    "no task": "import torch\nfor step in range(3): print(step)",
+    "text": "import hotloop\ntask = 'regression'",
+    "an argument": "import hotloop\ntask = args.task",
+    "of another library": "import gymnasium\ntask = gymnasium.make('CartPole')",
+    "in a function": "import hotloop\ndef main():\n    task = hotloop.Task()",
+    "run as a script": "import hotloop\nif __name__ == '__main__':\n    task = hotloop.Task()",
+    "syntax error": "import hotloop\ntask = (",
+    "runs away": "raise SystemExit(3)",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [*((t, True) for t in TASKS.values()), *((t, False) for t in SCRIPTS.values())]
+)
+def test_tasks_and_scripts_are_told_apart(text: str, expected: bool, tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(text)
+    assert holds_task(file, "task") is expected
+
+
+def test_another_name(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text("import hotloop\nmine = hotloop.Task()")
+    assert holds_task(file, "mine")
+    assert not holds_task(file, "task")
