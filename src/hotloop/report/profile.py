@@ -256,9 +256,10 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
 
 
 def _at(where: str) -> str:
-    """A line, or a module."""
-    is_line = where.rpartition(":")[2].isdigit() and ":" in where
-    return f"at {nearby(where)}" if is_line else f"in the module {where or '(the model)'}"
+    """A line, a file, or a module."""
+    if where.rpartition(":")[2].isdigit() and ":" in where:
+        return f"at {nearby(where)}"
+    return f"in {nearby(where)}" if where.endswith(".py") else f"in the module {where or '(the model)'}"
 
 
 def _details(one: Remedy) -> Iterator[str]:
