@@ -421,6 +421,15 @@ def test_a_place_that_is_named_is_not_named_again_in_general() -> None:
     assert [one.where for one in remedies(profile)].count("net.py:7") == 1
 
 
+def test_samples_that_take_long_take_as_long_in_a_larger_batch() -> None:
+    def gain(sample_ms: float) -> float:
+        loaders = [loader(workers=0, batch_size=16, sample_ms=sample_ms)]
+        found = remedies(seen({"data": 8.0}, samples_per_step=16, loaders=loaders))
+        return max((one.gain for one in found if one.cause.startswith("too small a batch")), default=0.0)
+
+    assert gain(sample_ms=0.5) < 0.1 < gain(sample_ms=0.0001)
+
+
 def test_a_script_has_no_plan_and_gets_no_axes() -> None:
     fault = FAULTS["a for-loop optimizer"][0]
     assert first(fault).axes == {}

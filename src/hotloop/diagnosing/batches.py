@@ -20,7 +20,7 @@ def too_small(step: Step) -> Iterator[Remedy]:
     if samples is None or samples >= _FEW:
         return
     ones = step.operators(lambda one: one.phase in COMPUTING)
-    calling = sum(step.reclaimable(one) for one in ones) + step.phase("python", "data", "batch")
+    calling = sum(step.reclaimable(one) for one in ones) + step.phase("python", "batch") + _fetching(step, samples)
     factor = max(_LARGER, _FEW / samples)
     loader = next((use.where for use in step.profile.loaders), "")
     yield Remedy(
@@ -28,6 +28,14 @@ def too_small(step: Step) -> Iterator[Remedy]:
         where=loader or step.profile.step_where,
         remedy=f"a batch of {samples * factor:.0f} or more samples (which changes the training: try the learning rate anew)",
         gain=step.share((1 - 1 / factor) * calling),
-        evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and fetching samples, "
+        evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on what comes with each batch, "
         "which hardly takes longer for more of them",
     )
+
+
+def _fetching(step: Step, samples: float) -> float:
+    """What a batch costs to fetch beside its samples, which more of them would cost as well; ms."""
+    loaders = step.profile.loaders
+    if any(use.sample_ms is None for use in loaders):
+        return 0.0
+    return max(0.0, step.phase("data") - samples * sum(use.sample_ms or 0.0 for use in loaders))
