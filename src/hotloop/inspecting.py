@@ -119,6 +119,12 @@ def inspected(
     """Profiles a loaded Task; see `profile`."""
     task = overridden(loaded.task, overrides)
     plan = placed(plan)
+    if plan.engine != "eager":
+        raise PlanError(
+            f"a profile with engine={plan.engine}, which runs none of the operations of torch that are watched",
+            expected="engine=eager",
+            fix="for a network in array operations, Network.time_layers times each layer",
+        )
     progress("watching", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
     seen = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say)
