@@ -1,12 +1,12 @@
-"""What does looking for a plan cost? `tune` and the run after it, against the two best fixed plans in hindsight.
+"""What does looking for a plan cost? `train --tune` against the two best fixed plans in hindsight.
 
 python -m bench.tune_regret --run-seconds 150
 
-For each workload, with nothing of it in any cache: fixed plans are raced to know the two best of them; `hotloop tune`
-is run and timed; then `hotloop train` of this run under each of the two, and under the plan that was remembered. The
-trainings run side by side in short turns of one at a time (the others are stopped meanwhile), so that the machine's
-moods meet all alike; what counts is the time in a process's own turns, from its start to its end. The same again with
-warm caches: what was compiled and remembered is there, and nothing is searched for. Needs a quiet machine.
+For each workload, with nothing of it in any cache: fixed plans are raced to know the two best of them. Then this run is
+trained under each of the two; by `train --tune`, which looks for a plan first; and by `train` where `tune` was run
+before, so that the plan is remembered and what was compiled is kept. The trainings run side by side in short turns of
+one at a time (the others are stopped meanwhile), so that the machine's moods meet all alike; the search itself is not
+interrupted. What counts is the time in a process's own turns, from its start to its end. Needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from hotloop.taskfile import load_task
 TASKS = Path(__file__).with_name("regret_tasks.py")
 WORKLOADS = ("cnn", "mlp", "rows")
 TURN_S = 2.0
+COLD, WARM = "tuned, cold", "tuned, warm"
 ALLOWED = 0.05
 
 FIXED: tuple[dict[str, Any], ...] = (
@@ -70,8 +70,13 @@ class Place:
         )
 
 
-def in_turns(commands: Mapping[str, tuple[list[str], dict[str, str]]]) -> dict[str, float]:
+def in_turns(
+    commands: Mapping[str, tuple[list[str], dict[str, str]]], searching: Mapping[str, Path]
+) -> dict[str, float]:
     """Seconds that each process had, until it ended.
+
+    Args:
+        searching: files by name of the process; its first turn lasts until there is such a file.
 
     Raises:
         RuntimeError: one of them failed.
@@ -82,6 +87,7 @@ def in_turns(commands: Mapping[str, tuple[list[str], dict[str, str]]]) -> dict[s
         while len(running) < len(commands) or any(process.poll() is None for process in running.values()):
             for name, (command, environment) in commands.items():
                 began = time.monotonic()
+                until = None
                 if name not in running:
                     running[name] = subprocess.Popen(
                         command,
@@ -90,11 +96,12 @@ def in_turns(commands: Mapping[str, tuple[list[str], dict[str, str]]]) -> dict[s
                         stderr=subprocess.PIPE,
                         start_new_session=True,
                     )
+                    until = searching.get(name)
                 elif running[name].poll() is None:
                     os.killpg(running[name].pid, signal.SIGCONT)
                 else:
                     continue
-                _turn(running[name])
+                _turn(running[name], until)
                 taken[name] += time.monotonic() - began
     finally:
         for process in running.values():
@@ -106,7 +113,9 @@ def in_turns(commands: Mapping[str, tuple[list[str], dict[str, str]]]) -> dict[s
     return taken
 
 
-def _turn(process: subprocess.Popen[bytes]) -> None:
+def _turn(process: subprocess.Popen[bytes], until: Path | None) -> None:
+    while until is not None and not until.exists() and process.poll() is None:
+        time.sleep(0.01)
     try:
         process.wait(TURN_S)
     except subprocess.TimeoutExpired:
@@ -149,35 +158,34 @@ def tuned(place: Place, workload: str, epochs: int) -> tuple[float, dict[str, An
     return time.monotonic() - began, json.loads(done.stdout)
 
 
-def regret(workload: str, run_s: float, race_s: float) -> dict[str, Any]:
+def regret(workload: str, run_s: float, race_s: float, folder: Path) -> dict[str, Any]:
     epochs = epochs_for(workload, run_s)
     told(f"{workload}: {epochs} epochs")
     fixed = best_fixed(workload, epochs, race_s)
-    folder = Path(tempfile.mkdtemp(prefix="regret-"))
-    try:
-        own = Place(folder / "tuned")
-        others = {one["name"]: Place(folder / f"fixed{number}") for number, one in enumerate(fixed)}
-        tune_s, verdict = tuned(own, workload, epochs)
-        told(f"  tune: {verdict['winner']} in {tune_s:.1f} s; {'; '.join(verdict['notes'])}")
-        found: dict[str, Any] = {
-            "epochs": epochs,
-            "fixed": fixed,
-            "winner": verdict["winner"],
-            "notes": verdict["notes"],
-            "tune_s": tune_s,
-        }
-        for caches in ("cold", "warm"):
-            commands = {"tuned": own.train(workload, epochs, [])}
-            for one in fixed:
-                commands[one["name"]] = others[one["name"]].train(workload, epochs, settings_of(one["plan"]))
-            seconds = in_turns(commands)
-            best = min(value for name, value in seconds.items() if name != "tuned")
-            whole = seconds["tuned"] + (tune_s if caches == "cold" else 0.0)
-            found[caches] = {"seconds": seconds, "whole_s": whole, "best_fixed_s": best, "regret": whole / best - 1}
-            told(f"  {caches}: {whole:.1f} s against {best:.1f} s, regret {whole / best - 1:+.1%}")
-        return found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    cold, warm = Place(folder / "cold"), Place(folder / "warm")
+    tune_s, verdict = tuned(warm, workload, epochs)
+    told(f"  tune: {verdict['winner']} in {tune_s:.1f} s; {'; '.join(verdict['notes'])}")
+    commands = {
+        COLD: cold.train(workload, epochs, ["--tune"]),
+        WARM: warm.train(workload, epochs, []),
+    }
+    for number, one in enumerate(fixed):
+        commands[one["name"]] = Place(folder / f"fixed{number}").train(workload, epochs, settings_of(one["plan"]))
+    seconds = in_turns(commands, {COLD: cold.folder / "run1" / "plan.toml"})
+    best = min(seconds[one["name"]] for one in fixed)
+    found: dict[str, Any] = {
+        "epochs": epochs,
+        "fixed": fixed,
+        "searches": {
+            "cold": (cold.folder / "run1" / "plan.toml").read_text(encoding="utf-8"),
+            "before": {"winner": verdict["winner"], "notes": verdict["notes"], "tune_s": tune_s},
+        },
+        "seconds": seconds,
+    }
+    for caches, name in (("cold", COLD), ("warm", WARM)):
+        found[f"regret_{caches}"] = seconds[name] / best - 1
+        told(f"  {caches}: {seconds[name]:.1f} s against {best:.1f} s, regret {seconds[name] / best - 1:+.1%}")
+    return found
 
 
 def told(line: str) -> None:
@@ -188,16 +196,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", default=WORKLOADS, help="some of " + ", ".join(WORKLOADS))
     parser.add_argument("--run-seconds", type=float, default=150, help="of the run under the baseline")
-    parser.add_argument("--race-seconds", type=float, default=60, help="to find the best fixed plans")
+    parser.add_argument("--race-seconds", type=float, default=30, help="to find the best fixed plans")
     parser.add_argument("--no-record", action="store_true", help="write no claim")
     options = parser.parse_args()
-    found = {name: regret(name, options.run_seconds, options.race_seconds) for name in options.workloads}
+    found = {}
+    for name in options.workloads:
+        with tempfile.TemporaryDirectory(prefix="regret-") as folder:
+            os.environ.update(XDG_CACHE_HOME=f"{folder}/own", TORCHINDUCTOR_CACHE_DIR=f"{folder}/own/inductor")
+            found[name] = regret(name, options.run_seconds, options.race_seconds, Path(folder))
     figures = {"allowed": ALLOWED, "turn_s": TURN_S, "load_average": os.getloadavg(), "workloads": found}
     print(json.dumps(figures, indent=2))
     if not options.no_record:
         command = f"python -m bench.tune_regret --run-seconds {options.run_seconds:g}"
         told(str(write_claim("tune-regret", command, BASELINE, figures)))
-    return 0 if all(one[caches]["regret"] <= ALLOWED for one in found.values() for caches in ("cold", "warm")) else 1
+    return 0 if all(one[f"regret_{caches}"] <= ALLOWED for one in found.values() for caches in ("cold", "warm")) else 1
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ class TaskFacts(Record):
         implementations: those of `forloop`, `foreach` and `fused` that the optimizer can be switched to.
         closure: whether the optimizer asks for the loss itself, as LBFGS does.
         images: whether an input or a parameter has the 4 or 5 dimensions of images.
+        convolutions: whether a parameter has them.
         data_bytes: of the training data, where it lies in memory as arrays.
         steps: of the whole run; None for a stream of unknown length.
     """
@@ -92,6 +93,7 @@ class TaskFacts(Record):
     implementations: list[str] = []
     closure: bool = False
     images: bool = False
+    convolutions: bool = False
     data_bytes: int | None = None
     steps: int | None = None
 

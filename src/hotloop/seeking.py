@@ -17,13 +17,14 @@ from hotloop.pacing import seconds
 from hotloop.parity import prove_programs
 from hotloop.plan import Plan
 from hotloop.probe import machine
-from hotloop.remembering import fingerprinted
+from hotloop.remembering import fingerprinted, remembered
 from hotloop.report.contest import watched
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
 from hotloop.tuning.search import BASELINE, Search
 from hotloop.verdicts import Verdict
+from hotloop.wanted import Wanted
 
 Progress = Callable[[str, float], None]
 
@@ -105,3 +106,24 @@ def tuned(
         for note in remember(verdict):
             say(note)
     return verdict
+
+
+def remembered_or_tuned(
+    loaded: Loaded,
+    wanted: Wanted,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    say: Say = lambda line: None,
+    progress: Progress = lambda doing, share: None,
+) -> tuple[Plan, str]:
+    """The plan that is remembered for a Task, or else what `tuned` finds; and a line that says so."""
+    task = overridden(loaded.task, overrides)
+    plan = remembered(Loaded(task, loaded.record, loaded.files), wanted, say)
+    if plan is not None:
+        return plan, f"tune: {plan.brief()}, remembered as the fastest that is proven equal"
+    verdict = tuned(loaded, wanted.plan, overrides=overrides, say=say, progress=progress)
+    best = verdict.plan(verdict.winner or verdict.baseline)
+    found = "nothing proven equal is faster than the baseline"
+    if best.name != verdict.baseline:
+        found = f"{best.name}, {best.ratio:.2f} times as fast as the baseline and {best.parity}"
+    return Plan(**best.plan), f"tune: {found} ({verdict.seconds:.0f} s)"

@@ -82,6 +82,10 @@ def test_what_it_finds_is_what_training_takes(hotloop: Hotloop, tmp_path: Path) 
     assert "remembered as the fastest" in said.err
     assert plan_of(tmp_path / "remembered") == plan_of_timing(winner.plan)
 
+    said = hotloop("train", "task.py", *CPU, "--run", "again", "--tune")
+    assert "tune: optimizer=" in said.err and "remembered" in said.err
+    assert plan_of(tmp_path / "again") == plan_of_timing(winner.plan)
+
     hotloop("train", "task.py", *CPU, "--plan", "baseline", "--run", "plain")
     assert plan_of(tmp_path / "plain") == {}
 
@@ -89,6 +93,23 @@ def test_what_it_finds_is_what_training_takes(hotloop: Hotloop, tmp_path: Path) 
     (tmp_path / "task.py").write_text((tmp_path / "task.py").read_text().replace("lr=1e-3", "lr=2e-3"))
     said = hotloop("train", "task.py", *CPU, "--run", "changed")
     assert "remembered" not in said.err
+
+
+def test_training_may_look_for_its_plan_first(hotloop: Hotloop, tmp_path: Path) -> None:
+    long = ("--epochs", "12000", "--stop-after", "1s")  # a search pays for itself in all of it
+    done = hotloop("train", "task.py", *CPU, *long, "--set", "threads=1", "--tune", "--run", "tuned")
+    assert done.code == 0
+    assert "times as fast as the baseline and" in done.err
+    plan = plan_of(tmp_path / "tuned")
+    assert plan.pop("threads") == 1
+    assert plan.keys() == {"optimizer"}
+
+
+def test_a_short_training_doesn_t_look_for_long(hotloop: Hotloop, tmp_path: Path) -> None:
+    done = hotloop("train", "task.py", *CPU, "--tune", "--run", "short")
+    assert done.code == 0
+    assert "tune: nothing proven equal is faster" in done.err
+    assert plan_of(tmp_path / "short") == {}
 
 
 def plan_of_timing(axes: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +141,14 @@ def test_what_failed_is_kept_and_not_tried_again(hotloop: Hotloop, monkeypatch: 
     assert again.code == 0
     assert tried and not any("fused" in name for name in tried)
     assert any("fused" in note and "failed before" in note for note in again.document["notes"])
+
+
+@pytest.mark.parametrize("given", [("--plan", "baseline"), ("--resume", "runs/first")])
+def test_a_plan_that_is_given_is_not_looked_for(hotloop: Hotloop, given: tuple[str, str]) -> None:
+    task = () if given[0] == "--resume" else ("task.py",)
+    done = hotloop("train", *task, *given, "--tune")
+    assert done.code == 2
+    assert "--tune looks for the plan of a new run" in done.err
 
 
 WRONG = {

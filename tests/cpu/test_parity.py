@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import hotloop
 from bench.graph_mutations import Graphs
 from bench.yardstick import Yardstick
-from hotloop.lowering import Program
+from hotloop import parity
+from hotloop.lowering import Program, lower
 from hotloop.lowering.step import EagerStep
 from hotloop.parity import prove, prove_programs
 from hotloop.plan import BASELINE, Plan
@@ -459,6 +460,38 @@ def test_they_are_left_so_when_the_proof_fails(monkeypatch: pytest.MonkeyPatch) 
         prove_programs(task, [program])
     assert differences(program.state(), before) == []
     assert generator_states() == generators
+
+
+def test_one_baseline_is_enough_for_what_passes_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them can only allow more: the others are asked about what didn't pass, and for nothing else."""
+    asked: list[tuple[bool, int]] = []
+    compared = parity._compared
+
+    def recorded(task: Any, programs: Any, progress: Any, *, brief: bool) -> list[Parity]:
+        asked.append((brief, len(programs)))
+        return compared(task, programs, progress, brief=brief)
+
+    monkeypatch.setattr(parity, "_compared", recorded)
+    task = family("mlp")
+    honest, faulty = lower(task, Plan(optimizer="fused")), lower(task, Plan(optimizer="foreach"))
+    zero_grad_skipped(faulty)
+    found = [one.parity for one in prove_programs(task, [honest, faulty])]
+    assert found[0] in ("bitwise", "fp32-equivalent") and found[1] == "broken"
+    assert asked == [(True, 2), (False, 1)]
+
+
+def test_what_fails_beside_one_baseline_may_pass_beside_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = family("mlp")
+    program = lower(task, Plan(optimizer="fused"))
+    alone = parity._compared
+
+    def strict(task: Any, programs: Any, progress: Any, *, brief: bool) -> list[Parity]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hotloop.parity.judging.TYPICAL", 1e-3 if brief else 4.0)
+            return alone(task, programs, progress, brief=brief)
+
+    monkeypatch.setattr(parity, "_compared", strict)
+    assert prove_programs(task, [program])[0].parity in ("bitwise", "fp32-equivalent")
 
 
 def test_one_program_s_class_does_not_depend_on_the_others() -> None:

@@ -68,10 +68,10 @@ def lanes(machine: Machine, untimed: int = 0, steps: int = 5, **plans: float) ->
     return [Lane(name, Plan(machine, name, step_s), steps, untimed) for name, step_s in plans.items()]
 
 
-def run(raced: Sequence[Lane], machine: Machine, seconds: float = 100.0) -> list[float]:
+def run(raced: Sequence[Lane], machine: Machine, seconds: float = 100.0, brief: bool = False) -> list[float]:
     """Races them; the shares of the time that were told."""
     told: list[float] = []
-    run_rounds(raced, raced[0], Limits(seconds, lambda: machine.now), told.append)
+    run_rounds(raced, raced[0], Limits(seconds, lambda: machine.now, brief), told.append)
     return told
 
 
@@ -201,3 +201,25 @@ def test_how_long_windows_are(name: str) -> None:
     lane = Lane("a", Plan(Machine(), "a", step_s))
     lane.lay_out(device, step_s, baseline_s)
     assert (lane.steps, lane.untimed) == (steps, untimed)
+
+
+def test_a_search_takes_half_of_a_race_s_time_and_finds_the_same_plan() -> None:
+    """On a noisy machine, with plans that can't win among them."""
+    spent: dict[bool, float] = {}
+    for brief in (False, True):
+        machine = Machine(noise=0.05)
+        raced = lanes(machine, base=1e-2, fast=8e-3, near=9.8e-3, slow=1.4e-2)
+        run(raced, machine, brief=brief)
+        best = max(raced, key=lambda lane: ratio(lane, raced[0]).median)
+        assert best.name == "fast"
+        assert answer(ratio(best, raced[0])) == "faster"
+        spent[brief] = machine.now
+    assert spent[True] < spent[False] / 2
+
+
+def test_a_search_among_equals_doesn_t_go_on_for_ever() -> None:
+    machine = Machine(noise=0.01)
+    raced = lanes(machine, base=1e-2, same=1e-2, other=1e-2)
+    run(raced, machine, brief=True)
+    assert machine.now < 20
+    assert not any(answer(ratio(lane, raced[0])) == "faster" for lane in raced)

@@ -9,7 +9,18 @@ import pytest
 from scipy.stats import quantile_test
 
 from hotloop.measuring import statistics
-from hotloop.measuring.statistics import CONFIDENCE, MARGIN, Ratio, answer, behind, ratio_of, settled, undecided
+from hotloop.measuring.statistics import (
+    CONFIDENCE,
+    MARGIN,
+    Ratio,
+    answer,
+    behind,
+    fastest_known,
+    hopeless,
+    ratio_of,
+    settled,
+    undecided,
+)
 
 RACES = 400
 
@@ -145,3 +156,22 @@ def wrong_answers(judge: Callable[[Ratio], object]) -> int:
 def test_looking_again_and_again_does_not_make_a_difference_out_of_noise() -> None:
     assert wrong_answers(lambda ratio: settled(ratio) and answer(ratio) != "no difference") <= 0.01 * RACES
     assert wrong_answers(lambda ratio: ratio.low is not None and not ratio.low <= 1 <= (ratio.high or 0)) > 0.01 * RACES
+
+
+def test_a_search_leaves_a_plan_out_that_is_behind_the_best_so_far() -> None:
+    best = Ratio(1.3, None, None, 4)
+    assert hopeless(Ratio(1.2, None, None, 4), best)
+    assert not hopeless(Ratio(1.28, None, None, 4), best)  # too near, with so few pairs
+    assert hopeless(Ratio(1.25, 1.2, 1.3, 8), best)
+    assert not hopeless(Ratio(1.0, None, None, 3), best)  # too early
+
+
+def test_the_fastest_is_known_once_nothing_else_can_be_it() -> None:
+    sure, rival, none = Ratio(1.3, 1.2, 1.4, 8), Ratio(1.2, 1.1, 1.31, 8), Ratio(1.0, 0.9, 1.01, 8)
+    assert fastest_known([sure, none])
+    assert fastest_known([sure, rival])
+    assert not fastest_known([sure, Ratio(1.25, 1.0, 1.5, 8)])  # it may be the faster one
+    assert not fastest_known([Ratio(1.1, 0.9, 1.2, 8)])  # nothing is sure
+    assert not fastest_known([Ratio(1.1, None, None, 4)])
+    assert fastest_known([none])
+    assert fastest_known([])

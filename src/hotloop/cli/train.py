@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from hotloop.plan import Plan
+    from hotloop.report.progress import Display
+    from hotloop.taskfile import Loaded
 
 from hotloop.cli.common import AsJson, Param, Set, axes, console, guarded, pairs, print_json, stdout_for
 from hotloop.sources import file_named, split
@@ -35,6 +40,9 @@ def train(
         ),
     ] = None,
     settings: Set = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="First find the fastest plan that is proven equal, unless one is remembered.")
+    ] = False,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default the accelerator, else cpu.")
     ] = None,
@@ -59,6 +67,7 @@ def train(
     hotloop train examples/fashion.py -p width=0.5          sets a parameter of the file's task(width=...)
     hotloop train examples/fashion.py --plan baseline       eager fp32, as a textbook would write it
     hotloop train examples/fashion.py --set compile=step    the same, with one axis of the plan set
+    hotloop train examples/fashion.py --tune                hotloop tune and hotloop train in one
 
     Without a word on it, the plan is what hotloop tune found and remembered, else what hotloop plan shows.
 
@@ -69,6 +78,8 @@ def train(
         raise typer.BadParameter("give either a Task, or --resume with a run's folder")
     if resume is not None and (run is not None or param):
         raise typer.BadParameter("--run and --param are for a new run; --resume keeps those of the run")
+    if tune and (resume is not None or plan not in (None, "auto")):
+        raise typer.BadParameter("--tune looks for the plan of a new run: give it with neither --resume nor --plan")
     given = pairs(param or [])
     on_top = axes(settings, device=device, workers=workers)
     if task is not None:
@@ -100,6 +111,8 @@ def train(
             else:
                 assert task is not None
                 loaded = load_task(task, given)
+                if tune:
+                    common |= {"plan": _found(loaded, on_top, overrides, display), "axes": {}}
                 handle, ended = api.start(loaded, run=run, checkpoint_every=checkpoint_every or "auto", **common)
         finally:
             display.close()
@@ -121,3 +134,17 @@ def train(
         raise typer.Exit(130)
     if ended.reason == "SIGTERM":
         raise typer.Exit(143)
+
+
+def _found(loaded: Loaded, on_top: dict[str, Any], overrides: dict[str, Any], display: Display) -> Plan:
+    """The plan that is remembered for this Task, or that a search finds now."""
+    from hotloop import seeking
+    from hotloop.report.contest import watched
+    from hotloop.wanted import Wanted
+
+    with watched(console) as moved:
+        plan, told = seeking.remembered_or_tuned(
+            loaded, Wanted.of("auto", on_top), overrides=overrides, say=display.say, progress=moved
+        )
+    display.say(told)
+    return plan

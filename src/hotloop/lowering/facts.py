@@ -41,12 +41,13 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
     }
     shapes = [(name, list(value.shape), str(value.dtype)) for name, value in model.named_parameters()]
     text = json.dumps([known, shapes, source_digest], sort_keys=True)
-    dimensions = {value.ndim for value in [*tensors(inputs_of(batch)), *model.parameters()]}
+    dimensions = {value.ndim for value in model.parameters()}
     return TaskFacts(
         **known,
         fingerprint=hashlib.sha256(text.encode()).hexdigest(),
         **_of_optimizer(parts.task, model),
-        images=not dimensions.isdisjoint(_IMAGES),
+        images=not (dimensions | {value.ndim for value in tensors(inputs_of(batch))}).isdisjoint(_IMAGES),
+        convolutions=not dimensions.isdisjoint(_IMAGES),
         data_bytes=roles.train.nbytes() if isinstance(roles.train, Table) else None,
         steps=_steps(parts.task, roles),
     )

@@ -15,7 +15,7 @@ from hotloop.errors import HotloopError, blame
 from hotloop.lowering import Program
 from hotloop.measuring.clocks import Clock, feed_time, peak_of_step
 from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
-from hotloop.measuring.runner import Runner
+from hotloop.measuring.runner import WARM_S, Runner
 from hotloop.measuring.statistics import LEAST_PAIRS, Ratio, answer, undecided
 from hotloop.plan import Plan
 from hotloop.rng import preserved
@@ -24,6 +24,9 @@ from hotloop.verdicts import Timing
 
 Progress = Callable[[str, float], None]
 """Called with what goes on, and which share of it is done."""
+
+_BRIEF_S = 0.15
+"""Of warming up, where the machine is warm from the plans before."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def measure(
     *,
     steps: int | None,
     time_limit_s: float,
+    brief: bool = False,
     clock: Clock = time.perf_counter,
     progress: Progress = lambda doing, share: None,
 ) -> Measured:
@@ -83,6 +87,7 @@ def measure(
     Args:
         steps: of the whole run, which `run_s` is for; None if unknown.
         time_limit_s: for the windows; lowering, compiling and warming up come on top.
+        brief: whether it is enough to know which is the fastest, as a search wants it: see `Limits`.
 
     Raises:
         HotloopError: the baseline can't be lowered or run.
@@ -93,8 +98,8 @@ def measure(
             _rehearse(entrants[[racer.name for racer in racers].index(baseline)])
             for racer, entrant in zip(racers, entrants, strict=True):
                 progress(f"preparing {racer.name}", 0.0)
-                _attempt(racer, baseline, partial(_prepare, racer, entrant, clock))
-            _run(racers, baseline, Limits(time_limit_s, clock), progress)
+                _attempt(racer, baseline, partial(_prepare, racer, entrant, clock, _BRIEF_S if brief else WARM_S))
+            _run(racers, baseline, Limits(time_limit_s, clock, brief), progress)
         finally:
             for racer in racers:
                 if racer.program is not None:
@@ -135,7 +140,7 @@ def _failed(racer: _Racer, baseline: str, error: Exception) -> None:
     racer.program = racer.runner = racer.lane = None
 
 
-def _prepare(racer: _Racer, entrant: Entrant, clock: Clock) -> None:
+def _prepare(racer: _Racer, entrant: Entrant, clock: Clock, warm_s: float) -> None:
     """From the Task to a Program that is warm, with its State as it was."""
     began = clock()
     program = racer.program = entrant.lower()
@@ -144,7 +149,7 @@ def _prepare(racer: _Racer, entrant: Entrant, clock: Clock) -> None:
     racer.figures["plan"] = program.parts.plan.model_dump()
     with preserved(program.device):
         racer.runner = Runner(program, clock)
-        first_s, racer.step_s = racer.runner.warm_up()
+        first_s, racer.step_s = racer.runner.warm_up(warm_s)
     racer.startup_s += first_s
 
 

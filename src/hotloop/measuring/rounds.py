@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hotloop.measuring.clocks import Clock
-from hotloop.measuring.statistics import ENOUGH_PAIRS, Ratio, behind, ratio_of, settled
+from hotloop.measuring.statistics import (
+    ENOUGH_PAIRS,
+    LEAST_PAIRS,
+    Ratio,
+    behind,
+    fastest_known,
+    hopeless,
+    ratio_of,
+    settled,
+)
 
 _WINDOW_S = {"cpu": 0.01}
 """On a CPU short, so that what interrupts it spoils some windows and leaves the others, which the median is of."""
@@ -71,10 +80,15 @@ class Lane:
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop: after so many seconds by this clock, if not before."""
+    """When to stop: after so many seconds by this clock, if not before.
+
+    Attributes:
+        brief: whether it is enough to know which is the fastest; by how much then stays rough.
+    """
 
     seconds: float
     clock: Clock = time.perf_counter
+    brief: bool = False
 
 
 def run_rounds(
@@ -98,10 +112,10 @@ def run_rounds(
         if number and started - began + last > limits.seconds:
             return
         running = [lane for lane in lanes if lane.running]
-        if number >= ENOUGH_PAIRS and _all_settled(running, baseline):
+        if _enough(running, baseline, number, limits.brief):
             return
         _round(running[:: -1 if number % 2 else 1], baseline)
-        _drop_losers(running, baseline)
+        _drop_losers(running, baseline, limits.brief)
         number, last = number + 1, limits.clock() - started
         progress(min(1.0, (limits.clock() - began) / limits.seconds))
 
@@ -127,13 +141,16 @@ def _round(lanes: Sequence[Lane], baseline: Lane) -> None:
             lane.times.append(taken[id(lane)] / (2 * lane.steps))
 
 
-def _drop_losers(lanes: Sequence[Lane], baseline: Lane) -> None:
-    ratios = {id(lane): ratio(lane, baseline) for lane in lanes if lane.running}
-    best = max(ratios.values(), key=lambda found: found.low or 0.0)
+def _drop_losers(lanes: Sequence[Lane], baseline: Lane, brief: bool) -> None:
+    found = {id(lane): ratio(lane, baseline) for lane in lanes if lane.running}
+    best = max(found.values(), key=lambda one: one.median if brief else one.low or 0.0)
     for lane in lanes:
-        if lane.running and lane is not baseline and behind(ratios[id(lane)], best):
-            lane.running = False
+        if lane.running and lane is not baseline:
+            lane.running = not (hopeless if brief else behind)(found[id(lane)], best)
 
 
-def _all_settled(lanes: Sequence[Lane], baseline: Lane) -> bool:
-    return all(settled(ratio(lane, baseline)) for lane in lanes if lane is not baseline)
+def _enough(lanes: Sequence[Lane], baseline: Lane, rounds: int, brief: bool) -> bool:
+    if rounds < (LEAST_PAIRS if brief else ENOUGH_PAIRS):
+        return False
+    others = [ratio(lane, baseline) for lane in lanes if lane is not baseline]
+    return fastest_known(others) if brief else all(settled(one) for one in others)

@@ -10,7 +10,9 @@ from hotloop.measuring.clocks import Clock, synchronise
 from hotloop.rng import LateDraw
 from hotloop.state import Position
 
-_WARM_S = 0.5
+WARM_S = 0.5
+"""What processors and allocators take to come into their stride."""
+
 _WARM_STEPS = 3
 
 
@@ -29,12 +31,12 @@ class Runner:
         self._begun_at = self._start.position.epoch  # the epoch of the data at which the run began last
         self._cold = True
 
-    def warm_up(self) -> tuple[float, float]:
+    def warm_up(self, seconds: float = WARM_S) -> tuple[float, float]:
         """Runs until the first steps' costs are over, then puts the State back: `(first step, a step)` in seconds."""
         first, _ = self._run(1)
         total, done, rate = 0.0, 1, first
-        while total < _WARM_S or done < _WARM_STEPS:
-            steps = max(1, min(done, int((_WARM_S - total) / max(rate, 1e-7))))
+        while total < seconds or done < _WARM_STEPS:
+            steps = max(1, min(done, int((seconds - total) / max(rate, 1e-7))))
             took, _ = self._run(steps)
             total, done, rate = total + took, done + steps, took / steps
         self.put_back()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.stats import binom
+from scipy.special import bdtr
 
 Answer = Literal["faster", "slower", "no difference"]
 
@@ -23,6 +23,11 @@ LEAST_PAIRS = 8
 
 ENOUGH_PAIRS = 12
 """What is looked at before it is said to be enough."""
+
+_FIRST_PAIRS = 4
+"""What a search looks at before it leaves a plan out."""
+
+_FAR_BEHIND = 0.05
 
 _NARROW = 0.02
 _NARROWEST = 0.01
@@ -65,7 +70,8 @@ def ratio_of(baseline: Sequence[float], own: Sequence[float], confidence: float 
     ratios = np.sort(np.asarray(baseline[:count]) / np.asarray(own[:count]))
     median = float(np.median(ratios))
     # How many ratios lie below the interval, and above it, plus one.
-    beyond = int(binom.ppf((1 - (CONFIDENCE if confidence is None else confidence)) / 2, count, 0.5))
+    tail = (1 - (CONFIDENCE if confidence is None else confidence)) / 2
+    beyond = int(np.searchsorted(bdtr(np.arange(count + 1), count, 0.5), tail))
     if beyond < 1:
         return Ratio(median, None, None, count)
     return Ratio(median, float(ratios[beyond - 1]), float(ratios[count - beyond]), count)
@@ -107,3 +113,19 @@ def behind(ratio: Ratio, best: Ratio) -> bool:
     if ratio.high is None or best.low is None or ratio.pairs < ENOUGH_PAIRS:
         return False
     return ratio.high * _BEHIND < best.low
+
+
+def hopeless(ratio: Ratio, best: Ratio) -> bool:
+    """Whether a search can leave a plan out, which costs it little where that is wrong: it is behind the best so far."""
+    behind = _FAR_BEHIND if ratio.pairs < LEAST_PAIRS else MARGIN
+    return ratio.pairs >= _FIRST_PAIRS and ratio.median < best.median * (1 - behind)
+
+
+def fastest_known(ratios: Sequence[Ratio]) -> bool:
+    """Whether it is known which plan to take: one is surely faster, and no other faster than it; or none is faster."""
+    best = max(ratios, key=lambda one: one.median, default=None)
+    if best is None:
+        return True
+    if answer(best) != "faster":
+        return all(one.high is not None and one.high < 1 + MARGIN for one in ratios)
+    return all(one is best or (one.high or math.inf) < best.median * (1 + MARGIN) for one in ratios)

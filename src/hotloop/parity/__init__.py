@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from hotloop.lowering import Program, lower
 from hotloop.parity.collecting import Collector
 from hotloop.parity.judging import judged
 from hotloop.parity.path import STATES
-from hotloop.parity.running import run_freely
+from hotloop.parity.running import NUDGES, run_freely
 from hotloop.parity.witnesses import Truth, baselines, peers
 from hotloop.plan import Plan
 from hotloop.probe import check_device
@@ -23,6 +24,9 @@ from hotloop.verdicts import Parity
 
 Progress = Callable[[int, int], None]
 """Told of states done, and how many there are."""
+
+_FEW = 2
+"""Baselines that are needed at least: one as it is, and one a rounding off, whose free run drifts away."""
 
 
 def prove(task: Task, plan: Plan, *, progress: Progress = lambda done, total: None) -> Parity:
@@ -70,6 +74,19 @@ def prove_programs(
     small multiple of what several baselines are that differ harmlessly. A free run across the end of an epoch follows.
     Their States are put back afterwards.
     """
+    found = _compared(task, programs, progress, brief=True)
+    # More baselines can only allow more, so what passes beside one passes beside all of them.
+    left = [number for number, parity in enumerate(found) if parity.parity == "broken"]
+    if left:
+        again = _compared(task, [programs[number] for number in left], progress, brief=False)
+        for number, parity in zip(left, again, strict=True):
+            seconds = (found[number].seconds or 0.0) + (parity.seconds or 0.0)
+            found[number] = parity.model_copy(update={"seconds": seconds})
+    return found
+
+
+def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, brief: bool) -> list[Parity]:
+    """As `prove_programs` does; `brief` beside as few baselines as there can be, which allows less."""
     began = time.monotonic()
     plans = [program.parts.plan for program in programs]
     before = [program.state() for program in programs]
@@ -86,12 +103,17 @@ def prove_programs(
             truth = Truth(task, device)
         except Exception as error:
             return all_unproven(f"the model can't be turned into float64: {blame(error)}")
-        witnesses, reduced = baselines(task, plans[0].device), peers(task, plans[0])
+        sides = baselines(task, plans[0].device), peers(task, plans[0])
+        witnesses, reduced = (side[:_FEW] for side in sides) if brief else sides
         try:
-            evidence = Collector(truth, witnesses, reduced, programs).collect(lambda states: progress(states, STATES))
-            free = None if evidence.unproven else run_freely(evidence.last, witnesses, reduced, programs)
+            alone = slice(1) if brief else slice(None)
+            collector = Collector(truth, witnesses[alone], reduced[alone], programs)
+            evidence = collector.collect(lambda states: progress(states, STATES))
+            free = None
+            if not evidence.unproven:
+                free = run_freely(evidence.last, witnesses, reduced, programs, nudges=1 if brief else NUDGES)
         finally:
-            for witness in [*witnesses, *reduced]:
+            for witness in itertools.chain(*sides):
                 witness.program.close()
             for program, state in zip(programs, before, strict=True):
                 program.restore(state)

@@ -74,7 +74,7 @@ class Evidence:
 
 
 class Collector:
-    """Takes the same step with everyone, state by state."""
+    """Takes the same step with everyone, state by state; a witness alone stays alone."""
 
     def __init__(
         self, truth: Truth, witnesses: Sequence[Witness], peers: Sequence[Witness], candidates: Sequence[Program]
@@ -113,7 +113,7 @@ class Collector:
             return f"the step can't be run in float64: {blame(error)}"
         if self.truth.watch.narrowed:
             return f"there is no float64 truth to compare with: {self.truth.watch.narrowed}"
-        if not number and not self.truth.watch.draws:
+        if not number and len(self.witnesses) > 1 and not self.truth.watch.draws:
             self.witnesses.append(in_another_order(self.walker))
             evidence.baselines.append(Account(self.witnesses[-1].name))
         sizes = scales(true)
@@ -143,10 +143,11 @@ class Collector:
 
     def _look_closer(self, stop: Stop, true: Seen, sizes: Errors) -> None:
         """Finds out better what rounding does at this state, once for all candidates."""
-        if self._looked == len(self.evidence.rounding):
+        others = (self.peers or self.witnesses)[1:]
+        if not others or self._looked == len(self.evidence.rounding):
             return
         self._looked, rounding = len(self.evidence.rounding), self.evidence.rounding[-1]
-        nudging = (self.peers or self.witnesses)[1]
+        nudging = others[0]
         for again in range(_NUDGES):
             step = nudging.step(stop.state, stop.batch, 1000 * stop.state.position.step + again)
             rounding |= worst([rounding, errors(step[0], true, sizes)])

@@ -16,7 +16,8 @@ STEPS = 10
 _BEFORE = 5
 """Steps before the end of the epoch."""
 
-_NUDGES = 4
+NUDGES = 4
+"""Free runs of the baseline a rounding off."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,11 @@ class _End:
 
 
 def run_freely(
-    start: State, witnesses: Sequence[Witness], peers: Sequence[Witness], candidates: Sequence[Program]
+    start: State,
+    witnesses: Sequence[Witness],
+    peers: Sequence[Witness],
+    candidates: Sequence[Program],
+    nudges: int = NUDGES,
 ) -> list[Freely]:
     """Runs on from `start` with everyone; rounding is that of the peers, if there are any."""
     plain = witnesses[0].program
@@ -53,14 +58,14 @@ def run_freely(
     steps = min(STEPS, plain.schedule_left() or STEPS)
     expected = _ended(plain, start, steps)
     way = _distance(expected.state, start)
-    drifts = [_distance(end.state, expected.state) for end in _drifting(start, peers or witnesses, steps)]
+    drifts = [_distance(end.state, expected.state) for end in _drifting(start, peers or witnesses, steps, nudges)]
     return [_compared(_ended(program, start, steps), expected, way, max(drifts), steps) for program in candidates]
 
 
-def _drifting(start: State, witnesses: Sequence[Witness], steps: int) -> Iterator[_End]:
+def _drifting(start: State, witnesses: Sequence[Witness], steps: int, nudges: int) -> Iterator[_End]:
     """Where harmless differences lead to."""
     for witness in witnesses:
-        for number in range(_NUDGES if witness.name == "nudged" else 1):
+        for number in range(nudges if witness.name == "nudged" else 1):
             with witness.around():
                 yield _ended(witness.program, witness.state(start, number), steps)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-_SHARE = 0.02
-"""Of the run under the baseline, for racing."""
+_SHARE = 0.03
+"""Of the run under the baseline, for racing, at most; a race ends once the fastest is known."""
 
-_LEAST_S, _MOST_S = 1.0, 60.0
+_LEAST_S, _MOST_S = 1.5, 60.0
 """A race is not worth its start below the first, and knows all that it will know by the second."""
 
 _UNKNOWN_S = 30.0
@@ -36,6 +36,10 @@ class Budget:
         if time_limit_s is not None:
             return cls(run_s, time_limit_s)
         return cls(run_s, _UNKNOWN_S if run_s is None else min(_MOST_S, _SHARE * run_s))
+
+    def after(self, ratio: float) -> Budget:
+        """Of a run that is so many times as fast already."""
+        return replace(self, run_s=None if self.run_s is None else self.run_s / ratio)
 
     @property
     def too_small(self) -> bool:

@@ -69,7 +69,7 @@ def _update(facts: TaskFacts) -> Iterator[Change]:
 
 
 def _layout(facts: TaskFacts) -> Iterator[Change]:
-    if facts.images:
+    if facts.convolutions:
         yield {"layout": "channels_last"}
 
 

@@ -24,8 +24,8 @@ from hotloop.verdicts import TRUSTED, Parity, Timing
 
 BASELINE = "baseline"
 
-_PROVING_STEPS = 300
-"""Steps, of all witnesses together, that a proof takes."""
+_PROVING_STEPS = 250
+"""Steps whose time a proof takes, comparisons included, if a plan passes beside the plain baseline at once."""
 
 _GLANCE_S = 0.2
 """For a baseline that nothing is raced against."""
@@ -76,7 +76,6 @@ class Search:
         program = self._lowered(BASELINE, self.baseline)
         with preserved(program.device):
             step_s = Runner(program).warm_up()[1]
-            count = operations(program)
         budget = Budget.of(step_s, self.facts.steps, self.time_limit_s)
         if budget.too_small:
             self._race([], _GLANCE_S)
@@ -85,31 +84,39 @@ class Search:
                 " a --time-limit looks for one all the same"
             )
             return BASELINE
+        plan = self._eagerly(budget)
+        self._compiled(plan, budget)
+        return self._proven(budget, step_s)
+
+    def _eagerly(self, budget: Budget) -> Plan:
+        """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
         changes = without(eager_changes(self.facts, self.hardware, self.base, torch.get_num_threads()), self.fixed)
         start = [] if self.base == self.baseline else [self.base]
         found = self._race([*start, *(self.base.with_axes(**change) for change in changes)], budget.racing_s / 2)
         best = combined(changes, found[len(start) :])
         plan = self.base.with_axes(**best)
-        entrants = [plan] if len(best) > 1 else []
-        entrants += self._worth_compiling(plan, compiling_gains(count, step_s), budget)
-        if entrants:
-            self._race(entrants, budget.racing_s / 2)
-        return self._proven(budget, step_s)
+        if len(best) > 1:
+            self._race([plan], budget.racing_s / 4)
+        return plan
 
-    def _worth_compiling(self, plan: Plan, gains: float, budget: Budget) -> list[Plan]:
-        """The plan compiled, if this run is long enough to win back the compilation."""
+    def _compiled(self, plan: Plan, budget: Budget) -> None:
+        """Races the best plan compiled, if this run is long enough to win back the compilation."""
         changes = without(compiled_changes(self.facts, self.hardware, plan), self.fixed)
         if not changes:
-            return []
-        won = budget.wins_s(gains) if self.time_limit_s is None else float("inf")
-        if won < COLD_COMPILE_S:
+            return
+        base = self.timings[BASELINE]
+        timing = self.timings.get(plan.brief(), base)
+        assert timing.step_ms is not None and base.step_ms is not None
+        gains = compiling_gains(operations(self._lowered(timing.name, plan)), timing.step_ms / 1e3)
+        won = budget.after(base.step_ms / timing.step_ms).wins_s(gains)
+        if self.time_limit_s is None and won < COLD_COMPILE_S:
             self.notes.append(
                 f"no compilation was tried: it could win {won:.0f} s of this run at most, and takes about"
                 f" {COLD_COMPILE_S:.0f} s"
             )
-            return []
+            return
         # A compiler writes the update its own way.
-        return [plan.with_axes(**changes[0], optimizer=self.base.optimizer)]
+        self._race([plan.with_axes(**changes[0], optimizer=self.base.optimizer)], budget.racing_s / 4)
 
     def _race(self, plans: Sequence[Plan], seconds: float) -> list[Timing | None]:
         """Races plans against the baseline; what was raced before keeps its costs of starting."""
@@ -123,7 +130,10 @@ class Search:
             self._entrant(BASELINE, self.baseline),
             *(self._entrant(name, plan) for name, plan in named.items()),
         ]
-        found = measure(entrants, BASELINE, steps=self.facts.steps, time_limit_s=seconds, progress=self.progress)
+        if len(entrants) == 1 and BASELINE in self.timings:
+            return [self.timings.get(plan.brief()) for plan in plans]
+        steps = self.facts.steps
+        found = measure(entrants, BASELINE, steps=steps, time_limit_s=seconds, brief=True, progress=self.progress)
         for timing in found.plans:
             self.timings[timing.name] = self._with_start(timing)
         return [self.timings.get(plan.brief()) for plan in plans]
