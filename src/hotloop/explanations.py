@@ -93,6 +93,7 @@ class Explanation(Record):
         gradients: how many parameters' gradients, summed over all that use them, are the ones that the network's own
             backward gave, within the rounding of the dtype that trains; of how many.
         unexplained: parameters whose gradients aren't, or that take part in what isn't known.
+        written: the matrices of each layer of `hotloop.arrays` that does what one of these does, by its name.
     """
 
     version: int = 1
@@ -106,6 +107,7 @@ class Explanation(Record):
     difference: float | None = None
     gradients: tuple[int, int] = (0, 0)
     unexplained: list[str] = Field(default_factory=list)
+    written: dict[str, str] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
 
     @property

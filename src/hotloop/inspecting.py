@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hotloop.choosing import known, placed
+from hotloop.choosing import consider, known, placed
 from hotloop.contests import PROVE, Prove, raced
 from hotloop.counting import limits_of, with_limit_shares
 from hotloop.diagnosing import diagnose
@@ -30,9 +30,11 @@ from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import Timing, Verdict
+from hotloop.wanted import Wanted
 
 Progress = Callable[[str, float], None]
 
+UNTRIED = "whether PyTorch takes less time for this step, only a race says: --try, or hotloop race --plans arrays,auto"
 NO_PLAN = "a script has no plan that could be changed for it; make it a Task, and --try races what a plan can express"
 
 
@@ -40,7 +42,7 @@ def profile(
     task: Task | str | Path,
     arguments: Sequence[str] = (),
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     steps: int = DEFAULT_STEPS,
     stop_after: str | None = None,
     trace: Path | None = None,
@@ -53,7 +55,7 @@ def profile(
     Args:
         task: a Task, or the path of a Python script that trains in any way it likes; it runs as it would alone.
         arguments: the script's own.
-        plan: to run the Task with; default the baseline.
+        plan: to run the Task with: a `Plan`, a TOML file, `auto`, `baseline` or `arrays`; default the baseline.
         steps: how many are measured.
         stop_after: ends the script then, such as `60s`; default when it ends.
         trace: a file for the Chrome trace of a few steps.
@@ -74,9 +76,14 @@ def profile(
             return inspected_script(
                 Path(task), arguments, steps=steps, stop_after_s=limit_s, trace=trace, progress=moved
             )
-        loaded = Loaded(task, None, {})
-        found = inspected(loaded, plan or Plan(), steps=steps, trace=trace, progress=moved)
-        return tried(loaded, found, plan or Plan(), time_limit=time_limit, progress=moved) if try_remedies else found
+        loaded, chosen = Loaded(task, None, {}), planned(task, Wanted.of(plan))
+        found = inspected(loaded, chosen, steps=steps, trace=trace, progress=moved)
+        return tried(loaded, found, chosen, time_limit=time_limit, progress=moved) if try_remedies else found
+
+
+def planned(task: Task, wanted: Wanted) -> Plan:
+    """The plan that was asked for; of `auto` its first choice."""
+    return consider(task, wanted.plan).choices[0].plan if wanted.auto else wanted.plan
 
 
 def refuse_for_script(*, plan: bool, try_remedies: bool) -> None:
@@ -119,17 +126,15 @@ def inspected(
     """Profiles a loaded Task; see `profile`."""
     task = overridden(loaded.task, overrides)
     plan = placed(plan)
-    if plan.engine != "eager":
-        raise PlanError(
-            f"a profile with engine={plan.engine}, which runs none of the operations of torch that are watched",
-            expected="engine=eager",
-            fix="for a network in array operations, Network.time_layers times each layer",
-        )
     progress("watching", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
     seen = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say)
     found = _diagnosed(seen, progress)
-    return found.model_copy(update={"remedies": [_settable(one, task, plan) for one in found.remedies]})
+    update = {
+        "remedies": [_settable(one, task, plan) for one in found.remedies],
+        "notes": [*found.notes, *([] if plan.engine == "eager" else [UNTRIED])],
+    }
+    return found.model_copy(update=update)
 
 
 def _diagnosed(seen: Profile, progress: Progress) -> Profile:
@@ -138,7 +143,7 @@ def _diagnosed(seen: Profile, progress: Progress) -> Profile:
     limits, notes = _limits(seen.device, progress)
     known = {
         "limits": limits,
-        "threads": _crowded(seen.threads),
+        "threads": _crowded(seen.threads) if seen.engine == "eager" else seen.threads,
         "machine": machine_name(),
         "versions": speed_versions() | seen.versions,
     }
@@ -183,6 +188,7 @@ def tried(
 ) -> Profile:
     """The profile with what its remedies really win: those that a plan can express are raced against `plan`."""
     base = placed(plan)
+    found = found.model_copy(update={"remedies": [*found.remedies, *_by_torch(base)]})
     plans = list(dict.fromkeys(base.with_axes(**one.axes) for one in found.remedies if one.axes))
     if not plans:
         return found.model_copy(update={"notes": [*found.notes, "none of the remedies is one that a plan can express"]})
@@ -190,11 +196,33 @@ def tried(
     # What is looked for is a better plan than this one: what races found before must not stand in for it.
     alone = replace(loaded, record=None)
     verdict = raced(alone, contest, overrides=overrides, prove=prove, say=say, progress=progress)
+    remedies = [_with_won(one, base, verdict) for one in found.remedies]
+    lost = [one for one in remedies if "engine" in one.axes and (one.won is None or one.won[1] <= 1)]
     update = {
-        "remedies": [_with_won(one, base, verdict) for one in found.remedies],
-        "notes": [*found.notes, *_failures(verdict), *verdict.notes],
+        "remedies": [one for one in remedies if one not in lost],
+        "notes": [
+            *(note for note in found.notes if note != UNTRIED),
+            *map(_lost, lost),
+            *_failures(verdict),
+            *verdict.notes,
+        ],
     }
     return found.model_copy(update=update)
+
+
+def _by_torch(base: Plan) -> list[Remedy]:
+    """For a step that is written out: whether PyTorch takes less time for it is only known from a race."""
+    if base.engine == "eager":
+        return []
+    what = "the step is written out in array operations"
+    return [Remedy(cause=what, where="", remedy="let PyTorch compute it", gain=0.0, axes={"engine": "eager"})]
+
+
+def _lost(remedy: Remedy) -> str:
+    if remedy.won is None:
+        return "whether PyTorch (engine=eager) takes less time for the step couldn't be raced"
+    ratio, low, high = remedy.won
+    return f"PyTorch (engine=eager) isn't faster here: {ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
 
 
 def _with_won(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
@@ -204,7 +232,9 @@ def _with_won(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
         return remedy
     proven = f"; its result is {timing.parity}: {timing.parity_reason}" if timing.parity else ""
     won = (timing.ratio, timing.ratio_low, timing.ratio_high)
-    return remedy.model_copy(update={"won": won, "evidence": f"{remedy.evidence}{proven}"})
+    gain = max(0.0, 1 - 1 / timing.ratio) if "engine" in remedy.axes else remedy.gain
+    evidence = f"{remedy.evidence}{proven}".removeprefix("; ")
+    return remedy.model_copy(update={"won": won, "gain": gain, "evidence": evidence})
 
 
 def _timing(plan: Plan, verdict: Verdict) -> Timing | None:

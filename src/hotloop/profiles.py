@@ -54,6 +54,7 @@ class ModuleTime(Record):
         calls: per step.
         forward_ms, backward_ms: with everything inside it; None where it couldn't be told.
         own_forward_ms, own_backward_ms: without the modules inside it.
+        update_ms: of its weights and of those inside it; None where the optimizer's update isn't told apart by module.
         share: of the step's time, forward and backward with everything inside it.
         flops, bytes: of forward and backward in a step, its own operators and those inside; None where unknown.
         limit_share: the time that this machine's measured limits allow for them, over the time taken; None if unknown.
@@ -67,6 +68,7 @@ class ModuleTime(Record):
     backward_ms: float | None
     own_forward_ms: float | None = None
     own_backward_ms: float | None = None
+    update_ms: float | None = None
     share: float
     flops: float | None = None
     bytes: float | None = None
@@ -278,6 +280,7 @@ class Profile(Record):
     Attributes:
         source: the Task's reference, or the script.
         plan: in brief; empty for a script.
+        engine: of the plan; a script's is PyTorch's, `eager`.
         device: that computes.
         steps: training steps watched; 0 where steps couldn't be told apart, and times are then of the whole watched part.
         step_where: the line that ends a step.
@@ -299,6 +302,7 @@ class Profile(Record):
     version: int = 1
     source: str
     plan: str = ""
+    engine: Literal["eager", "arrays"] = "eager"
     device: str = "cpu"
     steps: int
     step_where: str = ""

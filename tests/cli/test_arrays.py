@@ -58,6 +58,19 @@ def test_it_is_checked(hotloop: Hotloop) -> None:
     assert done.document["parity"] in ("bitwise", "fp32-equivalent")
 
 
+def test_its_layers_are_profiled(hotloop: Hotloop) -> None:
+    done = hotloop("profile", "task.py", "--set", "engine=arrays", "--steps", "8", *CPU, "--json")
+    assert done.code == 0, done.err
+    found = done.document
+    assert found["engine"] == "arrays" and found["bound"] in ("unknown", "overhead", "input")
+    assert {"forward", "backward", "update"} <= found["phases"].keys()
+    assert all(one["update_ms"] is not None and one["flops"] is None for one in found["modules"])
+    assert not any("engine" in one["axes"] for one in found["remedies"])
+    shown = hotloop("profile", "task.py", "--plan", "arrays", "--steps", "8", *CPU)
+    assert "(engine=arrays) on cpu" in shown.err and "only a race says" in shown.err
+    assert "Nothing was found" not in shown.err and "FLOPs" not in shown.err
+
+
 def test_what_it_cannot_write_out_is_one_line_and_no_run(hotloop: Hotloop) -> None:
     done = hotloop("train", "task.py:odd", "--plan", "arrays", "--run", "run", *CPU)
     assert done.code == 1

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hotloop
 from hotloop import explaining
-from hotloop.explaining import explain
+from hotloop.explaining import explain, written
 from hotloop.explaining.terms import Call, Worked
 from hotloop.explanations import Explanation, Layer
 
@@ -373,3 +373,21 @@ def test_explaining_leaves_no_trace() -> None:
 def test_a_loss_without_a_gradient_is_an_error_of_one_line() -> None:
     with pytest.raises(hotloop.HotloopError, match="gradient"):
         explain(task_of(lambda: nn.Linear(4, 4), torch.randn(5, 4), lambda out, y: out.detach().sum()))
+
+
+def test_layers_that_hotloop_arrays_has_are_given_as_written_out_there() -> None:
+    model = lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3), nn.PReLU())  # noqa: E731
+    found = explain(task_of(model, torch.randn(2, 2, 4, 4), nn.CrossEntropyLoss(), torch.tensor([0, 2])))
+    assert list(found.written) == ["Conv", "Tanh", "Dense", "CrossEntropy"]
+    conv = found.written["Conv"].splitlines()
+    assert conv[0].startswith("forward   P  = U X") and conv[2].startswith("backward  dW = ") and len(conv) == 5
+    assert found.written["Tanh"] == "f = tanh x; f' = 1 - y²."
+    every = explained(lambda: nn.LSTM(4, 3, batch_first=True), torch.randn(2, 5, 4)).written
+    assert list(every) == ["Dense", "LSTM"]
+
+
+def test_each_layer_of_hotloop_arrays_has_matrices_to_show() -> None:
+    assert written._OF_OPERATIONS.keys() <= explaining.FORMULAS.keys()
+    for layer in set(written._OF_OPERATIONS.values()):
+        text = written.matrices(layer)
+        assert text.startswith(("forward ", "f = ")) and ("backward " in text or "f' = " in text), layer

@@ -143,11 +143,6 @@ def test_a_script_has_no_plan(asked: dict[str, Any]) -> None:
         hotloop.profile("train.py", progress=False, **asked)
 
 
-def test_what_runs_no_operations_of_torch_is_not_profiled_as_if_it_did() -> None:
-    with pytest.raises(PlanError, match=r"engine=arrays.*time_layers"):
-        hotloop.profile(task(model=lambda: nn.Sequential(nn.Linear(4, 3))), plan=Plan(engine="arrays"), progress=False)
-
-
 def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
     monkeypatch.setattr(inspecting, "crowding", lambda threads, cores: 4.0)
     watched_as(monkeypatch, seen(threads=Threads(torch=16, cores=2, busy=1.0, others=0.0), optimizers=[]))

@@ -267,6 +267,22 @@ def _residual(x: Tensor, w: Weights, s: dict[str, Any]) -> Tensor:
     return x + torch.tanh(torch.sigmoid(x))
 
 
+def _graph_of_three() -> dict[str, Any]:
+    """What comes in is used three times, and one result twice."""
+    return {
+        "nodes": {
+            "a": (arrays.Sigmoid(), "x"),
+            "b": (arrays.Tanh(), "a", "x"),
+            "c": (arrays.Identity(), "a", "b", "x"),
+        }
+    }
+
+
+def _of_three(x: Tensor, w: Weights, s: dict[str, Any]) -> Tensor:
+    a = torch.sigmoid(x)
+    return a + torch.tanh(a + x) + x
+
+
 _SEQUENCE = st.integers(1, 3)
 _LAST = st.booleans()
 
@@ -311,6 +327,25 @@ CASES = {
         arrays.LSTM, _recurrent(torch.nn.LSTM), _units(last=_LAST), lambda draw, s: (draw(_SEQUENCE), draw(_SEQUENCE))
     ),
     "Residual": Case(arrays.Residual, _residual, st.builds(lambda: {"layers": [arrays.Sigmoid(), arrays.Tanh()]})),
+    "Graph": Case(arrays.Graph, _of_three, st.builds(_graph_of_three)),
+    "Reshape": Case(
+        arrays.Reshape,
+        lambda x, w, s: x.reshape(x.shape[0], *s["sizes"]),
+        st.fixed_dictionaries({"sizes": st.sampled_from([(2, -1), (-1,)])}),
+        lambda draw, s: (draw(_SEQUENCE), 2, draw(_SEQUENCE)),
+    ),
+    "Mean": Case(
+        arrays.Mean,
+        lambda x, w, s: x.mean(s["axes"]),
+        st.fixed_dictionaries({"axes": st.sampled_from([1, -1, (1, 3), (-2, -3)])}),
+        lambda draw, s: (draw(_SEQUENCE), draw(_SEQUENCE), 3),
+    ),
+    "At": Case(
+        arrays.At,
+        lambda x, w, s: x[:, s["step"]],
+        st.fixed_dictionaries({"step": st.integers(-2, 1)}),
+        lambda draw, s: (draw(st.integers(2, 4)), draw(_SEQUENCE)),
+    ),
     "Step": Case(arrays.Step, lambda x, w, s: torch.heaviside(x.detach(), torch.zeros(()).double())),
     "Identity": Case(arrays.Identity, lambda x, w, s: x * 1),
     "Sigmoid": Case(arrays.Sigmoid, _function("sigmoid")),

@@ -24,6 +24,13 @@ def equation(result: str, difference: float | None = 1e-16, agrees: bool | None 
     )
 
 
+def test_layers_are_shown_as_they_are_written_out() -> None:
+    given = dict(task="t", batch=["2x3"], parameters=1, layers=[], flops=0, bytes=0)
+    out = io.StringIO()
+    Console(file=out, width=100).print(page(Explanation(**given, written={"Dense": "forward   Y = X Wᵀ [b]"})))
+    assert "hotloop.arrays" in out.getvalue() and "forward   Y = X Wᵀ [b]" in out.getvalue()
+
+
 LINEAR = Layer(
     module="net.0",
     kind="Linear",

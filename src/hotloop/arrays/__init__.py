@@ -2,7 +2,8 @@
 follows the array API standard. It shares no code with autograd, and imports no torch.
 
 Read it in this order: `layer.py` (what a layer is, the chain rule), `layers.py` (dense and its kin), `activations.py`,
-`losses.py`, `optimizers.py`, `images.py` (convolution, pooling), `recurrent.py`, and `network.py`, which trains.
+`losses.py`, `optimizers.py`, `images.py` (convolution, pooling), `parts.py`, `recurrent.py`, `graph.py` (what is no chain),
+and `network.py`, which trains.
 docs/arrays.md tells the same with the matrices.
 """
 
@@ -19,12 +20,14 @@ from hotloop.arrays.activations import (
     Step,
     Tanh,
 )
+from hotloop.arrays.graph import Graph
 from hotloop.arrays.images import AveragePool, Conv, MaxPool
 from hotloop.arrays.layer import Chain, Layer, Residual
 from hotloop.arrays.layers import BatchNorm, Dense, Dropout, Embedding, Flatten, LayerNorm
 from hotloop.arrays.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
 from hotloop.arrays.network import LayerTime, Network
 from hotloop.arrays.optimizers import SGD, AdaDelta, AdaGrad, Adam, AdamW, Momentum, Nesterov, Optimizer, RMSProp
+from hotloop.arrays.parts import At, Mean, Reshape
 from hotloop.arrays.recurrent import LSTM, RNN
 from hotloop.arrays.watching import Epoch
 
@@ -38,6 +41,7 @@ __all__ = [
     "AdaGrad",
     "Adam",
     "AdamW",
+    "At",
     "AveragePool",
     "BatchNorm",
     "BinaryCrossEntropy",
@@ -49,6 +53,7 @@ __all__ = [
     "Embedding",
     "Epoch",
     "Flatten",
+    "Graph",
     "Identity",
     "Layer",
     "LayerNorm",
@@ -56,12 +61,14 @@ __all__ = [
     "LeakyReLU",
     "Loss",
     "MaxPool",
+    "Mean",
     "Momentum",
     "Nesterov",
     "Network",
     "Optimizer",
     "RMSProp",
     "ReLU",
+    "Reshape",
     "Residual",
     "SiLU",
     "Sigmoid",

@@ -68,7 +68,7 @@ class Unfit(Exception):
         self.layer: Layer | None = None
         self.shape: Shape = ()
 
-    def seen_at(self, place: int, layer: Layer, shape: Shape) -> None:
+    def seen_at(self, place: int | str, layer: Layer, shape: Shape) -> None:
         self.place = f"{place}.{self.place}" if self.place else str(place)
         if self.layer is None:
             self.layer, self.shape = layer, shape
@@ -82,7 +82,7 @@ class Chain(Layer):
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()
-        _check_layers(layers)
+        check_layers(layers)
         self.layers = list(layers)
 
     def shape(self, shape: Shape) -> Shape:
@@ -132,7 +132,12 @@ def check_whole(of: str, least: int, **values: Any) -> None:
             raise TaskError(f"{name}={value!r} of {of}", expected=f"a whole number of {least} or more")
 
 
-def _check_layers(given: Any) -> None:
+def check_layers(given: Any) -> None:
+    """Refuses what isn't a list of layers.
+
+    Raises:
+        TaskError: naming what stands there instead.
+    """
     if not isinstance(given, Sequence):
         raise TaskError(f"{kind(given)} in place of a list of layers", expected="a list", fix="write [Dense(100), ...]")
     for layer in given:
@@ -163,14 +168,14 @@ class Residual(Chain):
         return dy + super().backward(dy)
 
 
-def shape_after(layers: Chain, shape: Shape) -> Shape:
+def shape_after(layers: Layer, shape: Shape) -> Shape:
     """Shape of a sample that comes out of the layers.
 
     Raises:
         TaskError: a layer can't take what the one before it gives.
     """
     try:
-        return layers.shape(shape)
+        return tuple(layers.shape(shape))
     except Unfit as error:
         raise TaskError(
             f"layer {error.place}, {error.layer!r}, gets samples of shape {tuple(error.shape)}",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from array_api_compat import device
@@ -17,8 +17,12 @@ from hotloop.arrays.layers import Embedding
 from hotloop.arrays.losses import Loss, loss_of
 from hotloop.arrays.namespaces import Array, Maker, Shape, namespace, taken
 from hotloop.arrays.optimizers import Memory, Optimizer, optimizer_of
+from hotloop.arrays.returning import sequential
 from hotloop.arrays.watching import Epoch, watched
 from hotloop.errors import DataError, NonFiniteError, TaskError, kind
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -261,6 +265,23 @@ class Network:
             )
         for name, value in state.items():
             own[name][...] = value
+
+    def to_torch(self) -> nn.Module:
+        """The network as an `nn.Sequential` of the same layers with copies of the weights, set to evaluate.
+
+        A dense layer that gets more than vectors becomes two modules, `Flatten` and `Linear`; residual sums, graphs and
+        recurrent layers become modules that torch.fx makes. `hotloop.Task(model=net.to_torch, ...)` trains on from here.
+
+        Raises:
+            TaskError: the network has seen no batch yet, and so has no weights; or torch has nothing like a layer.
+        """
+        if self._sample is None:
+            raise TaskError(
+                "a network without weights, which come with the first batch",
+                expected="one that was trained, or has predicted",
+                fix="call fit or predict before",
+            )
+        return sequential(self.chain, tuple(self._sample.shape[1:])).eval()
 
     def _named(self) -> Iterator[tuple[str, Array]]:
         for place, layer in self.chain.leaves():

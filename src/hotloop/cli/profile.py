@@ -41,7 +41,7 @@ def profile(
     ] = None,
     plan: Annotated[
         str | None,
-        typer.Option(help="To run a Task with: auto, baseline or a TOML file.", show_default="baseline"),
+        typer.Option(help="To run a Task with: auto, baseline, arrays or a TOML file.", show_default="baseline"),
     ] = None,
     settings: Set = None,
     device: Device = None,
@@ -146,7 +146,6 @@ def _of_task(
     wanted = Wanted.of(given["plan"], on_top)  # a wrong plan shows at once
 
     from hotloop import inspecting
-    from hotloop.choosing import consider
     from hotloop.report.contest import watched
     from hotloop.task import overridden
     from hotloop.taskfile import load_task
@@ -156,9 +155,7 @@ def _of_task(
     with stdout_for(as_json), watched(console) as moved:
         loaded = load_task(file, parameters)
         common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
-        chosen = wanted.plan
-        if wanted.auto:
-            chosen = consider(overridden(loaded.task, overrides), wanted.plan).choices[0].plan
+        chosen = inspecting.planned(overridden(loaded.task, overrides), wanted)
         found = inspecting.inspected(loaded, chosen, trace=trace, **options, **common)
         if given["try_remedies"]:
             found = inspecting.tried(loaded, found, chosen, time_limit=time_limit, **common)

@@ -41,6 +41,9 @@ GENERAL: tuple[Detector, ...] = (
 )
 """For what none of the others names: they only say where the time goes, so a place that is named already is left out."""
 
+OF_ARRAYS: tuple[Detector, ...] = (feeding.waiting, batches.too_small)
+"""For a step written out in array operations: the others look at what torch's operations do, or advise its own ways."""
+
 _MOST_NOTES = 5
 
 
@@ -65,10 +68,12 @@ def diagnose(profile: Profile) -> Profile:
 
 def remedies(step: Step) -> list[Remedy]:
     """What would help, most winning first; without a plan, as scripts are, none has axes of it."""
-    specific = _worth(chain.from_iterable(detect(step) for detect in SPECIFIC))
+    arrays = step.profile.engine == "arrays"
+    specific = _worth(chain.from_iterable(detect(step) for detect in (OF_ARRAYS if arrays else SPECIFIC)))
     named = {remedy.where for remedy in specific if not remedy.note}
-    general = [one for one in _worth(chain.from_iterable(detect(step) for detect in GENERAL)) if one.where not in named]
-    found = sorted((*specific, *general), key=lambda remedy: (remedy.note, -remedy.gain))
+    found = _worth(chain.from_iterable(detect(step) for detect in (() if arrays else GENERAL)))
+    general = [one for one in found if one.where not in named]
+    found = sorted([*specific, *general], key=lambda remedy: (remedy.note, -remedy.gain))
     notes = [remedy for remedy in found if remedy.note]
     kept = [remedy for remedy in found if not remedy.note] + notes[:_MOST_NOTES]
     return kept if step.profile.plan else [remedy.model_copy(update={"axes": {}}) for remedy in kept]

@@ -42,12 +42,32 @@ def bound_of(step: Step) -> tuple[Bound, list[str]]:
     """What bounds the step, and the sentences that say so."""
     found = times(step)
     ordered = sorted(found, key=lambda name: -found[name])
+    if step.profile.engine == "arrays":
+        return _bound_of_arrays(step, found)
     first = ordered[0]
     shares = [f"{name} {percent(step.share(found[name]))}" for name in ordered if step.share(found[name]) >= 0.01]
     evidence = [f"Of a step of {step.ms:.3g} ms: {', '.join(shares)}."] if shares else []
     if step.share(found[first]) < _LEAST:
         return "unknown", [*evidence, "Nothing that was measured takes a fifth of it."]
     return first, [*evidence, *_detail(step, first, found[first]), *_limit(step)]
+
+
+def _bound_of_arrays(step: Step, found: dict[Bound, float]) -> tuple[Bound, list[str]]:
+    """Where layers are timed and no operation is seen: what takes more than all of them, or that it isn't known."""
+    layers = step.phase(*COMPUTING)
+    parts = {"array operations": layers, **{str(name): ms for name, ms in found.items() if step.share(ms) >= 0.001}}
+    shares = [f"{name} {percent(step.share(parts[name]))}" for name in sorted(parts, key=lambda name: -parts[name])]
+    evidence = [f"Of a step of {step.ms:.3g} ms: {', '.join(shares)}."]
+    first = max(found, key=lambda name: found[name])
+    if found[first] > layers:
+        return first, [*evidence, *(_detail(step, first, found[first]) if first == "input" else [])]
+    own = {one.name: (one.own_forward_ms or 0.0) + (one.own_backward_ms or 0.0) for one in step.profile.modules}
+    if own:
+        most = max(own, key=lambda name: own[name])
+        name = most or "functions of the model's own forward"
+        evidence.append(f"Most of it is {name}: {percent(step.share(own[most]))} of the step.")
+    unseen = "Whether these wait for arithmetic, for memory or for calls isn't told: nothing looks inside."
+    return "unknown", [*evidence, unseen]
 
 
 def _detail(step: Step, bound: Bound, ms: float) -> list[str]:

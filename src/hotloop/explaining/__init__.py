@@ -26,6 +26,7 @@ from hotloop.explaining import (
 from hotloop.explaining.checking import check_call, layer_of
 from hotloop.explaining.recording import Recorded, Recorder, Unseen
 from hotloop.explaining.terms import Formula
+from hotloop.explaining.written import written_out
 from hotloop.explanations import Explanation, Layer, Matrix
 from hotloop.lowering.ingredients import built_model
 from hotloop.rng import Streams, preserved
@@ -99,6 +100,7 @@ def _explained(task: Task, batch: Any, model: nn.Module, recorder: Recorder) -> 
         bytes=sum(one.bytes for _, one in equations),
         gradients=(len(trained) - len(unlike), len(trained)),
         unexplained=unlike,
+        written=written_out(layers),
         **_furthest(layers),
     )
 

@@ -6,6 +6,8 @@ the eager step's: random streams, clipping, schedule, average, sums. So is the S
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from hotloop.arrays import Dropout, Embedding
 from hotloop.arrays.layer import shape_after
-from hotloop.arrays.optimizers import Memory
+from hotloop.arrays.optimizers import Memory, Optimizer
 from hotloop.errors import DataError, PlanError, kind
 from hotloop.lowering.conversion import converted, counts_steps, loss_of, namespace_of, rule_of, shared
 from hotloop.lowering.ingredients import Ingredients
@@ -24,6 +26,9 @@ from hotloop.task import Computed
 
 class ArraysStep(EagerStep):
     """One training step, in array operations.
+
+    Attributes:
+        network: the model's layers.
 
     Raises:
         PlanError: the Task has something that isn't known how to write out; the message names it.
@@ -38,15 +43,16 @@ class ArraysStep(EagerStep):
                 fix="use engine=eager",
             )
         self._xp = namespace_of(parts.device)
-        self._network = converted(parts.model, self._xp)
+        self.network = converted(parts.model, self._xp)
         self._loss = loss_of(parts.task.loss)
         for group in self.optimizer.param_groups:
             rule_of(self.optimizer, group)
-        layers = [layer for _, layer in self._network.chain.leaves()]
+        layers = [call.layer for call in self.network.calls]
         for layer in layers:
             if isinstance(layer, Dropout):
                 layer.draw = self._kept
-        self._embedding = layers[0] if isinstance(layers[0], Embedding) else None
+        self._embeddings = [layer for layer in layers if isinstance(layer, Embedding)]
+        self._gradients: dict[Tensor, Any] = {}
         # torch's schedulers warn where the optimizer's own `step` wasn't called before theirs.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._memory: dict[Tensor, Memory] = {}
@@ -69,37 +75,42 @@ class ArraysStep(EagerStep):
         self._clear_gradients()
         with np.errstate(all="ignore"):  # torch doesn't warn of infinity either: the loop looks for it
             loss = self._forward_and_backward(*self._arrays(batch))
-        for parameter, layer, name in self._network.owned:
-            parameter.grad = torch.as_tensor(layer.gradients[name])
+        for parameter, users in self.network.owned:
+            self._gradients[parameter] = reduce(add, [layer.gradients[name] for layer, name in users])
+            parameter.grad = torch.as_tensor(self._gradients[parameter])
         self._clip_unscaled()
         return Computed(torch.as_tensor(loss), None, {})
 
     def _forward_and_backward(self, inputs: Any, target: Any) -> Any:
-        chain = self._network.chain
-        output = chain.forward(inputs, training=True)
-        self._loss.check(target, output.shape[1:], "the target")
-        loss = self._loss.forward(output, target)
-        chain.backward(self._loss.backward())
+        output = self.network.graph.forward(inputs, training=True)
+        loss, dy = self._compared(output, target)
+        self.network.graph.backward(dy)
         return loss
+
+    def _compared(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """The loss, and its derivative with respect to the output."""
+        self._loss.check(target, output.shape[1:], "the target")
+        return self._loss.forward(output, target), self._loss.backward()
 
     def _update(self) -> None:
         if not self._written_out:
             super()._update()
             return
-        places = {id(parameter): (layer, name) for parameter, layer, name in self._network.owned}
+        weights = {parameter: users[0][0].weights[users[0][1]] for parameter, users in self.network.owned}
         counting = counts_steps(self.optimizer)
         for group in self.optimizer.param_groups:
             rule = rule_of(self.optimizer, group)
             for parameter in group["params"]:
-                if id(parameter) not in places:  # frozen
-                    continue
-                layer, name = places[id(parameter)]
-                state = self._state(parameter, rule.remembers, counting)
-                if counting:
-                    state["step"] += 1
-                step = int(state["step"]) if counting else 0
-                with np.errstate(all="ignore"):
-                    rule.update(layer.weights[name], layer.gradients[name], self._memory[parameter], step)
+                if parameter in weights:  # the others are frozen
+                    self._update_by(rule, parameter, weights[parameter], counting)
+
+    def _update_by(self, rule: Optimizer, parameter: Tensor, weight: Any, counting: bool) -> None:
+        state = self._state(parameter, rule.remembers, counting)
+        if counting:
+            state["step"] += 1
+        step = int(state["step"]) if counting else 0
+        with np.errstate(all="ignore"):
+            rule.update(weight, self._gradients[parameter], self._memory[parameter], step)
 
     def _state(self, parameter: Tensor, names: tuple[str, ...], counting: bool) -> dict[str, Any]:
         """The optimizer's own state of a parameter, as its first step makes it; the arrays' memory is the same memory."""
@@ -135,20 +146,20 @@ class ArraysStep(EagerStep):
         inputs, target = batch
         if (inputs.shape[1:], inputs.dtype) != self._known_inputs:
             self._check_inputs(inputs)
-        if self._embedding is not None:
-            self._embedding.check(shared(inputs, self._xp), "the batch")
+        for embedding in self._embeddings:
+            embedding.check(shared(inputs, self._xp), "the batch")
         target = target.to(self._dtype) if target.is_floating_point() else target
         return shared(inputs, self._xp), shared(target, self._xp)
 
     def _check_inputs(self, inputs: Tensor) -> None:
-        embeds = self._embedding is not None
+        embeds = bool(self._embeddings)
         if inputs.is_floating_point() == embeds or (not embeds and inputs.dtype != self._dtype):
             raise DataError(
                 f"the inputs have dtype {_short(inputs.dtype)}",
                 expected="whole numbers, for the embedding" if embeds else f"{_short(self._dtype)}, as the model has",
                 fix="turn them into that, in the data or in the Task's prepare",
             )
-        shape_after(self._network.chain, tuple(inputs.shape[1:]))
+        shape_after(self.network.graph, tuple(inputs.shape[1:]))
         self._known_inputs = (inputs.shape[1:], inputs.dtype)
 
 

@@ -18,8 +18,8 @@ from hotloop.profiling.unseen import unseen
 INTERVAL_S = 0.001
 _MOST = 10_000
 """Different lines at most."""
-_OF_TORCH = ("torch", "numpy", "contextlib")
-"""What a step of torch's goes through."""
+_OF_STEPS = ("torch", "numpy", "contextlib", "array_api_compat", "cupy", "random")
+"""What a step that hotloop writes goes through."""
 
 _SHOWN = 500
 """Lines that are given at most, those that take longest."""
@@ -146,7 +146,7 @@ class StackSampler:
                 break
             elif (library := library_of(frame)) != "hotloop":
                 called = library
-                instead = instead if instead is not None or library in _OF_TORCH else frame
+                instead = instead if instead is not None or library in _OF_STEPS else frame
             frame = frame.f_back
         if not found:
             yield innermost.f_code, innermost.f_lineno, library_of(innermost)

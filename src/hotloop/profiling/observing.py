@@ -19,17 +19,19 @@ from hotloop.profiling.tree import tree
 from hotloop.profiling.watcher import Watch
 
 
-def observers(watch: Watch, trace: str | None) -> list[Observer]:
+def observers(watch: Watch, trace: str | Path | None) -> list[Observer]:
     """What watches modules, operators and lines, for one watch.
 
     Args:
         trace: file for the Chrome trace of the traced steps.
     """
     inside = _Inside(watch, None if trace is None else Path(trace))
-    return [_Lines(watch), inside.modules, inside]
+    return [Lines(watch), inside.modules, inside]
 
 
-class _Lines:
+class Lines:
+    """The lines of the user's own that are on the stack."""
+
     kinds: Sequence[Kind] = ("sampled",)
 
     def __init__(self, watch: Watch) -> None:

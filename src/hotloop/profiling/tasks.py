@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from hotloop.data.feed import Feed, Treatment
+from hotloop.errors import PlanError
 from hotloop.lowering import Program, lower
 from hotloop.lowering.compiled import CompiledStep
+from hotloop.lowering.handwritten import ArraysStep
 from hotloop.lowering.telling import Say
 from hotloop.measuring.runner import Runner
 from hotloop.plan import BASELINE, Plan
-from hotloop.profiles import Profile
+from hotloop.profiles import Phase, Profile
 from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.compose import profile_of
+from hotloop.profiling.course import Observer
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.hooks import around
 from hotloop.profiling.labels import Labels
-from hotloop.profiling.observing import observers
+from hotloop.profiling.layers import LayerClock
+from hotloop.profiling.observing import Lines, observers
 from hotloop.profiling.patches import Patches
 from hotloop.profiling.phases import Timeline, clock_for
 from hotloop.profiling.schedule import DEFAULT_STEPS
@@ -51,7 +55,14 @@ def profile_task(
 
     Raises:
         HotloopError: the Task can't be run under the plan.
+        PlanError: a trace under a plan that runs nothing that torch's profiler sees.
     """
+    if trace is not None and plan.engine == "arrays":
+        raise PlanError(
+            "a trace under engine=arrays, which runs none of the operations that torch's profiler sees",
+            expected="engine=eager",
+            fix="leave out the trace",
+        )
     with _noted(plan) as compilations:
         program = lower(task, plan, say)
         try:
@@ -93,11 +104,12 @@ def _profile(
     runner: Runner, program: Program, compilations: Compilations, steps: int, trace: Path | None, source: str
 ) -> Profile:
     began = time.monotonic()
+    step = program._step
     watch = Watch(
         steps,
         Sites(),
         lambda facts: None,
-        lambda watch: observers(watch, None if trace is None else str(trace)),
+        lambda watch: _of_layers(watch, step) if isinstance(step, ArraysStep) else observers(watch, trace),
         found=False,
         compilations=compilations,
     )
@@ -112,8 +124,14 @@ def _profile(
         watch.remove()
         runner.put_back()
     facts = _told(watch.facts, program, known=compilations.model is not None)
-    profile = profile_of(facts, source, plan=program.parts.plan.brief())
-    return profile.model_copy(update={"seconds": time.monotonic() - began})
+    plan = program.parts.plan
+    profile = profile_of(facts, source, plan=plan.brief())
+    return profile.model_copy(update={"seconds": time.monotonic() - began, "engine": plan.engine})
+
+
+def _of_layers(watch: Watch, step: ArraysStep) -> list[Observer]:
+    """Without operators: none of torch's are called."""
+    return [Lines(watch), LayerClock(watch, step)]
 
 
 def _run(runner: Runner, watch: Watch) -> None:
@@ -130,6 +148,10 @@ def _told(facts: Facts, program: Program, *, known: bool) -> Facts:
         if known:
             inside = "is split by its kernels, and these by their arithmetic"
         facts.notes.append(f"the step runs as one compiled program, whose inside {inside}")
+    if isinstance(program._step, ArraysStep):
+        facts.notes.append(
+            "layers are written out in array operations: each is timed, and nothing looks inside of them"
+        )
     return facts
 
 
@@ -142,6 +164,8 @@ def _within(program: Program, watch: Watch) -> Iterator[None]:
     for name in ("_runner", "_replay"):
         if callable(getattr(program._step, name, None)):
             patches.put(program._step, name, _in(watch, "unattributed"))
+    if isinstance(program._step, ArraysStep):
+        _tell_of_arrays(watch, program._step, patches)
     try:
         yield
     finally:
@@ -149,7 +173,28 @@ def _within(program: Program, watch: Watch) -> Iterator[None]:
         program.feed = feed
 
 
-def _in(watch: Watch, phase: Any) -> Callable[[Any], Any]:
+_PHASES: dict[str, Phase] = {
+    "_clear_gradients": "update",
+    "_arrays": "batch",
+    "_compared": "loss",
+    "_clip_unscaled": "update",
+    "_update": "update",
+    "step_schedule": "update",
+    "update_average": "update",
+}
+"""Of the methods of a step that is written out."""
+
+
+def _tell_of_arrays(watch: Watch, step: ArraysStep, patches: Patches) -> None:
+    for name, phase in _PHASES.items():
+        patches.put(step, name, _in(watch, phase))
+    patches.put(step.network.graph, "forward", _in(watch, "forward"))
+    patches.put(step.network.graph, "backward", _in(watch, "backward"))
+    computing = around(watch.mine, lambda args, kwargs: watch.step_computes(args[0]), lambda *ended: None)
+    patches.put(step, "_arrays", computing)
+
+
+def _in(watch: Watch, phase: Phase) -> Callable[[Any], Any]:
     timeline = watch.timeline
     return around(
         watch.mine,

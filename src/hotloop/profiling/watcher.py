@@ -369,6 +369,16 @@ class Watch(Listener):
         if not self.facts.batch and self.timeline.on:
             self._note_batch(args, kwargs)
 
+    @_safe
+    def step_computes(self, batch: Any) -> None:
+        """A step that asks nothing of torch begins to compute; its parts are told to the timeline by those who know."""
+        self._trains()
+        self._called_modules = True
+        self.facts.trained += 1
+        if not self.facts.batch and self.timeline.on:
+            inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
+            self._note_batch((None, inputs), {})
+
     def _note_batch(self, args: tuple, kwargs: dict) -> None:
         inputs = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
         self.facts.batch = ["x".join(map(str, value.shape)) for value in inputs]

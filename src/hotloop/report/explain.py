@@ -25,7 +25,18 @@ def page(explanation: Explanation) -> RenderableType:
         style="dim",
     )
     blocks = [part for _, layers in groupby(explanation.layers, _call) for part in _block(list(layers))]
-    return Group(top, legend, Text(), *blocks, *(Text(line) for line in summary(explanation)))
+    return Group(top, legend, Text(), *blocks, *_written(explanation), *(Text(line) for line in summary(explanation)))
+
+
+def _written(explanation: Explanation) -> Iterator[RenderableType]:
+    """The same layers as they can be read, and run, in NumPy."""
+    if not explanation.written:
+        return
+    yield Text("What hotloop.arrays has for these, to be read and run (docs/arrays.md):", style="bold")
+    for name, text in explanation.written.items():
+        yield _indented(name)
+        yield Padding(Text(text), (0, 0, 0, 4))
+    yield Text()
 
 
 def _call(layer: Layer) -> tuple[str, int]:

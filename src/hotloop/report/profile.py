@@ -126,12 +126,14 @@ def modules(profile: Profile) -> Table:
     """The tree by name; modules that take next to nothing are counted together."""
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     shown.add_column("module", ratio=1, no_wrap=True, overflow="ellipsis")
-    for name in ("forward", "backward", "share", "FLOPs", "bytes", "of limit"):
+    updates = any(one.update_ms is not None for one in profile.modules)
+    for name in ("forward", "backward", *(["update", "share"] if updates else ["share", "FLOPs", "bytes", "of limit"])):
         shown.add_column(name, justify="right", no_wrap=True)
     kept = worth_a_row(profile.modules)
     for one in kept:
-        numbers = (time(one.forward_ms), time(one.backward_ms), percent(one.share), flops(one.flops), size(one.bytes))
-        cells = (_label(one, profile.modules), *numbers, percent(one.limit_share))
+        counted = [percent(one.share), flops(one.flops), size(one.bytes), percent(one.limit_share)]
+        more = [time(one.update_ms), percent(one.share)] if updates else counted
+        cells = (_label(one, profile.modules), time(one.forward_ms), time(one.backward_ms), *more)
         shown.add_row(*(Text(cell) for cell in cells))
     left = len(profile.modules) - len(kept)
     if left:
@@ -249,7 +251,7 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
     for number, one in enumerate(counted[:_REMEDIES], start=1):
         yield Text(f"{number}. {one.cause}: up to {percent(one.gain)} of the step")
         yield from (_indented(text, 3) for text in _details(one))
-    if not counted and profile.step_ms is not None:
+    if not counted and profile.step_ms is not None and profile.engine == "eager":
         yield Text("Nothing was found that would win more than a few percent.")
     for one in (one for one in profile.remedies if one.note):
         yield Text(f"Costs little here: {one.cause}, {_at(one.where)} ({percent(one.gain)} of the step).")
