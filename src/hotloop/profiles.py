@@ -45,7 +45,7 @@ Bound = Literal[
 
 
 class ModuleTime(Record):
-    """A module of the network in one step; times are medians over the steps measured.
+    """A module of the network in one step; times are means of the middle half of the steps measured.
 
     Attributes:
         name: by which its model knows it; empty for the model itself. With several models, the model's name stands

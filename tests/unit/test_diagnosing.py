@@ -421,6 +421,26 @@ def test_a_place_that_is_named_is_not_named_again_in_general() -> None:
     assert [one.where for one in remedies(profile)].count("net.py:7") == 1
 
 
+def test_looking_at_tensors_from_many_sides_is_no_loop() -> None:
+    views = [operator(name, 0.01, 10, where="net.py:7", flops=0.0, bytes=0.0) for name in ("view", "transpose")]
+    assert not [one for one in remedies(seen(operators=views)) if "loop" in one.cause]
+    assert [one for one in remedies(seen(operators=loop(30, 0.02))) if "loop" in one.cause]
+
+
+def test_making_samples_one_by_one_is_said_of_the_loader_alone() -> None:
+    found = remedies(seen({"data": 3.0}, loaders=[loader()], operators=loop(64, 0.015, phase="data")))
+    assert found[0].cause.startswith(("slow samples", "per-sample loading"))
+    assert not [one for one in found if "Python loop" in one.cause]
+
+
+def test_a_loop_that_waits_is_told_from_one_that_works() -> None:
+    lines = [line("python", 2.0)]
+    assert first(seen({"python": 2.0}, lines=lines)).cause.startswith("plain Python")
+    found = first(seen({"unattributed": 2.0}, lines=lines))
+    assert found.cause.startswith("the loop waits") and found.where == "train.py:20"
+    assert found.gain == pytest.approx(0.2)
+
+
 def test_samples_that_take_long_take_as_long_in_a_larger_batch() -> None:
     def gain(sample_ms: float) -> float:
         loaders = [loader(workers=0, batch_size=16, sample_ms=sample_ms)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hotloop.diagnosing.step import COMPUTING, Step, grouped
+from hotloop.diagnosing.step import COMPUTING, DEDUCED, Step, grouped
 from hotloop.profiles import LineTime, Phase, Remedy
 
 _ASIDE: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
@@ -81,10 +81,20 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
             "waiting for the device at each step",
             "read numbers every hundred steps; leave out synchronize() and empty_cache()",
         )
+    if hottest.phase in DEDUCED and step.phase("unattributed") > step.phase(hottest.phase):
+        return (
+            f"the loop waits: the thread doesn't run in {_called(hottest)}",
+            "do what it waits for less often, outside of the loop, or in another thread or process",
+        )
     if library in _ARRAYS:
         return (
             f"a tensor moved back and forth: {library} works on it in the loop",
             "write it with torch's operations, so that it stays where it is; or do it once before the loop",
+        )
+    if hottest.function.endswith(".forward"):
+        return (
+            f"work of the network's own, called past its modules: {_called(hottest)}",
+            "call modules, not their forward; and leave out work on tensors that isn't needed in each step",
         )
     if library == "torch" or (not library and step.worked_at(hottest.where, hottest.phase) > 0.5 * hottest.own_ms):
         return (

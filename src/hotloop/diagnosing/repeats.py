@@ -16,7 +16,8 @@ _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 def loops(step: Step) -> Iterator[Remedy]:
     """Lines that a Python loop goes over: time steps, samples, columns, heads."""
     loaders = {use.where for use in step.profile.loaders}
-    for where, ones in step.spots.items():
+    for where, there in step.spots.items():
+        ones = [one for one in there if one.phase != "data"]  # samples that a loader makes one by one are said of it
         rounds = _rounds(ones)
         if not where or where in loaders or rounds < _LOOP:
             continue
@@ -37,8 +38,12 @@ def loops(step: Step) -> Iterator[Remedy]:
 
 
 def _rounds(ones: Sequence[OperatorTime]) -> float:
-    """How often a line is gone through in a step: as often as the rarest of the operations that it repeats for a module."""
-    first = [one for one in ones if one.phase in ("forward", "loss", "batch", "python")] or list(ones)
+    """How often a line is gone through in a step: as often as the rarest of the operations that it repeats for a module.
+
+    Views don't count: a single call of a library's layer, such as attention, looks at its tensors from many sides.
+    """
+    working = [one for one in ones if one.bytes or one.flops or one.bytes is None]
+    first = [one for one in working if one.phase in ("forward", "loss", "batch", "python")] or working
     if any(one.phase == "update" for one in first):
         return 0.0
     counts = [sum(one.calls for one in same) for same in grouped(first, _same).values()]

@@ -19,6 +19,9 @@ COUNTS = 0.05
 COMPUTING: tuple[Phase, ...] = ("forward", "loss", "backward", "update")
 """Phases that are made of operators."""
 
+DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
+"""Phases that a step is in where nothing else is seen; while the thread doesn't run in them, time is unattributed."""
+
 _AROUND = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 _SMALL = {"cpu": 10.0, "accelerator": 2.0}
@@ -102,10 +105,20 @@ class Step:
         found = []
         for phase in phases:
             lines = [line for line in self.profile.lines if line.phase == phase]
-            sampled = sum(line.own_ms for line in lines)
-            scale = self.phase(phase) / sampled if sampled else 0.0
+            sampled = self._sampled(phase)
+            scale = (self.phase(phase) + self._waited(phase)) / sampled if sampled else 0.0
             found += [line.model_copy(update={"ms": scale * line.ms, "own_ms": scale * line.own_ms}) for line in lines]
         return found
+
+    def _sampled(self, *phases: Phase) -> float:
+        return sum(line.own_ms for line in self.profile.lines if line.phase in phases)
+
+    def _waited(self, phase: Phase) -> float:
+        """Milliseconds in which the thread didn't run in lines of a phase that is deduced: unattributed in the phases."""
+        sampled = self._sampled(*DEDUCED)
+        if phase not in DEDUCED or not sampled or self._sampled("unattributed"):
+            return 0.0
+        return self.phase("unattributed") * self._sampled(phase) / sampled
 
     def worked_at(self, where: str, phase: Phase) -> float:
         """Milliseconds of the operators that a line calls in a phase."""

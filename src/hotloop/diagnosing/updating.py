@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from hotloop.diagnosing.step import Step, percent
+from hotloop.diagnosing.step import Step, heaviest, percent
 from hotloop.profiles import OptimizerUse, Remedy
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
@@ -42,7 +42,9 @@ def _by_hand(step: Step, use: OptimizerUse) -> Remedy:
         step,
         use,
         cause="an update by hand, in a loop over parameters",
-        where=lines[0].where if lines else use.where,
+        where=lines[0].where
+        if lines
+        else heaviest(step.operators(lambda one: one.phase == "update"), step) or use.where,
         remedy="torch.optim with fused=True, or torch._foreach_ operations over the list of parameters",
     )
 

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
-from scipy.stats import trim_mean
-
 from hotloop.measuring.statistics import ratio_of
 from hotloop.profiles import (
     Apart,
@@ -23,12 +21,13 @@ from hotloop.profiles import (
     Threads,
 )
 from hotloop.profiling.facts import Facts, StepFact
+from hotloop.profiling.middle import middle_mean
 from hotloop.profiling.refining import refined
+from hotloop.profiling.turning import turned
 
 _SEVERAL = 3.0
 """A step that takes so many times the median was held up by something that isn't of every step."""
 
-_CUT = 0.25
 _FEW = 8
 _CONFIDENCE = 0.95
 
@@ -40,7 +39,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
     clean, instrumented = (_regular(measured, kind, usual) for kind in ("clean", "instrumented"))
     step_ms = median(step.ms for step in clean or instrumented) if measured else None
     lines = [LineTime.model_validate(one) for one in facts.lines]
-    phases = refined(_phases(instrumented, step_ms), lines, "" if facts.by_hand else facts.anchor)
+    phases = refined(turned(_phases(instrumented, step_ms), facts.turned), lines)
     if not measured:
         phases = next((step.phases for step in facts.steps if step.kind == "whole"), {})
     scale = step_ms / median(step.ms for step in instrumented) if instrumented and step_ms else 1.0
@@ -89,15 +88,11 @@ def _regular(steps: Sequence[StepFact], kind: str, usual: set[str]) -> list[Step
 
 
 def _phases(steps: Sequence[StepFact], step_ms: float | None) -> dict[Phase, float]:
-    """Milliseconds in each phase, scaled so that they add up to a clean step.
-
-    The mean of the middle half of the steps is taken: like a median it isn't moved by steps that were held up, and unlike
-    it sees what is done in every second step.
-    """
+    """Milliseconds in each phase, scaled so that they add up to a clean step."""
     if not steps or not step_ms:
         return {}
     names = dict.fromkeys(name for step in steps for name in step.phases)
-    means = {name: float(trim_mean([step.phases.get(name, 0.0) for step in steps], _CUT)) for name in names}
+    means = {name: middle_mean([step.phases.get(name, 0.0) for step in steps]) for name in names}
     total = sum(means.values())
     return {name: mean * step_ms / total for name, mean in means.items() if mean}
 
@@ -119,8 +114,11 @@ def _growth(what: str, steps: Sequence[StepFact]) -> float | None:
     """Bytes by which memory grew per step, where a graph is kept."""
     if what != "kept graph" or len(steps) < _FEW:
         return None
-    half = len(steps) // 2
-    earlier, later = (median(step.memory for step in part) for part in (steps[:half], steps[half:]))
+    held = [step.memory for step in steps if step.memory]
+    half = len(held) // 2
+    if not half:
+        return None
+    earlier, later = median(held[:half]), median(held[half:])
     return max(0.0, (later - earlier) / (len(steps) / 2))
 
 
@@ -174,7 +172,7 @@ def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
         return [f"steps couldn't be told apart: {seen}; {rest}"]
     notes = []
     if len(measured) < 2 * _FEW:
-        notes.append(f"only {len(measured)} steps could be measured, so the times are rough")
+        notes.append(f"only {len(measured)} step{'s'[: len(measured) - 1]} could be measured, so the times are rough")
     if facts.by_hand:
         notes.append("no optimizer stepped: each backward counts as a step, and the update is what follows it")
     if facts.functional:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from hotloop.profiles import Phase
+from hotloop.profiling.early import early_steps
 from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.phases import HostClock, Timeline, durations
 from hotloop.profiling.schedule import CLOSE, Kind, order
@@ -87,13 +88,14 @@ class Course:
         timeline: of the step that is on.
         step: that is on; None between steps, and as long as none was found.
         over: whether there are enough.
+        mark_ms: what leaving a mark in the timeline takes.
     """
 
     def __init__(self, steps: int, stage: Stage, observers: Callable[[], list[Observer]], *, found: bool) -> None:
         self.facts = Facts(torch=True)
         self.timeline = Timeline(HostClock())
         self.step: StepFact | None = None
-        self.over = False
+        self.over, self.mark_ms = False, 0.0
         self.observers: list[Observer] = []
         self.cores = Cores()
         self._stage, self._observers_of = stage, observers
@@ -106,6 +108,8 @@ class Course:
         self._warm = self._strayed = self._steps_sought = 0
         self._whole_since = 0.0
         self._pending: list[tuple[StepFact, list[tuple[Any, Phase]]]] = []
+        self._first: Event | None = None
+        self._early: list[tuple[Event, StepFact]] = []
 
     def trains(self) -> None:
         """Something that trains is happening."""
@@ -122,6 +126,7 @@ class Course:
         if not self._found:
             return
         if self._anchor is None:
+            self._end_early(event)
             self._finder.saw(event)
             self._anchor = self._finder.anchor()
             if self._anchor is not None and ends_step(self._anchor, event):
@@ -129,11 +134,40 @@ class Course:
                 self._begin_measuring()
             else:
                 self._watch_whole()
+                self._begin_early()
         elif ends_step(self._anchor, event):
             self._strayed = 0
             self.boundary()
         else:
             self._stray(event)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether what is on is no whole step."""
+        return self.step is not None and self.step.kind == "early"
+
+    def _begin_early(self) -> None:
+        if self.step is None and self._anchor is None and not self.measured() and len(self._early) < _HOPELESS:
+            self._next_step("early")
+
+    def _end_early(self, event: Event) -> None:
+        """Keeps what happened up to an event, in case that the script ends before its step is known."""
+        if self.step is None or not self.is_early:
+            self._first = event if not self._early else self._first
+            return
+        self._early.append((event, self.step))
+        self._end_step()
+        self.facts.steps = []
+
+    def make_do(self) -> None:
+        """Without any step that was measured, those few are given that were seen before."""
+        if self.measured() or self._first is None or not self._early:
+            return
+        self.settle(wait=True)
+        found = early_steps(self._first, self._early)
+        if found is not None:
+            self.facts.anchor, self.facts.by_hand = found[0].where, found[0].what == "backward"
+            self.facts.steps = found[1]
 
     def _watch_whole(self) -> None:
         """Watches a while of training where no step is found for long."""
@@ -174,11 +208,13 @@ class Course:
             self._finder, self._anchor, self._strayed = Finder(), None, 0
             self.end_close_watch()
             self.step = None
+            self._stage.ready()
 
     def _begin_measuring(self) -> None:
         assert self._anchor is not None
         self.facts.anchor, self.facts.by_hand = self._anchor.where, self._anchor.what == "backward"
-        self.facts.steps, self._pending, self._warm, self.facts.warm_up_s = [], [], 0, 0.0
+        self._pending = [one for one in self._pending if one[0].kind == "early"]
+        self.facts.steps, self._warm, self.facts.warm_up_s = [], 0, 0.0
         if not self.observers:
             self.observers = self._observers_of()
         self._next_step("warm-up")
@@ -236,7 +272,8 @@ class Course:
         step.cpu_ms = self.cores.end(clean=step.kind == "clean")
         step.flags += self._stage.flags()
         self.end_close_watch(drop=not self._is_usual(step) and step.kind != "whole")
-        step.memory = held_memory(self.facts.device)
+        if step.kind in CLOSE:  # asking takes the system's time
+            step.memory = held_memory(self.facts.device)
         self._stage.end()
         self._pending.append((step, marks))
         self.facts.steps.append(step)
@@ -262,6 +299,6 @@ class Course:
             torch.accelerator.synchronize()
         while self._pending and clock.passed(self._pending[0][1][-1][0]):
             step, marks = self._pending.pop(0)
-            spent = durations(marks, clock)
-            step.ms = sum(spent.values())
-            step.phases = spent if step.kind in ("instrumented", "whole") else {}
+            step.ms = clock.ms(marks[0][0], marks[-1][0])
+            closely = step.kind in ("early", "instrumented", "whole")
+            step.phases = durations(marks, clock, self.mark_ms) if closely else {}

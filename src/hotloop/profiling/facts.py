@@ -19,7 +19,7 @@ class StepFact:
         flags: what happened in it that doesn't in every step: `evaluation`, `checkpoint`, `loader 2`.
         apart_ms: time in it of each of these, as far as it was seen to begin and end.
         cpu_ms: CPU time of the process.
-        memory: bytes that the process, or the device, holds at its end.
+        memory: bytes that the process, or the device, holds at its end; 0 where it wasn't watched closely.
     """
 
     kind: Kind
@@ -41,6 +41,7 @@ class Facts:
         anchor: the line that ends a step; empty where none was found.
         by_hand: whether the update is written out, without an optimizer.
         functional: whether no module was called.
+        turned: from which phase of the timeline to which one, and what part of it, as the lines say that ran in it.
         warm_up_s: from the first thing that trains to the first step that counts.
         modules, operators, lines, loaders, optimizers, habits: records, dumped.
         closed: why watching ended; empty as long as it goes on.
@@ -51,6 +52,7 @@ class Facts:
     anchor: str = ""
     by_hand: bool = False
     functional: bool = False
+    turned: list[tuple[Phase, Phase, float]] = field(default_factory=list)
     device: str = "cpu"
     batch: list[str] = field(default_factory=list)
     samples_per_step: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any
@@ -31,6 +31,11 @@ class Follower:
         self._lines: list[Line | None] = []
         self._frames: list[FrameType] = []
         self._on = False
+
+    @property
+    def lines(self) -> Sequence[Line | None]:
+        """All of them, from the outermost on."""
+        return self._lines
 
     @property
     def line(self) -> Line | None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from hotloop.profiles import LineTime, Phase
 from hotloop.profiling.sites import is_step
+from hotloop.profiling.trail import Turn
 from hotloop.profiling.unseen import unseen
 
 INTERVAL_S = 0.001
@@ -51,14 +52,17 @@ class StackSampler:
         place: Callable[[str, int], str],
         current_phase: Callable[[], Phase] = lambda: "python",
         interval_s: float = INTERVAL_S,
+        turn: Turn = lambda phase, lines: phase,
     ) -> None:
         """
         Args:
             is_own: whether code is the user's, and not a library's.
             place: `file:line`, as records give it.
             current_phase: of the step; it is asked from the sampling thread.
+            turn: says the phase by the lines that run, too.
         """
         self._is_own, self._place, self._phase, self._interval_s = is_own, place, current_phase, interval_s
+        self._turn = turn
         self._own: dict[CodeType, bool] = {}
         self._seconds: dict[Seen, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._lock = threading.Lock()
@@ -121,7 +125,9 @@ class StackSampler:
         phase, known = self._phase(), set()
         if frame is None or phase == "unattributed" or self._is_watching(frame):
             return
-        for number, (code, line, library) in enumerate(self._stack(frame)):
+        stack = list(self._stack(frame))
+        phase = self._turn(phase, [(code.co_filename, line) for code, line, _ in stack])
+        for number, (code, line, library) in enumerate(stack):
             seen = Seen(code.co_filename, line, code.co_qualname, library, phase)
             if seen in known or (seen not in self._seconds and len(self._seconds) >= _MOST):
                 continue

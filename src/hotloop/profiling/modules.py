@@ -14,7 +14,6 @@ the clock does itself is left out.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from torch import nn
 
 from hotloop.profiles import ModuleTime
 from hotloop.profiling.handover import measured_handover
+from hotloop.profiling.middle import middle_mean
 from hotloop.profiling.naming import Name, Namer, Place, is_generated
 from hotloop.profiling.seams import Seams
 from hotloop.profiling.tree import Own, tree
@@ -144,7 +144,7 @@ class ModuleClock:
     def times(self, step_ms: float | None) -> list[ModuleTime]:
         """The modules of all steps so far as a tree by name, each before those inside it.
 
-        A time with everything inside is the sum of own times, each the median over the steps.
+        A time with everything inside is the sum of own times, each the mean of the middle half of the steps.
 
         Args:
             step_ms: of the step that `share` is of; None makes it the sum of all modules.
@@ -260,11 +260,9 @@ class _Times:
         self._steps += 1
 
     def per_step(self, steps: int) -> Own:
-        """Medians over the steps that it took part in, times their share of all steps."""
+        """Of the steps that it took part in, times their share of all steps."""
         share = self._steps / steps
-        return Own(
-            share * statistics.median(self._forward), share * statistics.median(self._backward), self._calls / steps
-        )
+        return Own(share * middle_mean(self._forward), share * middle_mean(self._backward), self._calls / steps)
 
 
 def _nodes(roots: Any) -> dict[Any, int]:

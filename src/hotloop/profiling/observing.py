@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from hotloop.profiles import Phase
 from hotloop.profiling.course import Observer
 from hotloop.profiling.lines import StackSampler
 from hotloop.profiling.matching import fitting, on_device, scaled, with_compiled, with_counts, with_fused, with_shares
+from hotloop.profiling.middle import middle_mean
 from hotloop.profiling.modules import ModuleClock
 from hotloop.profiling.naming import Namer
 from hotloop.profiling.operators import Tracer
 from hotloop.profiling.schedule import Kind
 from hotloop.profiling.tree import tree
+from hotloop.profiling.turning import Turning, turned
 from hotloop.profiling.watcher import Watch
 
 
@@ -36,7 +37,8 @@ class Lines:
 
     def __init__(self, watch: Watch) -> None:
         sites, self._watch = watch.sites, watch
-        self._sampler = StackSampler(sites.is_own, sites.place, lambda: watch.timeline.current)
+        turn = Turning(sites, watch.facts).phase
+        self._sampler = StackSampler(sites.is_own, sites.place, lambda: watch.timeline.current, turn=turn)
         self.begin, self.end, self.close = self._sampler.begin, self._sampler.end, self._sampler.close
         self.drop = self.end
 
@@ -69,7 +71,12 @@ class _Inside:
         self.modules = _Modules(self._namer)
         sites = watch.sites
         self._tracer = Tracer(
-            sites.is_own, sites.place, lambda: watch.timeline.current, self._namer, watch.compilations
+            sites.is_own,
+            sites.place,
+            lambda: watch.timeline.current,
+            self._namer,
+            watch.compilations,
+            Turning(sites, watch.facts).phase,
         )
         self.begin, self.end = self._tracer.begin, self._tracer.end
         self.drop = self.end
@@ -84,7 +91,8 @@ class _Inside:
         if self._trace is not None and (written := self._tracer.write(self._trace)) is not None:
             self._watch.facts.trace = str(written)
 
-    def records(self) -> dict[str, list[dict[str, Any]]]:
+    def records(self) -> dict[str, list[Any]]:
+        self._watch.facts.turned = self._tracer.turned()
         clock, tracer, step_ms = self.modules.clock, self._tracer, self._step_ms()
         operators = scaled(tracer.operators(), tracer.walls(), clock.times(step_ms), _phases(self._watch))
         own = clock.own()
@@ -100,14 +108,16 @@ class _Inside:
 
     def _step_ms(self) -> float | None:
         steps = [step.ms for step in self._watch.facts.steps if step.kind == "instrumented" and step.ms]
-        return fmean(steps) if steps else None
+        return middle_mean(steps) if steps else None
 
     def _note(self, notes: Sequence[str]) -> None:
         self._watch.facts.notes += [note for note in notes if note not in self._watch.facts.notes]
 
 
 def _phases(watch: Watch) -> dict[Phase, float]:
-    """Mean ms of the phases in the instrumented steps."""
+    """Ms of the phases in the instrumented steps."""
     steps = [step.phases for step in watch.facts.steps if step.phases]
     names = {name for phases in steps for name in phases}
-    return {name: fmean(phases.get(name, 0.0) for phases in steps) for name in names}
+    return turned(
+        {name: middle_mean([phases.get(name, 0.0) for phases in steps]) for name in names}, watch.facts.turned
+    )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from statistics import median
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from hotloop.profiling.chrome import Span, spans_of, write_trace
 from hotloop.profiling.compiled import Compilations, Launch
 from hotloop.profiling.events import Event, Operator, Reader, copied, walked
 from hotloop.profiling.naming import LOSS, Name, Namer
-from hotloop.profiling.trail import Trail
+from hotloop.profiling.trail import Trail, Turn
 from hotloop.profiling.tree import spelled
 
 _SHAPES = 8
@@ -73,6 +74,7 @@ class Tracer:
         current_phase: Callable[[], Phase] = lambda: "python",
         namer: Namer | None = None,
         compilations: Compilations | None = None,
+        turn: Turn = lambda phase, lines: phase,
     ) -> None:
         """
         Args:
@@ -81,13 +83,15 @@ class Tracer:
             current_phase: of the step.
             compilations: what was compiled since the script began.
             namer: that the module clock uses too, so that both give the same names.
+            turn: says the phase by the lines that run, too.
         """
         self.notes: list[str] = []
         self._place, self._namer = place, namer or Namer()
         self._compilations = compilations or Compilations()
-        self._trail = Trail(is_own, current_phase)
+        self._trail = Trail(is_own, current_phase, turn)
         self._sums: dict[_Key, _Sum] = defaultdict(_Sum)
         self._walls: dict[tuple[Name | None, Phase], int] = defaultdict(int)
+        self._grounds: list[dict[tuple[Phase, Phase], int]] = []
         self._steps = 0
         self._fused: dict[Name, set[Name | None]] = defaultdict(set)
         self._around: dict[Name, Name | None] = {}
@@ -172,6 +176,14 @@ class Tracer:
             for (module, phase), ns in self._walls.items()
         }
 
+    def turned(self) -> list[tuple[Phase, Phase, float]]:
+        """As `Facts.turned`: the median over the steps, since few are traced and one may be held up."""
+        pairs = {pair for step in self._grounds for pair in step if pair[0] != pair[1]}
+        shares = [
+            (ground, phase, median(_share(step, ground, phase) for step in self._grounds)) for ground, phase in pairs
+        ]
+        return sorted(one for one in shares if one[2])
+
     def fused(self) -> dict[str, list[str]]:
         """Modules that compiled kernels compute for, with those that share a kernel with them."""
         return {
@@ -199,9 +211,11 @@ class Tracer:
         return len({key.module.model for key in self._sums if key.module and not key.module.is_part}) <= 1
 
     def _note_walls(self, reader: Reader, events: list[Event]) -> None:
+        self._grounds.append(defaultdict(int))
         for mark, start, end in reader.segments():
             if not mark.deep:
                 self._walls[mark.module, mark.ran] += end - start
+                self._grounds[-1][mark.ground, mark.phase] += end - start
         for maker, node in reader.nodes(events):
             self._walls[(maker.module if maker is not None else None) or LOSS, "backward"] += node.end - node.start
 
@@ -256,6 +270,12 @@ _FLOATS = {
     "c10::complex<double>": "complex128",
 }
 """The profiler's words for floating-point dtypes."""
+
+
+def _share(step: dict[tuple[Phase, Phase], int], ground: Phase, phase: Phase) -> float:
+    """Of the time in which a traced step's timeline was in a phase: what the lines say was another."""
+    total = sum(ns for (around, _), ns in step.items() if around == ground)
+    return step.get((ground, phase), 0) / total if total else 0.0
 
 
 def _counts(event: Event) -> Counts | None:

@@ -6,16 +6,24 @@ Where nothing is on the stack, the ground says what the loop is doing between th
 
 from __future__ import annotations
 
+import sys
 import time
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hotloop.profiles import Phase
 
+if sys.platform == "linux":
+    import resource
+
 _MOST_MARKS = 20_000
 """In one step; what comes then belongs to the phase it is in, so that memory stays bounded."""
+
+
+_DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
+"""Phases that a step is in where nothing else is seen."""
 
 
 class Clock(Protocol):
@@ -23,20 +31,44 @@ class Clock(Protocol):
 
     def mark(self) -> Any: ...
     def ms(self, first: Any, last: Any) -> float: ...
+    def idle_ms(self, first: Any, last: Any) -> float:
+        """Of this time, how long the thread that marked didn't run, as far as that is known."""
+
     def passed(self, mark: Any) -> bool:
         """Whether that instant has come, so that `ms` can be asked."""
 
 
+class Instant(NamedTuple):
+    """Of a thread: the time, its own CPU time, and how often it gave up its core to wait."""
+
+    wall_s: float
+    cpu_s: float
+    waits: int
+
+
 class HostClock:
-    """The process's own time."""
+    """The process's own time, and that in which the thread ran."""
 
-    mark = staticmethod(time.perf_counter)
+    def mark(self) -> Instant:
+        return Instant(time.perf_counter(), *_used())
 
-    def ms(self, first: float, last: float) -> float:
-        return (last - first) * 1e3
+    def ms(self, first: Instant, last: Instant) -> float:
+        return (last.wall_s - first.wall_s) * 1e3
 
-    def passed(self, mark: float) -> bool:
+    def idle_ms(self, first: Instant, last: Instant) -> float:
+        """A thread that others kept from its core doesn't wait for anything."""
+        return max(0.0, self.ms(first, last) - (last.cpu_s - first.cpu_s) * 1e3) if last.waits > first.waits else 0.0
+
+    def passed(self, mark: Instant) -> bool:
         return True
+
+
+def _used() -> tuple[float, int]:
+    """CPU seconds and waits of this thread; nothing is known of waits on systems that don't count them."""
+    if sys.platform != "linux":
+        return time.thread_time(), 0
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_utime + usage.ru_stime, usage.ru_nvcsw
 
 
 class DeviceClock:
@@ -56,6 +88,9 @@ class DeviceClock:
 
     def ms(self, first: torch.Event, last: torch.Event) -> float:
         return first.elapsed_time(last)
+
+    def idle_ms(self, first: torch.Event, last: torch.Event) -> float:
+        return 0.0
 
     def passed(self, mark: torch.Event) -> bool:
         return mark.query()
@@ -78,6 +113,7 @@ class Timeline:
         self.on = False
         self._stack: list[Phase] = ["python"]
         self._marks: list[tuple[Any, Phase]] = []
+        self._grounds: list[int] = []
 
     @property
     def current(self) -> Phase:
@@ -90,8 +126,8 @@ class Timeline:
 
     def begin(self, ground: Phase) -> None:
         """Begins a step."""
-        self._stack, self._marks, self.on = [ground], [], True
-        self._marks.append((self.clock.mark(), ground))
+        self._stack, self._marks, self._grounds, self.on = [ground], [], [], True
+        self._mark(ground)
 
     def enter(self, phase: Phase) -> None:
         """Goes into a phase, inside the one that is on."""
@@ -99,14 +135,10 @@ class Timeline:
             self._stack.append(phase)
             self._mark(phase)
 
-    def leave(self, *, keep: bool = True) -> None:
-        """Goes back to the phase around; with `keep=False` what just was never happened, if nothing happened in it."""
-        if not self.on or len(self._stack) == 1:
-            return
-        left = self._stack.pop()
-        if not keep and self._marks[-1][1] == left and len(self._marks) > 1:
-            self._marks.pop()
-        else:
+    def leave(self) -> None:
+        """Goes back to the phase around."""
+        if self.on and len(self._stack) > 1:
+            self._stack.pop()
             self._mark(self._stack[-1])
 
     def turn(self, phase: Phase) -> None:
@@ -122,14 +154,35 @@ class Timeline:
         marks, self._marks = self._marks, []
         return marks
 
+    def unless(self, phase: Phase, instead: Phase) -> None:
+        """The loop wasn't in a phase after all where nothing else was seen of late, back to where it was in another one."""
+        for at in reversed(self._grounds):
+            mark, was = self._marks[at]
+            if was != phase:
+                return
+            self._marks[at] = mark, instead
+
     def _mark(self, phase: Phase) -> None:
         if len(self._marks) < _MOST_MARKS:
+            if len(self._stack) == 1:
+                self._grounds.append(len(self._marks))
             self._marks.append((self.clock.mark(), phase))
 
 
-def durations(marks: list[tuple[Any, Phase]], clock: Clock) -> dict[Phase, float]:
-    """Milliseconds in each phase; they add up to the time from the first mark to the last."""
+def durations(marks: list[tuple[Any, Phase]], clock: Clock, mark_ms: float = 0.0) -> dict[Phase, float]:
+    """Milliseconds in each phase; they add up to the time from the first mark to the last, less what marking took.
+
+    Between the things that are seen, a thread that runs is taken to run the loop's own code; while it doesn't, nobody knows
+    what it waits for.
+
+    Args:
+        mark_ms: what leaving a mark takes.
+    """
     found: dict[Phase, float] = {}
     for (first, phase), (last, _) in pairwise(marks):
-        found[phase] = found.get(phase, 0.0) + clock.ms(first, last)
+        ms = max(0.0, clock.ms(first, last) - mark_ms)
+        idle = min(ms, clock.idle_ms(first, last)) if phase in _DEDUCED else 0.0
+        found[phase] = found.get(phase, 0.0) + ms - idle
+        if idle:
+            found["unattributed"] = found.get("unattributed", 0.0) + idle
     return found

@@ -14,23 +14,17 @@ _WORTH_IT = 0.03
 """Of the step; less is left where it is, since there are few samples of it."""
 
 
-def refined(phases: dict[Phase, float], lines: Sequence[LineTime], anchor: str) -> dict[Phase, float]:
-    """Moves time between phases; the sum stays.
-
-    Calls into libraries that draw and log are logging. Where no loader says when a step's data begin, lines that stand
-    after the one that ends the step belong to its end, and are no making of a batch.
+def refined(phases: dict[Phase, float], lines: Sequence[LineTime]) -> dict[Phase, float]:
+    """Moves time between phases; the sum stays: calls into libraries that draw and log are logging.
 
     Args:
         phases: ms per step.
         lines: samples of the stack.
-        anchor: `file:line` that ends a step; empty if no line does.
     """
     phases, step = dict(phases), sum(phases.values())
     for phase in _BETWEEN:
         if phases.get(phase, 0.0) > _WORTH_IT * step:
             _move(phases, phase, "logging", _logging_share(phase, lines))
-    if phases.get("batch", 0.0) > _WORTH_IT * step:
-        _move(phases, "batch", "python", _after_share(lines, anchor))
     return phases
 
 
@@ -45,16 +39,3 @@ def _logging_share(phase: Phase, lines: Sequence[LineTime]) -> float:
     found = [line for line in lines if line.phase == phase]
     total = sum(line.own_ms for line in found)
     return sum(line.own_ms for line in found if line.library in _LOGGING) / total if total else 0.0
-
-
-def _after_share(lines: Sequence[LineTime], anchor: str) -> float:
-    """Of the time of making a batch: what the lines after the anchor take, in the anchor's own function."""
-    file, _, number = anchor.rpartition(":")
-    functions = {line.function for line in lines if line.where == anchor}
-    found = [
-        (int(line.where.rpartition(":")[2]), line.ms)
-        for line in lines
-        if line.phase == "batch" and line.function in functions and line.where.rpartition(":")[0] == file
-    ]
-    total = sum(ms for _, ms in found)
-    return sum(ms for place, ms in found if place > int(number)) / total if total else 0.0

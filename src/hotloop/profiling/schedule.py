@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["warm-up", "clean", "instrumented", "clocked", "habits", "traced", "sampled", "settling", "whole"]
+Kind = Literal[
+    "early", "warm-up", "clean", "instrumented", "clocked", "habits", "traced", "sampled", "settling", "whole"
+]
 """How a step is watched.
 
+- `early`: before the step is known: what lies between two things that may end one; with phases.
 - `warm-up`: before measuring.
 - `clean`: its boundaries alone are marked.
 - `instrumented`: with phases.
@@ -18,7 +21,7 @@ Kind = Literal["warm-up", "clean", "instrumented", "clocked", "habits", "traced"
 - `whole`: no step but a while of training, where steps couldn't be told apart; with phases, modules and operators.
 """
 
-CLOSE: tuple[Kind, ...] = ("instrumented", "habits", "traced", "sampled", "whole")
+CLOSE: tuple[Kind, ...] = ("early", "instrumented", "habits", "traced", "sampled", "whole")
 """Those with phases."""
 
 DEFAULT_STEPS = 60

@@ -11,6 +11,8 @@ _HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PROFILING = os.path.dirname(os.path.abspath(__file__))
 _TASKS = os.path.join(_PROFILING, "tasks.py")
 _STDLIB = sysconfig.get_path("stdlib")
+_MOST = 1000
+"""Places that are kept."""
 
 
 class Sites:
@@ -22,7 +24,9 @@ class Sites:
 
     def __init__(self, folder: str = "") -> None:
         self._folder = os.path.join(os.path.realpath(folder or os.getcwd()), "")
-        self._own: dict[CodeType, bool] = {}
+        self._own: dict[int, tuple[CodeType, bool]] = {}  # by id, since hashing code goes through all of it
+        self._places: dict[tuple[int, int], str] = {}
+        self._functions: dict[str, tuple[str, frozenset[int]]] = {}
 
     def caller(self, depth: int = 2) -> str:
         """`file:line` of the innermost frame of the user's; of the innermost frame outside of hotloop if there is none.
@@ -33,13 +37,28 @@ class Sites:
         first = None
         while frame is not None:
             if self.is_own(frame.f_code):
-                return self.place(frame.f_code.co_filename, frame.f_lineno)
+                return self._place_in(frame.f_code, frame.f_lineno)
             if is_step(frame.f_code):
                 return ""
             if first is None and not frame.f_code.co_filename.startswith(_HOTLOOP):
                 first = frame
             frame = frame.f_back
-        return self.place(first.f_code.co_filename, first.f_lineno) if first is not None else ""
+        return self._place_in(first.f_code, first.f_lineno) if first is not None else ""
+
+    def function(self, where: str) -> tuple[str, frozenset[int]]:
+        """The file and the lines of the function that a caller was found in; none of a place that wasn't."""
+        return self._functions.get(where, ("", frozenset()))
+
+    def _place_in(self, code: CodeType, line: int) -> str:
+        """It is asked for in every step, and what a file is called takes the system's time."""
+        where = self._places.get((id(code), line))
+        if where is None:
+            where = self.place(code.co_filename, line)
+            if len(self._places) < _MOST:
+                self._places[id(code), line] = where
+                lines = frozenset(number for _, _, number in code.co_lines() if number is not None)
+                self._functions[where] = code.co_filename, lines
+        return where
 
     def place(self, file: str, line: int) -> str:
         """`file:line`, the file relative to the folder if it is in it."""
@@ -47,10 +66,10 @@ class Sites:
 
     def is_own(self, code: CodeType) -> bool:
         """Whether code is the user's."""
-        own = self._own.get(code)
-        if own is None:
-            own = self._own[code] = not is_library(code.co_filename)
-        return own
+        known = self._own.get(id(code))
+        if known is None:
+            known = self._own[id(code)] = code, not is_library(code.co_filename)
+        return known[1]
 
 
 def is_step(code: CodeType) -> bool:

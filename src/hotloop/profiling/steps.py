@@ -44,9 +44,23 @@ class Finder:
 
     def anchor(self) -> Event | None:
         """The event that ends a step; None as long as nothing is regular. A `which` of -1 stands for any."""
-        updates = any(event.what == "update" for event in self._seen)
-        what, least = ("update", _LEAST_UPDATES) if updates else ("backward", _LEAST_BACKWARDS)
+        what = self._what()
+        least = _LEAST_UPDATES if what == "update" else _LEAST_BACKWARDS
         return _most_frequent(self._seen, what, least) or _most_frequent(self._at, what, least * 4)
+
+    def guess(self) -> Event:
+        """The event that ends a step, as far as so few can say.
+
+        Raises:
+            LookupError: nothing was seen.
+        """
+        found = _most_frequent(self._seen, self._what(), 1)
+        if found is None:
+            raise LookupError("no event was seen")
+        return found
+
+    def _what(self) -> str:
+        return "update" if any(event.what == "update" for event in self._seen) else "backward"
 
 
 def _most_frequent(seen: Counter[Event], what: str, least: int) -> Event | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -18,6 +18,9 @@ from hotloop.profiling.following import Follower, Line
 from hotloop.profiling.naming import LOSS, Name, Place
 from hotloop.profiling.seams import Seams
 from hotloop.profiling.unseen import unseen
+
+Turn = Callable[[Phase, Iterable[Line | None]], Phase]
+"""Says the phase of what runs, by the timeline's and the user's lines on the stack."""
 
 MARK = "hotloop#"
 _MOST = 100_000
@@ -32,8 +35,9 @@ class Mark:
         number: of the next node that autograd makes.
         place: of the innermost module whose forward runs; None outside of all.
         line: of the user's.
-        phase: as whoever watches the phases says.
+        phase: as whoever watches the phases says, and the lines that are on the stack.
         deep: whether this is inside of a backward pass.
+        ground: the phase without the lines.
     """
 
     number: int
@@ -41,6 +45,7 @@ class Mark:
     line: Line | None
     phase: Phase
     deep: bool
+    ground: Phase = "python"
 
     @property
     def module(self) -> Name | None:
@@ -69,17 +74,23 @@ class Trail:
         lines: whether lines could be followed.
     """
 
-    def __init__(self, is_own: Callable[[CodeType], bool], current_phase: Callable[[], Phase]) -> None:
+    def __init__(
+        self,
+        is_own: Callable[[CodeType], bool],
+        current_phase: Callable[[], Phase],
+        turn: Turn = lambda phase, lines: phase,
+    ) -> None:
         self.marks: list[Mark] = []
         self.full = self.lines = False
-        self._phase = current_phase
+        self._phase, self._turn = current_phase, turn
         self._seams = Seams(self)
         self._follower = Follower(is_own, self.mark)
         self._places: dict[int, Place] = {}
         self._inside: list[Place | None] = [None]
+        self._outermost: Place | None = None
 
     def begin(self) -> None:
-        self.marks, self.full, self._inside = [], False, [None]
+        self.marks, self.full, self._inside, self._outermost = [], False, [None], None
         self._seams.open()
         self.lines = self._follower.begin()
         self.mark()
@@ -98,16 +109,29 @@ class Trail:
         with _RecordFunctionFast(f"{MARK}{len(self.marks)}"):
             number = torch._C._autograd._get_sequence_nr()
         deep = deep or self._seams.depth > 0
-        phase: Phase = "backward" if deep else self._phase()
-        self.marks.append(Mark(number, self._inside[-1], self._follower.line, phase, deep))
+        ground: Phase = "backward" if deep else self._phase()
+        phase = self._turn(ground, self._follower.lines)
+        self.marks.append(Mark(number, self._inside[-1], self._follower.line, phase, deep, ground))
 
     def enter(self, module: nn.Module) -> int:
         place = self._places.get(id(module))
         if place is None or place.module is not module:
             place = self._places[id(module)] = Place.met(module, self._inside[-1], sys._getframe(2))
+        if self._inside[-1] is None and not self._seams.depth:
+            self._called(place)
         self._inside.append(place)
         self.mark()
         return len(self._inside) - 1
+
+    def _called(self, place: Place) -> None:
+        """The loop calls a network; where it is the one of before, what lies between the two is no loss."""
+        if place is self._outermost:
+            for at in range(len(self.marks) - 1, -1, -1):
+                mark = self.marks[at]
+                if mark.place is not None or mark.deep or mark.phase != "loss":
+                    break
+                self.marks[at] = replace(mark, phase="python", ground="python")
+        self._outermost = place
 
     def leave(self, before: int) -> None:
         del self._inside[before:]

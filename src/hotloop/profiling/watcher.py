@@ -19,7 +19,7 @@ from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.course import Course, Observer
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.habits import Graphs
-from hotloop.profiling.hooks import Always, Closely, Listener
+from hotloop.profiling.hooks import Always, Closely, Listener, mark_ms
 from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
 from hotloop.profiling.phases import clock_for
@@ -27,6 +27,9 @@ from hotloop.profiling.schedule import CLOSE, Kind
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.steps import Event
 from hotloop.profiling.usage import compile_seconds, held_memory
+
+_MOST_CALLS = 4
+"""Of one network by the loop in a step, on average, if what it is given counts as samples."""
 
 _PUBLISHED_S = 1.0
 """Between two times that all facts so far are written down, for a process that may end without a word."""
@@ -82,7 +85,8 @@ class Watch(Listener):
         self._thread: int | None = None
         self._backwards = self._forwards = self._modes = 0
         self._evaluating_since: float | None = None
-        self._called_modules = self._close = self._busy = False
+        self._close = self._busy = False
+        self._called: list[int] = []
         self._published = time.monotonic()
 
     # What the outside calls
@@ -125,6 +129,7 @@ class Watch(Listener):
             return
         self.closed = True
         self._course.end_whole()
+        self._course.make_do()
         self._end_close_watch()
         self._always.remove_later()
         self.facts.closed = why
@@ -183,8 +188,9 @@ class Watch(Listener):
         """A step begins."""
         self._graphs.on, self._optimizers.on = kind == "habits", kind == "instrumented"
         self._loaders.begin(timed=kind == "habits")
-        self._forwards, self._called_modules, self._close = 0, False, kind in CLOSE
+        self._forwards, self._called, self._close = 0, [], kind in CLOSE
         if self._close:
+            self._course.mark_ms = self._course.mark_ms or mark_ms(self.timeline.clock)
             self._closely.install()
         else:
             self._graphs.look_around(self.facts.anchor)
@@ -194,7 +200,8 @@ class Watch(Listener):
 
     def ready(self) -> None:
         """All that watch it closely have begun."""
-        self._always.wrap_backward()
+        if self._course.wants_backwards():
+            self._always.wrap_backward()
 
     def flags(self) -> list[str]:
         """What has happened in the step that doesn't in every one."""
@@ -206,8 +213,10 @@ class Watch(Listener):
         """A step has ended."""
         self._closely.remove()
         self._loaders.end()
-        if self._close:
-            self.facts.functional = not self._called_modules
+        if self._close and not self._course.is_early:
+            self.facts.functional = not self._called
+            if len(self._called) > _MOST_CALLS * max(1, len(set(self._called))):
+                self._loaders.rows = None  # it goes from time to time, and nobody knows what one sample is
         self._graphs.step_done()
 
     def between(self) -> None:
@@ -350,7 +359,9 @@ class Watch(Listener):
         self._forwards += 1
         if self._forwards > 1:
             return None
-        self._called_modules = True
+        if self._called and self._called[-1] == id(args[0]):
+            self.timeline.unless("loss", "python")  # the same network is called again before any backward
+        self._called.append(id(args[0]))
         self.timeline.enter("loss" if _is_loss(args[0]) else "forward")
         return time.perf_counter()
 
@@ -382,7 +393,7 @@ class Watch(Listener):
     def _note_batch(self, args: tuple, kwargs: dict) -> None:
         inputs = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
         self.facts.batch = ["x".join(map(str, value.shape)) for value in inputs]
-        self._loaders.rows = next((len(value) for value in inputs if value.ndim), None)
+        self._loaders.rows = next((len(value) for value in inputs if value.ndim > value.is_floating_point()), None)
 
     def _on_device_of(self, outputs: Any) -> None:
         """Learns on which device the script trains, before the first step is timed."""

@@ -1,0 +1,165 @@
+"""What a loop does between the things that are seen, and loops that end before their step is known."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from hotloop.profiling.early import early_steps
+from hotloop.profiling.facts import Facts, StepFact
+from hotloop.profiling.hooks import mark_ms
+from hotloop.profiling.phases import HostClock, Instant, Timeline, durations
+from hotloop.profiling.sites import Sites
+from hotloop.profiling.steps import Event
+from hotloop.profiling.turning import Turning, turned
+from tests.cpu.watching import watched
+
+
+def place(sites: Sites, found: dict[str, int]) -> str:
+    found["line"] = sys._getframe(1).f_lineno
+    return sites.caller(2)
+
+
+@pytest.mark.parametrize(
+    "by_hand, phase, after, expected",
+    [
+        (True, "update", -1, "batch"),
+        (True, "update", 1, "update"),
+        (False, "batch", 1, "python"),
+        (False, "batch", -1, "batch"),
+        (False, "update", -1, "update"),
+        (True, "forward", -1, "forward"),
+    ],
+)
+def test_lines_before_and_after_the_one_that_ends_a_step(by_hand: bool, phase, after: int, expected: str) -> None:
+    sites, found = Sites(), {}
+    anchor = place(sites, found)  # a line further down is in this function, too
+    turning = Turning(sites, Facts(anchor=anchor, by_hand=by_hand))
+    assert turning.phase(phase, [(__file__, found["line"] + after)]) == expected
+    elsewhere = inspect.getsourcelines(place)[1] + 1
+    assert turning.phase(phase, [None, (__file__, elsewhere), ("other.py", found["line"] + after)]) == phase
+
+
+def test_what_is_turned_adds_up() -> None:
+    phases = turned({"update": 4.0, "forward": 1.0}, [("update", "batch", 0.75), ("logging", "python", 0.5)])
+    assert phases == {"update": 1.0, "forward": 1.0, "batch": 3.0}
+
+
+def test_a_thread_that_waits_is_in_no_phase_but_one_that_is_kept_from_its_core_is() -> None:
+    marks = [(Instant(0.0, 0.0, 0), "python"), (Instant(1.0, 0.25, 1), "batch"), (Instant(2.0, 0.5, 1), "batch")]
+    assert durations(marks, HostClock()) == {"python": 250.0, "unattributed": 750.0, "batch": 1000.0}
+
+
+def test_a_real_wait_is_seen() -> None:
+    clock = HostClock()
+    first = clock.mark()
+    time.sleep(0.02)
+    last = clock.mark()
+    assert 0 < clock.idle_ms(first, last) <= clock.ms(first, last) or sys.platform != "linux"
+
+
+def test_what_marking_takes_is_left_out() -> None:
+    marks = [
+        (Instant(0.0, 0.0, 0), "forward"),
+        (Instant(0.003, 0.003, 0), "backward"),
+        (Instant(0.0031, 0.0031, 0), ""),
+    ]
+    assert durations(marks, HostClock(), mark_ms=1.0) == pytest.approx({"forward": 2.0, "backward": 0.0})
+    assert mark_ms(HostClock()) > 0
+
+
+def test_what_lies_between_two_calls_of_a_network_is_no_loss() -> None:
+    timeline = Timeline(HostClock())
+    timeline.begin("batch")
+    for _ in range(2):
+        timeline.unless("loss", "python")
+        timeline.enter("forward")
+        timeline.leave()
+        timeline.turn("loss")
+    assert [phase for _, phase in timeline.end()][1:-1] == ["forward", "batch", "python", "forward", "loss"]
+
+
+def policy(calls: int) -> Callable[[], None]:
+    """Asks a network for one action after the other, and trains it on all of them."""
+
+    def loop() -> None:
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(60):
+            losses = [net(torch.randn(4)).logsumexp(0) for _ in range(calls)]
+            optimizer.zero_grad()
+            sum(losses).backward()
+            optimizer.step()
+
+    return loop
+
+
+def test_a_network_that_is_asked_again_and_again_has_no_samples() -> None:
+    profile = watched(policy(8))
+    assert profile.samples_per_step is None
+    assert profile.phases["python"] > profile.phases.get("loss", 0.0)
+
+
+def few(steps: int) -> Callable[[], None]:
+    def loop() -> None:
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+
+    return loop
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_few_steps_have_times(steps: int) -> None:
+    profile = watched(few(steps))
+    assert 0 < profile.steps < steps and profile.step_ms
+    assert sum(profile.phases.values()) == pytest.approx(profile.step_ms)
+    assert {"forward", "backward", "update"} <= profile.phases.keys()
+    assert profile.step_where.endswith(f":{few.__code__.co_firstlineno + 7}")
+    assert any("so the times are rough" in note for note in profile.notes)
+
+
+def test_one_step_has_none() -> None:
+    profile = watched(few(1))
+    assert profile.steps == 0 and "couldn't be told apart" in profile.notes[-1]
+
+
+def test_pieces_make_steps() -> None:
+    update, backward = Event("update", "a.py:3"), Event("backward", "a.py:2")
+    piece = StepFact("early", ms=2.0, phases={"forward": 2.0})
+    anchor, steps = early_steps(backward, [(update, piece), (backward, piece), (update, piece)])
+    assert anchor == update and [step.phases for step in steps] == [{"forward": 4.0}]
+    assert early_steps(backward, [(update, piece)]) is None
+
+
+def test_nothing_is_copied_where_a_tensor_is_already() -> None:
+    def loop() -> None:
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(60):
+            x = torch.randn(8, 4).to("cpu").to(torch.float32).cpu()
+            net(x).pow(2).mean().backward()
+            optimizer.step()
+
+    assert "copy" not in watched(loop).phases
+
+
+def test_copies_between_devices_are() -> None:
+    def loop() -> None:
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(60):
+            torch.randn(8, 4).to("meta")
+            net(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+
+    assert watched(loop).phases["copy"] > 0
