@@ -132,7 +132,7 @@ def ratios(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
         for key, error in errors.items()
     ]
     return {
-        "typical": max(one.ratio for one in judging.typical(account, evidence.judges)),
+        "typical": max(one.ratio for one in judging.typical(account, evidence.judges, evidence.rounding)),
         "anywhere": max(anywhere),
         "freely": free.apart / max(free.rounding, 1e-7),
     }

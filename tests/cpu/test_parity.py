@@ -20,6 +20,8 @@ from hotloop import parity
 from hotloop.lowering import Program, lower
 from hotloop.lowering.step import EagerStep
 from hotloop.parity import prove, prove_programs
+from hotloop.parity.collecting import Account
+from hotloop.parity.judging import TYPICAL, typical
 from hotloop.plan import BASELINE, Plan
 from hotloop.rng import generator_states
 from hotloop.state import differences
@@ -492,6 +494,29 @@ def test_what_fails_beside_one_baseline_may_pass_beside_all(monkeypatch: pytest.
 
     monkeypatch.setattr(parity, "_compared", strict)
     assert prove_programs(task, [program])[0].parity in ("bitwise", "fp32-equivalent")
+
+
+def _accounts(sizes: dict[str, list[float]]) -> dict[str, Account]:
+    return {name: Account(name, [{WEIGHT: size} for size in errors]) for name, errors in sizes.items()}
+
+
+WEIGHT = ("gradient", "weight")
+
+
+def test_errors_of_two_sizes_have_a_floor_of_two_sizes() -> None:
+    """Rounding switches a maximum at every third state or so of a baseline, and of a plan at more than half of them."""
+    plain, other = [1e-6, 1e-6, 1e-4, 1e-6, 1e-6, 1e-6], [1e-6, 1e-4, 1e-6, 1e-6, 1e-4, 1e-6]
+    accounts = _accounts({"plain": plain, "other": other, "plan": [1e-4, 1e-4, 1e-6, 1e-4, 1e-6, 1e-4]})
+    rounding = [{WEIGHT: max(pair)} for pair in zip([1e-4, *plain[1:]], other, strict=True)]
+    (row,) = typical(accounts["plan"], [accounts["plain"], accounts["other"]], rounding)
+    assert row.ratio <= TYPICAL
+
+
+def test_an_error_of_one_size_is_held_against_errors_of_one_size() -> None:
+    accounts = _accounts({"plain": [1e-6] * 6, "other": [1e-6, 2e-6] * 3, "plan": [1e-5] * 6})
+    rounding = [{WEIGHT: 2e-6}] * 6
+    (row,) = typical(accounts["plan"], [accounts["plain"], accounts["other"]], rounding)
+    assert row.ratio > TYPICAL
 
 
 def test_one_program_s_class_does_not_depend_on_the_others() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hotloop.parity.collecting import Account, Errors, Evidence, ratio, worst
 from hotloop.parity.running import Freely
-from hotloop.parity.seen import KINDS, Key
+from hotloop.parity.seen import KINDS, UNIT, Key
 from hotloop.verdicts import TensorError
 
 # Fixed on five architectures and tried on five others: bench/parity_thresholds.py, docs/parity.md.
@@ -17,6 +17,9 @@ TYPICAL = 4.0
 
 ANYWHERE = 32.0
 """Times what rounding does at a state that the error there may be."""
+
+_JUMP = 8.0
+"""Times the floor from which on the largest error of a harmless change is one of another kind."""
 
 FREELY = 8.0
 """Times the drift of the harmless baselines that a free run may end away from theirs."""
@@ -31,8 +34,9 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
     """Class, reason and figures of one candidate."""
     if reason := evidence.unproven or account.unproven:
         return {"parity": "unproven", "reason": reason}
-    known = {"errors": typical(account, evidence.baselines)[:SHOWN]}
-    table = typical(account, evidence.judges)
+    of_fp32 = [] if evidence.peers else evidence.rounding
+    known = {"errors": typical(account, evidence.baselines, of_fp32)[:SHOWN]}
+    table = typical(account, evidence.judges, evidence.rounding)
     if (wrong := _wrong(account, evidence, table)) is not None:
         return known | wrong
     limit = REDUCED if evidence.peers else FREELY
@@ -83,9 +87,9 @@ def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -
     return None
 
 
-def typical(account: Account, judges: Sequence[Account]) -> list[TensorError]:
+def typical(account: Account, judges: Sequence[Account], rounding: Sequence[Errors]) -> list[TensorError]:
     """The median errors over the states against the floor that the judges make, worst first."""
-    floor = worst([_medians(one.errors) for one in judges])
+    floor = _floor(judges, rounding)
     found = _medians(account.errors)
     rows = [
         TensorError(
@@ -98,6 +102,18 @@ def typical(account: Account, judges: Sequence[Account]) -> list[TensorError]:
         for (what, name), error in found.items()
     ]
     return sorted(rows, key=lambda row: -row.ratio)
+
+
+def _floor(judges: Sequence[Account], rounding: Sequence[Errors]) -> Errors:
+    """The worst of the judges' medians.
+
+    Where harmless changes make errors of two sizes, since rounding switches a maximum or a ReLU at some states and at
+    others doesn't, each judge's median is of one size or the other by chance: there it is the median over the states of
+    the worst at each.
+    """
+    floor, largest, usual = worst([_medians(one.errors) for one in judges]), worst(rounding), _medians(rounding)
+    jumping = {key for key, error in floor.items() if largest.get(key, 0.0) > _JUMP * max(error, UNIT)}
+    return floor | {key: max(floor[key], usual[key]) for key in jumping}
 
 
 def _medians(errors: Sequence[Errors]) -> dict[Key, float]:
