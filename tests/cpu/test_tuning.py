@@ -77,7 +77,7 @@ def searching(monkeypatch: pytest.MonkeyPatch, races: Races, steps: int = 100_00
     facts, hardware = told(task)
     hardware = replace(hardware, compiler=None) if not given.pop("compiler", False) else hardware
     monkeypatch.setattr(module, "measure", races)
-    monkeypatch.setattr(module.Runner, "warm_up", lambda self: (STEP_MS / 1e3, STEP_MS / 1e3))
+    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
     facts = facts.model_copy(update={"steps": steps})
     fields = dict(
         task=task, baseline=base, base=base, fixed={"device"}, facts=facts, hardware=hardware, prove=proving()

@@ -25,7 +25,7 @@ from hotloop.verdicts import Timing
 Progress = Callable[[str, float], None]
 """Called with what goes on, and which share of it is done."""
 
-_BRIEF_S = 0.15
+_BRIEF_S = 0.08
 """Of warming up, where the machine is warm from the plans before."""
 
 
@@ -87,7 +87,8 @@ def measure(
     Args:
         steps: of the whole run, which `run_s` is for; None if unknown.
         time_limit_s: for the windows; lowering, compiling and warming up come on top.
-        brief: whether it is enough to know which is the fastest, as a search wants it: see `Limits`.
+        brief: whether it is enough to know which is the fastest, as a search wants it, see `Limits`; memory and feed are
+            not looked at then.
 
     Raises:
         HotloopError: the baseline can't be lowered or run.
@@ -100,6 +101,8 @@ def measure(
                 progress(f"preparing {racer.name}", 0.0)
                 _attempt(racer, baseline, partial(_prepare, racer, entrant, clock, _BRIEF_S if brief else WARM_S))
             _run(racers, baseline, Limits(time_limit_s, clock, brief), progress)
+            if not brief:
+                _look_closer(racers, baseline)
         finally:
             for racer in racers:
                 if racer.program is not None:
@@ -179,15 +182,21 @@ def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Prog
         assert racer.lane is not None
         if racer.lane.error is not None:
             _failed(racer, baseline, racer.lane.error)
-        else:
-            _attempt(racer, baseline, partial(_look_closer, racer))
+        elif racer.runner is not None:
+            _attempt(racer, baseline, racer.runner.put_back)
 
 
-def _look_closer(racer: _Racer) -> None:
-    """What is measured outside of the windows; then the State is as it was."""
+def _look_closer(racers: Sequence[_Racer], baseline: str) -> None:
+    """Measures memory and feed of each, outside of the windows."""
+    for racer in racers:
+        if racer.runner is not None:
+            _attempt(racer, baseline, partial(_weigh, racer))
+
+
+def _weigh(racer: _Racer) -> None:
+    """What a step allocates, and how fast batches come; then the State is as it was."""
     runner, program = racer.runner, racer.program
     assert runner is not None and program is not None
-    runner.put_back()
     with preserved(program.device):
         runner.settle(1)
         runner.ready()

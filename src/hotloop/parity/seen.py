@@ -103,8 +103,9 @@ def errors(seen: Seen, truth: Seen, sizes: dict[Key, float]) -> dict[Key, float]
             found[key] = float("inf")
             continue
         found[key] = _distance(value, true, sizes[key])
-        if key[0] == "update" and (size := float((true * true).sum())) > 0:
-            found["size of update", key[1]] = abs(float((value.double() * true).sum()) / size - 1)
+        if key[0] == "update" and (size := float(torch.dot(true.flatten(), true.flatten()))) > 0:
+            along = torch.dot(value.double().flatten(), true.flatten())
+            found["size of update", key[1]] = abs(float(along) / size - 1)
     return found
 
 

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotloop.profiles import Phase
 from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.course import Course, Observer
 from hotloop.profiling.facts import Facts
-from hotloop.profiling.habits import Graphs
+from hotloop.profiling.habits import Graphs, is_loss
 from hotloop.profiling.hooks import Always, Closely, Listener, mark_ms
 from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
@@ -172,14 +172,12 @@ class Watch(Listener):
         facts = self.facts
         self._course.settle(wait=wait)
         facts.loaders, facts.optimizers = self._loaders.records(), self._optimizers.records(self._course.measured())
-        facts.samples_per_step = self._loaders.samples_per_step()
-        facts.habits = self._graphs.records()
+        facts.samples_per_step, facts.habits = self._loaders.samples_per_step(), self._graphs.records()
         for observer in self._course.observers:
             for field, values in observer.records().items():
                 setattr(facts, field, values)
         facts.threads, facts.peak_memory_bytes = self._course.cores.record(), held_memory(facts.device, peak=True)
-        facts.compile_s = compile_seconds()
-        facts.versions = {"torch": torch.__version__}
+        facts.compile_s, facts.versions = compile_seconds(), {"torch": torch.__version__}
         return facts
 
     # Steps
@@ -362,7 +360,7 @@ class Watch(Listener):
         if self._called and self._called[-1] == id(args[0]):
             self.timeline.unless("loss", "python")  # the same network is called again before any backward
         self._called.append(id(args[0]))
-        self.timeline.enter("loss" if _is_loss(args[0]) else "forward")
+        self.timeline.enter("loss" if is_loss(args[0]) else "forward")
         return time.perf_counter()
 
     @_safe
@@ -384,7 +382,7 @@ class Watch(Listener):
     def step_computes(self, batch: Any) -> None:
         """A step that asks nothing of torch begins to compute; its parts are told to the timeline by those who know."""
         self._trains()
-        self._called_modules = True
+        self._called.append(0)
         self.facts.trained += 1
         if not self.facts.batch and self.timeline.on:
             inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
@@ -400,11 +398,3 @@ class Watch(Listener):
         device = outputs[0].device if outputs and isinstance(outputs[0], Tensor) else None
         if device is not None and self.facts.device != str(device) and self._course.step is None:
             self.facts.device, self.timeline.clock = str(device), clock_for(device)
-
-
-def _is_loss(module: nn.Module) -> bool:
-    """Whether a module called by the loop itself says how wrong a result is."""
-    if isinstance(module, nn.modules.loss._Loss):
-        return True
-    name = type(module).__name__.lower()
-    return ("loss" in name or "criterion" in name) and next(module.parameters(), None) is None

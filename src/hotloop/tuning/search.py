@@ -28,7 +28,7 @@ _PROVING_STEPS = 250
 """Steps whose time a proof takes, comparisons included, if a plan passes beside the plain baseline at once."""
 
 _GLANCE_S = 0.2
-"""For a baseline that nothing is raced against."""
+"""For a first idea of the baseline's step, and for a baseline that nothing is raced against."""
 
 _PROVED = 2
 """Plans at most that a proof is tried for."""
@@ -75,7 +75,7 @@ class Search:
     def _run(self) -> str:
         program = self._lowered(BASELINE, self.baseline)
         with preserved(program.device):
-            step_s = Runner(program).warm_up()[1]
+            step_s = Runner(program).warm_up(_GLANCE_S)[1]
         budget = Budget.of(step_s, self.facts.steps, self.time_limit_s)
         if budget.too_small:
             self._race([], _GLANCE_S)
