@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +13,25 @@ from rich.console import Console
 from torch import nn
 
 from hotloop.answers import evaluate_weights
-from hotloop.choosing import Considered, consider, lowered, placed
-from hotloop.continuing import check_overrides
-from hotloop.data.feed import peek
-from hotloop.data.tree import inputs_of
-from hotloop.errors import HotloopError, RunError, TaskError
+from hotloop.choosing import Considered, consider, placed
+from hotloop.errors import RunError
 from hotloop.exporting import export_weights
 from hotloop.inference import Progress, Weights, choose_weights, trained_model
 from hotloop.inference import predict as answers_to
-from hotloop.loop import Ended, train_loop
-from hotloop.lowering import Program, lower
-from hotloop.lowering.facts import facts_of
-from hotloop.lowering.telling import During, Say
-from hotloop.pacing import Cadence, seconds
+from hotloop.launch import launch, ranks_of
+from hotloop.lowering import lower
+from hotloop.lowering.telling import Say
 from hotloop.plan import Plan
 from hotloop.probe import check_device
-from hotloop.records import Evaluation, Exported, RunRecord
-from hotloop.remembering import lowered_by_memory
-from hotloop.report import tensorboard
-from hotloop.report.curves import draw_curves
+from hotloop.records import Evaluation, Exported
 from hotloop.report.progress import Display
 from hotloop.run import Run
 from hotloop.setting import versions
-from hotloop.steering import Steering
+from hotloop.taking_part import to_start
 from hotloop.task import Task, overridden
-from hotloop.taskfile import Loaded, load_from_run
+from hotloop.taskfile import Loaded
+from hotloop.training import go_on, start, task_of
 from hotloop.view import Callback
-from hotloop.wanted import Wanted
 
 
 def fit(
@@ -65,7 +53,7 @@ def fit(
         resume: go on with the run in that folder, exactly where it stopped.
         plan: how to run it: a `Plan`, a TOML file, `baseline` (eager fp32), `arrays`, or `auto`, which is the default:
             what `tune` found and remembered for a Task in a file, else what the rules say. To resume with, the run's
-            own.
+            own. One for several ranks starts them as forks of this process, see docs/parallel.md.
         device: where, whatever the plan says, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
         stop_after: stop cleanly after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
@@ -75,161 +63,45 @@ def fit(
     Returns:
         The run: `epochs` and `final` hold its figures, `path` its folder.
     """
-    display = Display(Console(stderr=True) if progress else Console(quiet=True))
+    path, axes = Path(run) if run else None, {} if device is None else {"device": device}
+    ranked = to_start(plan, axes, path if resume else None)
+    display = Display(_console(in_forks=ranked is not None) if progress else Console(quiet=True))
     common: dict[str, Any] = dict(
         plan=plan,
-        axes={} if device is None else {"device": device},
+        axes=axes,
         stop_after=stop_after,
         callbacks=[*callbacks, display],
         say=display.say,
         during=display.during,
     )
-    if not resume:
-        path = Path(run) if run else None
-        return start(Loaded(task, None, {}), run=path, checkpoint_every=checkpoint_every, **common)[0]
-    if run is None:
+    if resume and run is None:
         raise RunError("resume=True without a run", expected="run= the folder to go on with")
-    return go_on(Path(run), task=task, **common)[0]
+
+    def train() -> Run:
+        if resume and path is not None:
+            return go_on(path, task=task, **common)[0]
+        return start(Loaded(task, None, {}), run=path, checkpoint_every=checkpoint_every, **common)[0]
+
+    if ranked is None:
+        return train()
+    trained = launch(ranks_of(ranked), train, display.say)[0]
+    if not trained:
+        raise KeyboardInterrupt  # before there was anything to save
+    handle = Run.open(Path(trained))
+    handle.task = task
+    return handle
 
 
-def start(
-    loaded: Loaded,
-    *,
-    run: Path | None = None,
-    plan: Plan | str | Path | None = None,
-    axes: Mapping[str, Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    stop_after: str | None = None,
-    checkpoint_every: str = "auto",
-    callbacks: Sequence[Callback] = (),
-    say: Say = lambda line: None,
-    during: During | None = None,
-) -> tuple[Run, Ended]:
-    """Starts a new run of a loaded Task; `axes` are set on top of the plan, and see `lower` for `during`."""
-    began = time.monotonic()
-    task = overridden(loaded.task, overrides)
-    wanted = Wanted.or_auto(plan, axes)
-    Cadence.parse(checkpoint_every)
-    stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
-    path = run or _free(Path("runs") / f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    Run.check_new(path)
-    Steering.of(
-        task.monitor, task.goal, task.roles.validation is not None
-    )  # what can't be watched shows before an hour
-    program = lowered_by_memory(loaded, task, wanted, say, during)
-    as_given = replace(program.parts, task=task, roles=task.roles)  # facts are of the Task, not of how it is run
-    record = RunRecord(
-        name=task.name,
-        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        source=loaded.record,
-        overrides=dict(overrides or {}),
-        facts=facts_of(as_given, loaded.record.digest if loaded.record else ""),
-        classes=list(task.classes or task.roles.classes),
-        note=task.roles.note,
-        checkpoint_every=checkpoint_every,
-        versions=versions(),
-    )
-    handle = Run.create(path, record, program.parts.plan, loaded.files)
-    if task.roles.note:
-        say(task.roles.note)
-    stop_after_s = None if stop_after_s is None else stop_after_s - (time.monotonic() - began)
-    return handle, _train(handle, task, lambda: program, False, stop_after_s, callbacks, say)
-
-
-def go_on(
-    path: Path,
-    *,
-    task: Task | None = None,
-    plan: Plan | str | Path | None = None,
-    axes: Mapping[str, Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    stop_after: str | None = None,
-    checkpoint_every: str | None = None,
-    callbacks: Sequence[Callback] = (),
-    say: Say = lambda line: None,
-    during: During | None = None,
-) -> tuple[Run, Ended]:
-    """Goes on with a run where it was stopped or killed; under another plan from here on, if there is one."""
-    handle = Run.open(path)
-    wanted = Wanted.of(handle.plan if plan is None else plan, axes)
-    if checkpoint_every is not None:
-        Cadence.parse(checkpoint_every)
-        handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})
-    stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
-    before = task_of(handle, task)
-    check_overrides(handle.record.facts, before, overrides or {})
-    handle.record = handle.record.model_copy(update={"overrides": {**handle.record.overrides, **(overrides or {})}})
-    task = overridden(before, overrides)
-    if (final := handle.final) is not None and len(handle.epochs) >= _last_epoch(handle, task, final):
-        say(f"{path} is finished already; --epochs with a larger number goes on with it")
-        return handle, Ended("finished", True, [], final)
-    if task.schedule is not None and task.epochs != before.epochs:
-        say(f"the learning-rate schedule was laid out for {before.epochs} epochs: look at what it does after them")
-    then = handle.record.versions
-    if other := [
-        f"{name} {then[name]} then, {now} now" for name, now in versions().items() if then.get(name, now) != now
-    ]:
-        say(f"{', '.join(other)}: the result may differ in its last bits")
-    first = partial(lowered, task, wanted, say, during)
-    return handle, _train(handle, task, first, True, stop_after_s, callbacks, say)
+def _console(in_forks: bool) -> Console:
+    """Where a person looks; what a fork shows in a notebook as widgets gets lost, so lines have to do there."""
+    here = Console(stderr=True)
+    plain = in_forks and here.is_jupyter
+    return Console(stderr=True, force_jupyter=False, force_terminal=False) if plain else here
 
 
 def considered(loaded: Loaded, base: Plan, overrides: Mapping[str, Any] | None = None) -> Considered:
     """What `--plan auto` makes of a loaded Task on this machine; the axes set in making `base` are kept."""
     return consider(overridden(loaded.task, overrides), base)
-
-
-def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
-    """The epoch at which the run is over: an early stop counts as the end."""
-    return task.epochs if final["reason"] == "finished" else len(handle.epochs)
-
-
-def _train(
-    handle: Run,
-    task: Task,
-    first: Callable[[], Program],
-    resume: bool,
-    stop_after_s: float | None,
-    callbacks: Sequence[Callback],
-    say: Say,
-) -> Ended:
-    """Trains in the run's folder, beginning with the Program that `first` makes."""
-    handle.lock()
-    before, events = Run.open(handle.path), len(handle.journal())
-    try:
-        ready = [first()]
-        plan = ready[0].parts.plan
-
-        def relower() -> Program:
-            return ready.pop() if ready else lower(task, plan)
-
-        changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every")}
-        handle.keep(plan=plan, record=before.record.model_copy(update=changed))
-        handle.task = task
-        return train_loop(
-            relower,
-            handle,
-            resume=resume,
-            stop_after_s=stop_after_s,
-            callbacks=[*task.callbacks, draw_curves, *_tensorboard(task, say), *callbacks],
-            say=say,
-        )
-    except (HotloopError, KeyboardInterrupt):
-        if not resume:
-            handle.discard()
-        elif len(handle.journal()) == events:  # what couldn't even begin leaves the run as it was
-            handle.keep(plan=before.plan, record=before.record)
-        raise
-    finally:
-        handle.unlock()
-
-
-def _tensorboard(task: Task, say: Say) -> list[Callback]:
-    """A writer for TensorBoard, if it is installed; the graph is drawn for models that take a batch's inputs."""
-    if not tensorboard.installed():
-        return []
-    graph = (lambda: (task.build_model(), inputs_of(peek(task.roles)))) if task.loss is not None else None
-    return [tensorboard.TensorBoard(graph, say)]
 
 
 def load_model(
@@ -361,23 +233,3 @@ def export(
 
 def _opened(run: Run | str | Path) -> Run:
     return run if isinstance(run, Run) else Run.open(Path(run))
-
-
-def _free(path: Path) -> Path:
-    """`path`, or where that is taken `path` with a number."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
-
-
-def task_of(run: Run, task: Task | None = None) -> Task:
-    """The Task of a run: the one given, the one it was just trained with, or the copy of its source in the folder."""
-    task = task or run.task
-    if task is None:
-        if run.record.source is None:
-            raise TaskError(
-                f"{run.path} was trained from Python, so the folder has no file with its Task",
-                expected="the Task",
-                fix="pass it from Python: hotloop.fit(task, run=..., resume=True), hotloop.predict(..., task=task)",
-            )
-        task = load_from_run(run.source, run.record.source)
-    return overridden(task, run.record.overrides)

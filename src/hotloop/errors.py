@@ -13,7 +13,9 @@ expected, what to do about it.
     │   └── DiskError         the disk is full, or files may not grow any more
     ├── TrainingError         training can't go on
     │   ├── NonFiniteError    a loss, output, gradient or parameter became NaN or infinite
-    │   └── MemoryExhausted   the device or the machine ran out of memory
+    │   ├── MemoryExhausted   the device or the machine ran out of memory
+    │   ├── RankLostError     another rank ended while this one waited for it
+    │   └── OutOfStepError    ranks that should hold the same hold different numbers
     └── ExportError           the model can't be written in the form asked for
 """
 
@@ -89,6 +91,14 @@ class NonFiniteError(TrainingError):
 
 class MemoryExhausted(TrainingError):
     """The device or the machine ran out of memory."""
+
+
+class RankLostError(TrainingError):
+    """Another rank ended while this one waited for it."""
+
+
+class OutOfStepError(TrainingError):
+    """Ranks that should hold the same parameters or buffers hold different ones."""
 
 
 class ExportError(HotloopError):

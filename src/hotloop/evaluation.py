@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.data.feed import Treatment, open_feed
-from hotloop.data.order import Order
+from hotloop.data.order import Dealt
 from hotloop.data.source import Source, Stream, Table
 from hotloop.errors import TaskError, calling
+from hotloop.interrupts import Stopped
 from hotloop.lowering import Program
 from hotloop.objective import weighted
+from hotloop.parallel.world import ALONE, World
 from hotloop.records import Figures
 from hotloop.rng import Streams
 from hotloop.task import Computed, Task
@@ -34,27 +36,35 @@ def evaluate(program: Program, source: Source, watch: Watch | None = None) -> Fi
     The figures follow from the model and the data alone: random draws are reseeded batch by batch.
     """
     sums = _Sums(program.parts.task, program.device)
-    with program.inference() as model:
-        for batch, samples in batches(program, source):
-            computed = sums.add(model, batch, samples)
-            if watch is not None:
-                watch(batch, samples, computed)
-    return sums.figures()
+    world = ALONE if isinstance(source, Stream) else program.parts.world
+    stopped = ""
+    try:
+        with program.inference() as model:
+            for batch, samples in batches(program, source, world):
+                computed = sums.add(model, batch, samples)
+                if watch is not None:
+                    watch(batch, samples, computed)
+    except Stopped as error:
+        stopped = error.reason
+    everyone = world.gathered((stopped, sums.plain()))  # also by one that was stopped: the others wait for its word
+    if reasons := [reason for reason, _ in everyone if reason]:
+        raise Stopped(reasons[0])
+    return figures_of([own for _, own in everyone])
 
 
-def batches(program: Program, source: Source) -> Iterator[tuple[Any, int]]:
-    """`(batch, samples)` of `source` in its own order, prepared, on the device."""
+def batches(program: Program, source: Source, world: World = ALONE) -> Iterator[tuple[Any, int]]:
+    """`(batch, samples)` of `source` in its own order, prepared, on the device; of several ranks' in turn, this one's."""
     roles = program.parts.roles
     treatment = Treatment(program.device, roles.seed, roles.prepare)
     order = None
     if not isinstance(source, Stream):
         size = min(evaluation_batch_size(source, roles.batch_size), len(source))
-        order = Order(len(source), size, roles.seed, shuffle=False)
+        order = Dealt(len(source), size, roles.seed, shuffle=False, rank=world.rank, ranks=world.ranks)
     feed = open_feed(source, order, treatment, workers=program.parts.plan.workers, endless=False)
     streams = Streams(roles.seed, program.device)
     try:
         for number, (batch, samples) in enumerate(feed.epoch(0)):
-            streams.reseed("evaluate", number)
+            streams.reseed("evaluate", world.rank + number * world.ranks)
             yield batch, samples
     finally:
         feed.close()
@@ -122,10 +132,22 @@ class _Sums:
             expected="a number, a value per sample, or (sum, count)",
         )
 
-    def figures(self) -> Figures:
-        counts = {name: float(count) or math.nan for name, count in self.counts.items()}  # a mean of nothing is NaN
-        values = {name: float(total) / counts[name] for name, total in self.totals.items()}
-        return Figures(samples=self.samples, values=values)
+    def plain(self) -> Sums:
+        """The sums as numbers; waits for the device."""
+        return self.samples, {name: (float(self.totals[name]), float(self.counts[name])) for name in self.totals}
+
+
+Sums = tuple[int, dict[str, tuple[float, float]]]
+"""Samples, and by name of a figure what was added up and what it counts."""
+
+
+def figures_of(parts: Sequence[Sums]) -> Figures:
+    """The figures of a data set that was evaluated in parts."""
+    values = {}
+    for name in dict.fromkeys(name for _, own in parts for name in own):
+        total, count = (sum(own.get(name, (0.0, 0.0))[place] for _, own in parts) for place in (0, 1))
+        values[name] = total / (count or math.nan)  # a mean of nothing is NaN
+    return Figures(samples=sum(samples for samples, _ in parts), values=values)
 
 
 def is_classification(output: Any, target: Any) -> bool:

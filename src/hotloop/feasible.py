@@ -275,7 +275,92 @@ def _pieces(case: Case) -> Iterator[Violation]:
         yield Violation(("accumulation",), reason, "use accumulation=1")
 
 
+# --- parallel
+
+
+SYNCHRONOUS = ("data", "sharded")
+"""Whose ranks take each step together, and come to the result of a single process."""
+
+_ALONE = {
+    "engine": "ranks share what autograd computes",
+    "compile": "a compiled step has never been run by several ranks",
+    "graphs": "a graph of a step that ranks share has never been recorded",
+    "accumulation": "each rank computes a part of the batch already, and that one whole",
+}
+"""Why an axis is not for ranks that take each step together."""
+
+
+def _ranks(case: Case) -> Iterator[Violation]:
+    plan = case.plan
+    if plan.parallel == "none":
+        if plan.ranks not in (None, 1):
+            reason = "nothing says how the ranks share the training"
+            yield Violation(("ranks", "parallel"), reason, "use parallel=data, or leave ranks out")
+    elif plan.parallel not in (*SYNCHRONOUS, "async"):
+        yield Violation(("parallel",), "that is not built yet", f"use one of: {', '.join(SYNCHRONOUS)}, async")
+
+
+def _synchronous(case: Case) -> Iterator[Violation]:
+    """What ranks that take each step together can't do yet."""
+    plan, facts = case.plan, case.facts
+    if plan.parallel not in SYNCHRONOUS:
+        return
+    for axis, reason in _ALONE.items():
+        plain = getattr(BASELINE, axis)
+        if getattr(plan, axis) != plain:
+            yield Violation((axis, "parallel"), reason, f"use {axis}={plain}, or parallel=none")
+    if facts.data == "Stream":
+        reason = "the data is a stream with an order of its own, which ranks can't be sure to share"
+        yield Violation(("parallel",), reason, "use parallel=none, or give a map-style data set or arrays")
+    if plan.ranks is not None and plan.ranks > facts.batch_size:
+        reason = f"a batch of {facts.batch_size} has no part for each of {plan.ranks} ranks"
+        yield Violation(("ranks", "parallel"), reason, f"use at most ranks={facts.batch_size}")
+    if case.device.kind not in ("cpu", "cuda"):
+        reason = f"ranks talk by gloo or NCCL, and neither knows {case.device.name}"
+        yield Violation(("parallel", "device"), reason, "use --device cpu, or parallel=none")
+
+
+# --- asynchronous
+
+
+_WITH_THE_UPDATE = {
+    "engine": "workers compute gradients by autograd",
+    "compile": "the gradient is a worker's and the update the server's, and what is compiled holds both",
+    "graphs": "the gradient is a worker's and the update the server's, and a graph holds both",
+    "residency": "workers read their batches themselves",
+    "workers": "a worker of parallel=async loads its samples itself",
+}
+"""Why an axis is not for a parameter server and its workers."""
+
+
+def _asynchronous(case: Case) -> Iterator[Violation]:
+    plan, facts = case.plan, case.facts
+    if plan.parallel != "async":
+        for axis in ("staleness", "correction", "workforce"):
+            if getattr(plan, axis) != getattr(BASELINE, axis):
+                reason = "only the workers of parallel=async are ever behind"
+                yield Violation((axis, "parallel"), reason, f"leave {axis} out, or use parallel=async")
+        return
+    for axis, reason in _WITH_THE_UPDATE.items():
+        plain = getattr(BASELINE, axis)
+        if getattr(plan, axis) not in (plain, 0):
+            value = "none" if plain is None else plain
+            yield Violation((axis, "parallel"), reason, f"use {axis}={value}, or parallel=none")
+    if plan.precision == "fp16":
+        reason = "the scale of fp16's loss would have to be the same on all workers"
+        yield Violation(("precision", "parallel"), reason, "use precision=bf16, or parallel=none")
+    if facts.data == "Stream":
+        reason = "the data is a stream with an order of its own, which can't be handed out batch by batch"
+        yield Violation(("parallel",), reason, "use parallel=none, or give a map-style data set or arrays")
+    if facts.closure:
+        reason = f"{facts.optimizer} calls the loss itself, which the server can't compute"
+        yield Violation(("parallel",), reason, "use parallel=none, or another optimizer")
+
+
 RULES: tuple[Rule, ...] = (
+    _ranks,
+    _synchronous,
+    _asynchronous,
     _written_out,
     _arithmetic,
     _images,

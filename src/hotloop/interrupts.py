@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+REASONS = (None, "stop-after", "SIGTERM", "SIGINT")
+"""Why to stop: what several ranks have heard comes down to the last of these."""
+
 
 class Stopped(Exception):
     """Something was given up on the way, for `reason`."""

@@ -11,37 +11,28 @@ from typing import Any
 from hotloop.checkpoint import Best, Checkpoint, all_finite
 from hotloop.continuing import check_data, check_schedule, newest_good
 from hotloop.data.source import Source
-from hotloop.errors import HotloopError, TaskError, blame
+from hotloop.errors import HotloopError
 from hotloop.evaluation import evaluate
-from hotloop.interrupts import Interrupts, Stopped
+from hotloop.interrupts import REASONS, Interrupts, Stopped
 from hotloop.lowering import Program
 from hotloop.pacing import Cadence, Pace
+from hotloop.parallel.agreeing import check_in_step
+from hotloop.parallel.waiting import slowest
+from hotloop.parallel.world import World
 from hotloop.records import EpochRecord
 from hotloop.rng import LateDraw, preserved
 from hotloop.run import Run
 from hotloop.state import Position, State
-from hotloop.steering import Steering
+from hotloop.steering import FINISHED, Ended, Steering
 from hotloop.task import Task
-from hotloop.trouble import explained, find_nonfinite, nonfinite_figure
+from hotloop.trouble import (
+    explained_of_callback,
+    explained_of_rank,
+    find_nonfinite,
+    nonfinite_figure,
+    nonfinite_of_ranks,
+)
 from hotloop.view import Callback, Event, View
-
-FINISHED = "finished"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a call of `train_loop` ended.
-
-    Attributes:
-        reason: `finished`, `SIGINT`, `SIGTERM`, `stop-after`, or what stopped it early.
-        finished: whether there is nothing left to do.
-        final: figures on the test data; None if it was interrupted.
-    """
-
-    reason: str
-    finished: bool
-    history: list[EpochRecord]
-    final: dict[str, Any] | None
 
 
 def train_loop(
@@ -111,6 +102,10 @@ class _Loop:
     def task(self) -> Task:
         return self.program.parts.task
 
+    @property
+    def world(self) -> World:
+        return self.program.parts.world
+
     def begin(self, resume: bool) -> None:
         """Starts, or goes back to the newest good checkpoint."""
         if resume:
@@ -125,7 +120,7 @@ class _Loop:
 
     def _go_back(self) -> None:
         check_data(self.run.record.facts, self.program)
-        found = newest_good(self.run.checkpoints, self.say)
+        found = self.world.from_first(lambda: newest_good(self.run.checkpoints, self.say))
         if found is not None:
             checkpoint, path = found
             self.program.restore(checkpoint.state)
@@ -150,9 +145,16 @@ class _Loop:
                 return FINISHED
             if at_epoch_start and (verdict := self.steering.verdict(self.history)):
                 return verdict
-            if reason := self.interrupts.reason(self._reserve_s):
+            reason, steps = self._next()
+            if reason:
                 return reason
-            self._span()
+            self._span(steps)
+
+    def _next(self) -> tuple[str | None, int]:
+        """Why to stop, if a rank has heard so, and the steps of the next span: the same on all ranks."""
+        heard = REASONS.index(self.interrupts.reason(self._reserve_s))
+        heard, steps = self.world.largest([heard, self.pace.steps() if self.world.first else 0])
+        return REASONS[heard], steps
 
     def end(self, reason: str) -> Ended:
         """Saves; reads the test data if training is over."""
@@ -174,9 +176,8 @@ class _Loop:
             self._tell("final", final=final)
         return Ended(reason, not interrupted, self.history, final)
 
-    def _span(self) -> None:
+    def _span(self, steps: int) -> None:
         before = self.program.position
-        steps = self.pace.steps()
         if (left := self.cadence.steps_left(before.step)) is not None:
             steps = min(steps, left)
         self.run.mark(before.step + steps)
@@ -197,11 +198,13 @@ class _Loop:
         if not math.isfinite(sums["loss"]):
             raise self._nonfinite(self.program.position.step)
         self._loss = self._recent(sums)
+        if self._saved is None and before.batch + before.epoch == 0:
+            check_in_step(self.world, self.program.state())
         if not outcome.ended:
             self._tell("progress")
         elif not self._end_epoch(sums):
             return
-        if self.program.position != self._saved and self.cadence.due(self.program.position.step):
+        if self.world.of_first(self.cadence.due(before.step + outcome.steps)) and self.program.position != self._saved:
             self._save()
 
     def _begin_again(self) -> None:
@@ -242,6 +245,8 @@ class _Loop:
         self.run.add_metrics(record)
         if self.steering.best(self.history) is record:
             self._note_best(record)
+        if line := slowest(self.world, self.program.take_waited_s(), self._train_s):
+            self.say(line)
         self._begin_epoch()
         self._tell("epoch")
         return True
@@ -279,26 +284,31 @@ class _Loop:
         state = self.program.state()
         if not all_finite(state):
             raise self._nonfinite(state.position.step)
+        check_in_step(self.world, state)
+        if self.world.first:
+            self._write(state)
+        self._best_state = None
+        self._saved = state.position
+        self.cadence.wrote(time.perf_counter() - started)
+        self._tell("checkpoint")
+
+    def _write(self, state: State) -> None:
+        started = time.perf_counter()
         if self._best_state is not None and self.best is not None:
             file = self.run.checkpoints.save_best(self._best_state, self.history)
             self.best = Best(self.best.epoch, self.best.figure, file)
-            self._best_state = None
         path = self.run.checkpoints.save(Checkpoint(state, self.history, self.best))
-        self._saved = state.position
         seconds = round(time.perf_counter() - started, 4)
         self.run.log("checkpoint", step=state.position.step, file=path.name, seconds=seconds)
-        self.cadence.wrote(time.perf_counter() - started)
-        self._tell("checkpoint")
 
     def _final(self, reason: str) -> dict[str, Any]:
         """Figures of the chosen weights: the best epoch's where validation steers, else the last."""
         roles = self.program.parts.roles
-        chosen = "last"
-        if roles.validation is not None and self.best is not None:
-            best = self.run.checkpoints.load_best(self.best)
-            self.program.restore_weights(best.state)
-            chosen = "best"
-        epoch = self.best.epoch if chosen == "best" and self.best else self.program.position.epoch
+        chosen, epoch = "last", self.program.position.epoch
+        if roles.validation is not None and (best := self.best) is not None:
+            loaded = self.world.from_first(lambda: self.run.checkpoints.load_best(best))
+            self.program.restore_weights(loaded.state)
+            chosen, epoch = "best", best.epoch
         figures: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
         if (test := roles.test) is not None:
             figures |= {f"test_{name}": value for name, value in self._evaluated(test, "test").items()}
@@ -325,10 +335,12 @@ class _Loop:
         return self._saved.step if self._saved else None
 
     def _explained(self, error: Exception, during: str = "") -> HotloopError:
-        return explained(error, self.program, self._saved_step, during)
+        return explained_of_rank(error, self.program, self._saved_step, during)
 
     def _nonfinite(self, reached: int) -> HotloopError:
         """Replays from the last good State to name the step and the module."""
+        if not self.world.alone:
+            return nonfinite_of_ranks(reached)
         found = self.run.checkpoints.newest(self.say, best_needed=False)
         self.program.close()
         self.program.optimizer.state.clear()  # makes room for the second program
@@ -350,13 +362,8 @@ class _Loop:
         return self._samples / self._train_s if self._train_s else 0.0
 
     def _remaining_s(self) -> float | None:
-        batches, step_s = self.program.feed.batches, self.pace.step_s
-        if batches is None or step_s is None:
-            return None
-        position = self.program.position
-        evaluation_s = sum(r.seconds - r.samples / r.samples_per_s for r in self.history[-1:] if r.samples_per_s)
-        epochs = self.task.epochs - position.epoch
-        return max(0.0, (epochs * batches - position.batch) * step_s + epochs * max(0.0, evaluation_s))
+        position, batches = self.program.position, self.program.feed.batches
+        return self.pace.remaining_s(self.history, self.task.epochs - position.epoch, batches, position.batch)
 
     def _tell(self, event: Event, *, reason: str = "", final: dict | None = None) -> None:
         position = self.program.position
@@ -382,19 +389,12 @@ class _Loop:
             try:
                 callback(view)
             except Exception as error:
-                raise self._of_callback(callback, event, error) from error
+                self._save_before_the_end()
+                raise explained_of_callback(error, callback, view, self._saved_step) from error
 
-    def _of_callback(self, callback: Callback, event: Event, error: Exception) -> Exception:
-        """Saves what was trained before a callback's error ends it; an error of hotloop's own stays as it is."""
+    def _save_before_the_end(self) -> None:
+        """Saves what was trained before a callback's error ends it; other ranks would not be there to agree."""
         self.callbacks = ()  # none is to hear of that checkpoint
         position = self.program.position
-        if position.step and self._saved != position:
+        if self.world.alone and position.step and self._saved != position:
             self._save()
-        if isinstance(error, HotloopError) or str(callback.__module__).startswith("hotloop."):
-            return error
-        name = getattr(callback, "__name__", type(callback).__name__)
-        trained = "what was trained is saved" if position.step else "nothing was trained yet"
-        return TaskError(
-            f"the callback {name} raised {blame(error)} at the event {event!r} after step {position.step}",
-            fix=f"mend it there; {trained}",
-        )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hotloop.errors import PlanError
+from hotloop.records import EpochRecord
 
 _SPAN_S = 0.1
 """Long enough that looking up costs nothing, short enough that a bar moves and Ctrl-C is heard."""
@@ -50,6 +52,15 @@ class Pace:
         if steps:
             now = elapsed_s / steps
             self.step_s = now if self.step_s is None else 0.7 * self.step_s + 0.3 * now
+
+    def remaining_s(
+        self, history: Sequence[EpochRecord], epochs: int, batches: int | None, done: int = 0
+    ) -> float | None:
+        """What so many epochs of `batches` steps will take, of whose first some are done; None while unknown."""
+        if batches is None or self.step_s is None:
+            return None
+        evaluation_s = sum(r.seconds - r.samples / r.samples_per_s for r in history[-1:] if r.samples_per_s)
+        return max(0.0, (epochs * batches - done) * self.step_s + epochs * max(0.0, evaluation_s))
 
 
 @dataclass

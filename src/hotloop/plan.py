@@ -39,6 +39,17 @@ class Plan(BaseModel):
         accumulation: pieces that a batch is cut into, so that less memory is needed; their gradients add up.
         workers: processes that load samples of a map-style data set; None keeps the DataLoader's own number, else 0.
         threads: threads of one operation on the CPU; None leaves torch's choice.
+        parallel: how several processes, the ranks, share the training. `data`: each computes a part of each batch;
+            `sharded`: the same, with parameters and optimizer state spread over the ranks; `async`: a parameter server
+            and workers; `local`: ranks that average their weights now and then; `stages`: the model split by layers;
+            `tensor`: layers split; `towers`: parameters on the CPU, replicas on devices.
+        ranks: how many there are; None as many as there are devices.
+        staleness: more than so many batches no worker of `async` begins while another computes one; None for any.
+        correction: what the server of `async` does about gradients of parameters that have changed since. `divide`: the
+            step size is divided by the updates in between; `compensate`: the gradient is corrected for them; `both`;
+            `none`.
+        workforce: what the workers of `async` are: `processes` of this machine, or actors of `ray`, which come back when
+            they are killed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,6 +65,11 @@ class Plan(BaseModel):
     accumulation: int = Field(default=1, ge=1)
     workers: int | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)
+    parallel: Literal["none", "data", "sharded", "async", "local", "stages", "tensor", "towers"] = "none"
+    ranks: int | None = Field(default=None, ge=1)
+    staleness: int | None = Field(default=None, ge=0)
+    correction: Literal["divide", "compensate", "both", "none"] = "divide"
+    workforce: Literal["processes", "ray"] = "processes"
 
     def __init__(self, **axes: Any) -> None:
         """Raises PlanError naming the axis and what it allows."""
@@ -61,6 +77,11 @@ class Plan(BaseModel):
             super().__init__(**axes)
         except ValidationError as error:
             raise _explain(error) from None
+
+    @property
+    def ranked(self) -> bool:
+        """Whether processes that an agent starts take each step together; `async` starts its workers by itself."""
+        return self.parallel not in ("none", "async")
 
     def with_axes(self, **axes: Any) -> Plan:
         """This plan with some axes changed."""

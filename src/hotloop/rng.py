@@ -102,10 +102,12 @@ class StepDraws:
 
     Attributes:
         spare: False to seed all at each step, come what may.
+        rank: of the process whose draws they are, where ranks are to draw different numbers.
     """
 
-    def __init__(self, seed: int, device: torch.device, spare: bool = True) -> None:
+    def __init__(self, seed: int, device: torch.device, spare: bool = True, rank: int = 0) -> None:
         self.spare = spare
+        self._rank = rank
         self._streams = Streams(seed, device)
         self._sparing = False
         self._last: int | None = None
@@ -117,20 +119,20 @@ class StepDraws:
     def seed(self, step: int) -> None:
         """What step number `step` draws follows from it alone."""
         if self._sparing and self._last is not None:
-            self._streams.reseed_torch("step", step, 0)
+            self._streams.reseed_torch("step", step, self._rank)
         else:
-            self._streams.reseed("step", step, 0)
+            self._streams.reseed("step", step, self._rank)
             self._last = step
 
     def seed_of(self, step: int) -> int:
         """What `seed` seeds the generators with."""
-        return seed_for(self._streams.seed, "step", step, 0)
+        return seed_for(self._streams.seed, "step", step, self._rank)
 
     def end_span(self) -> None:
         """Raises LateDraw if a step drew from what was not seeded for it."""
         if not self.spare or self._last is None:
             return
-        drawn = self._streams.drawn("step", self._last, 0)
+        drawn = self._streams.drawn("step", self._last, self._rank)
         if drawn and self._sparing:
             raise LateDraw
         self._sparing = not drawn

@@ -110,6 +110,10 @@ class Run:
     def source(self) -> Path:
         return self.path / "source"
 
+    def as_written(self) -> Run:
+        """The run as its folder has it now."""
+        return Run.open(self.path)
+
     def lock(self) -> None:
         """Claims the run for this process until it ends or `unlock`s, and removes what a killed one left half-written.
 
@@ -211,6 +215,37 @@ class Run:
             if event["event"] == "final":
                 return {key: value for key, value in event.items() if key not in ("event", "time")}
         return None
+
+
+class Following(Run):
+    """A run as ranks other than the first have it: they train along, and write nothing."""
+
+    def as_written(self) -> Run:
+        return self
+
+    def lock(self) -> None:
+        pass
+
+    def unlock(self) -> None:
+        pass
+
+    def discard(self) -> bool:
+        return False
+
+    def keep(self, *, plan: Plan | None = None, record: RunRecord | None = None) -> None:
+        self.plan, self.record = plan or self.plan, record or self.record
+
+    def log(self, event: str, **fields: Any) -> None:
+        pass
+
+    def mark(self, step: int) -> None:
+        pass
+
+    def write_metrics(self, history: list[EpochRecord]) -> None:
+        pass
+
+    def add_metrics(self, record: EpochRecord) -> None:
+        pass
 
 
 def is_run(path: Path) -> bool:

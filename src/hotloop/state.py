@@ -81,19 +81,33 @@ def differences(one: State, other: State) -> list[str]:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and _bits(a).equal(_bits(b))
+        return a.dtype == b.dtype and a.shape == b.shape and bits(a).equal(bits(b))
     return type(a) is type(b) and repr(a) == repr(b)
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, so that NaN equals NaN and -0.0 differs from 0.0."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor as it is; one that is spread over ranks comes together, for which all of them must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def held_like(value: Tensor, other: Any) -> Tensor:
+    """A whole tensor as it is, or spread over the ranks as the other one is."""
+    if not hasattr(other, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # takes a while to import, and is for ranks alone
+
+    return distribute_tensor(value.to(other.device), other.device_mesh, other.placements, src_data_rank=None)
 
 
 def host_copy(value: Any) -> Any:
     """A copy on the CPU that training no longer changes."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True).contiguous()
+        return whole(value.detach()).to("cpu", copy=True).contiguous()
     if isinstance(value, Counter):  # MultiStepLR counts its milestones
         return Counter(value)
     if isinstance(value, dict):
@@ -157,7 +171,7 @@ def copy_into(target: dict[str, Tensor], source: dict[str, Tensor], kind: str) -
                 expected="the same shapes",
                 fix="use the Task that the run was started with, or start a new run",
             )
-        tensor.copy_(value)
+        tensor.copy_(held_like(value, tensor))
 
 
 def describe(tensor: Tensor) -> str:
@@ -243,7 +257,9 @@ def _placed(value: Any, parameter: Tensor, *, on_host: bool) -> Any:
         if on_host:
             return value.to("cpu", copy=True)
         if value.shape == parameter.shape:
-            return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+            return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(
+                held_like(value, parameter)
+            )
         return value.to(parameter.device, copy=True)
     if isinstance(value, dict):
         return {key: _placed(item, parameter, on_host=on_host) for key, item in value.items()}

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hotloop.errors import TaskError
 from hotloop.records import EpochRecord
+
+FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a training ended.
+
+    Attributes:
+        reason: `finished`, `SIGINT`, `SIGTERM`, `stop-after`, or what stopped it early.
+        finished: whether there is nothing left to do.
+        final: figures on the test data; None if it was interrupted.
+    """
+
+    reason: str
+    finished: bool
+    history: list[EpochRecord]
+    final: dict[str, Any] | None
+
 
 _FALLING = ("loss", "error", "perplexity", "mse", "mae", "rmse")
 

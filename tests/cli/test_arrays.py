@@ -16,7 +16,7 @@ CPU = ("--device", "cpu")
 @pytest.fixture
 def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
     monkeypatch.setattr("hotloop.kept.folder", lambda: tmp_path / "kept")
-    monkeypatch.setattr("hotloop.measuring.runner._WARM_S", 0.01)
+    monkeypatch.setattr("hotloop.measuring.racing.WARM_S", 0.01)
     monkeypatch.setattr("hotloop.measuring.rounds._WINDOW_S", {"cpu": 0.0005})
     (tmp_path / "task.py").write_text(
         f"{SMALL}task = make(epochs=4)\n"

@@ -19,7 +19,7 @@ from tests.conftest import RunCli
 @pytest.fixture
 def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
     monkeypatch.setattr("hotloop.kept.folder", lambda: tmp_path / "kept")
-    monkeypatch.setattr("hotloop.measuring.runner._WARM_S", 0.01)
+    monkeypatch.setattr("hotloop.measuring.racing.WARM_S", 0.01)
     monkeypatch.setattr("hotloop.measuring.rounds._WINDOW_S", {"cpu": 0.0005})
     # So many pairs and no more, on a busy machine too: what they come to is for tests of races.
     monkeypatch.setattr("hotloop.measuring.rounds.settled", lambda ratio: ratio.pairs >= ENOUGH_PAIRS)

@@ -151,6 +151,12 @@ def test_a_plan_that_is_given_is_not_looked_for(hotloop: Hotloop, given: tuple[s
     assert "--tune looks for the plan of a new run" in done.err
 
 
+def test_a_plan_for_ranks_is_not_looked_for(hotloop: Hotloop) -> None:
+    done = hotloop("train", "task.py", "--ranks", "2", "--tune")
+    assert done.code == 2
+    assert "--tune looks for the plan of one process" in done.err
+
+
 WRONG = {
     "a time limit": (("--time-limit", "soon"), "time-limit"),
     "an axis": (("--set", "nosuch=1"), "nosuch"),

@@ -130,7 +130,7 @@ def test_nothing_is_raced_where_no_plan_could_help(monkeypatch) -> None:
 
 
 def test_a_real_race_fills_in_what_was_won(monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.measuring.runner._WARM_S", 0.01)
+    monkeypatch.setattr("hotloop.measuring.racing.WARM_S", 0.01)
     monkeypatch.setattr("hotloop.measuring.rounds._WINDOW_S", {"cpu": 0.0005})
     plain = inspecting._diagnosed(seen(), lambda doing, share: None)
     found = inspecting.tried(Loaded(task(), None, {}), plain, BASELINE, time_limit="3s", prove=None)

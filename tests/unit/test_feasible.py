@@ -17,6 +17,7 @@ CPU, CPU_BF16 = a_machine(), a_machine(cpu=a_device(precisions=("fp32", "bf16", 
 GPU, OLD_GPU, NO_COMPILER = a_machine(A_GPU), a_machine(AN_OLD_GPU), a_machine(A_GPU, compiler=None)
 MAC = a_machine(a_device("mps", ("fp32", "fp16")))
 ON_GPU: dict[str, Any] = {"device": "cuda:0"}
+RANKS: dict[str, Any] = {"parallel": "data"}
 GRAPHS = {**ON_GPU, "graphs": "step"}
 
 REFUSED = {
@@ -54,6 +55,17 @@ REFUSED = {
         ("RMSprop has no such implementation", "default, forloop, foreach"),
     ),
     "no implementation at all": (CPU, LBFGS, {"optimizer": "foreach"}, ("LBFGS has no such", "optimizer=default")),
+    "ranks without a way to share": (CPU, {}, {"ranks": 2}, ("how the ranks share", "parallel=data")),
+    "what isn't built": (CPU, {}, {"parallel": "towers"}, ("not built yet", "data, sharded")),
+    "staleness of ranks in step": (CPU, {}, {**RANKS, "staleness": 3}, ("parallel=async", "leave staleness out")),
+    "ranks that compile": (CPU, {}, {**RANKS, "compile": "step"}, ("never been run by several", "compile=none")),
+    "ranks of a package": (CPU, {}, {**RANKS, "compile": "package"}, ("never been run by several", "parallel=none")),
+    "ranks that record": (GPU, {}, {**GRAPHS, **RANKS}, ("never been recorded", "graphs=none")),
+    "ranks in pieces": (CPU, {}, {**RANKS, "accumulation": 2}, ("a part of the batch already", "accumulation=1")),
+    "ranks of arrays": (CPU, {}, {**RANKS, "engine": "arrays"}, ("what autograd computes", "engine=eager")),
+    "ranks of a stream": (CPU, {"data": "Stream"}, RANKS, ("can't be sure to share", "parallel=none")),
+    "more ranks than samples": (CPU, {}, {"parallel": "data", "ranks": 65}, ("batch of 64", "ranks=64")),
+    "ranks on a Mac": (MAC, {}, {"device": "mps", **RANKS}, ("gloo or NCCL", "--device cpu")),
     "more pieces than samples": (CPU, {}, {"accumulation": 65}, ("batch of 64", "65 pieces", "accumulation=64")),
     "arrays in reduced precision": (
         CPU_BF16, {}, {"engine": "arrays", "precision": "bf16"}, ("the model's own numbers", "precision=fp32"),
@@ -110,6 +122,9 @@ RUNS = {
     "an implementation that's there": (CPU, {}, {"optimizer": "fused"}),
     "arrays on the CPU": (CPU, {}, {"engine": "arrays", "residency": "device", "workers": 2}),
     "arrays on NVIDIA's": (GPU, {}, {**ON_GPU, "engine": "arrays"}),
+    "ranks": (CPU, {}, RANKS),
+    "ranks with little to share, in shards": (GPU, {}, {**ON_GPU, "parallel": "sharded", "ranks": 64}),
+    "one rank": (CPU, {}, {"ranks": 1}),
     "a piece per sample": (CPU, {}, {"accumulation": 64}),
 }
 
@@ -167,7 +182,8 @@ def test_the_table_goes_by_what_is_set() -> None:
 @pytest.mark.parametrize("axis", Plan.model_fields)
 def test_a_plain_plan_differs_only_in_where_it_runs(axis: str) -> None:
     other = {"engine": "arrays", "device": "cuda:0", "precision": "bf16", "layout": "channels_last", "residency": "host",
-             "compile": "step", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1, "threads": 1}  # fmt: skip
+             "compile": "step", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1, "threads": 1,
+             "parallel": "data", "ranks": 2, "staleness": 1, "correction": "none", "workforce": "ray"}  # fmt: skip
     assert is_plain(BASELINE)
     assert is_plain(BASELINE.with_axes(**{axis: other[axis]})) is (axis in ("device", "workers", "threads"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from hotloop.report.progress import Display
     from hotloop.taskfile import Loaded
 
-from hotloop.cli.common import AsJson, Param, Set, axes, console, guarded, pairs, print_json, stdout_for
+from hotloop.cli.common import AsJson, Param, Set, axes, console, guarded, pairs, print_json, say, stdout_for
 from hotloop.sources import file_named, split
 
 
@@ -47,6 +48,13 @@ def train(
         str | None, typer.Option(help="cpu, cuda, cuda:1, mps, xpu; default the accelerator, else cpu.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that load samples of a map-style data set.")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that share the training, under --set parallel=...; alone it means parallel=data.",
+            show_default="as many as there are devices",
+        ),
+    ] = None,
     stop_after: Annotated[
         str | None, typer.Option(help="Stop cleanly after this time, such as 90s, 5m or 11h.")
     ] = None,
@@ -68,6 +76,7 @@ def train(
     hotloop train examples/fashion.py --plan baseline       eager fp32, as a textbook would write it
     hotloop train examples/fashion.py --set compile=step    the same, with one axis of the plan set
     hotloop train examples/fashion.py --tune                hotloop tune and hotloop train in one
+    hotloop train examples/fashion.py --ranks 2             two processes share each batch
 
     Without a word on it, the plan is what hotloop tune found and remembered, else what hotloop plan shows.
 
@@ -81,18 +90,28 @@ def train(
     if tune and (resume is not None or plan not in (None, "auto")):
         raise typer.BadParameter("--tune looks for the plan of a new run: give it with neither --resume nor --plan")
     given = pairs(param or [])
-    on_top = axes(settings, device=device, workers=workers)
+    on_top = axes(settings, device=device, workers=workers, ranks=ranks)
+    if tune and on_top.keys() & {"parallel", "ranks"}:
+        raise typer.BadParameter("--tune looks for the plan of one process: leave out --ranks and parallel")
     if task is not None:
         file_named(split(task)[0])  # a wrong path shows at once, before the seconds that importing torch takes
 
     from hotloop.wanted import Wanted
 
-    Wanted.of(plan, on_top)  # and so does a wrong plan
+    wanted = Wanted.of(plan, on_top)  # and so does a wrong plan
+    if ranks is not None and ranks > 1 and resume is None and "parallel" not in wanted.plan.model_fields_set:
+        on_top["parallel"] = "data"
 
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
     from hotloop import api
+    from hotloop.launch import command, launch, ranks_of
     from hotloop.report.progress import Display
+    from hotloop.run import Following
+    from hotloop.taking_part import to_start
     from hotloop.taskfile import load_task
 
+    if (ranked := to_start(plan, on_top, resume)) is not None:
+        raise typer.Exit(launch(ranks_of(ranked), command(), say)[1])
     display = Display(console)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size, seed=seed).items() if v is not None}
     common: dict[str, Any] = dict(
@@ -116,6 +135,8 @@ def train(
                 handle, ended = api.start(loaded, run=run, checkpoint_every=checkpoint_every or "auto", **common)
         finally:
             display.close()
+    if isinstance(handle, Following):
+        return  # the first rank speaks for all
     shown = {name: value for name, value in (ended.final or {}).items() if isinstance(value, float)}
     if shown:
         display.say("  ".join([f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items()]))

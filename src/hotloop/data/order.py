@@ -44,6 +44,10 @@ class Order:
         """Batches in an epoch."""
         return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
 
+    def size(self, number: int) -> int:
+        """Samples in batch `number` of an epoch."""
+        return min(self.batch_size, self.samples - number * self.batch_size)
+
     def epoch(self, epoch: int) -> Tensor:
         """Sample numbers of one epoch in their order: int64 (samples,)."""
         if not self.shuffle:
@@ -53,6 +57,48 @@ class Order:
     def batch(self, permutation: Tensor, number: int) -> Tensor:
         """Sample numbers of batch `number` of an epoch's `permutation`: int64 (batch,)."""
         return permutation[number * self.batch_size : (number + 1) * self.batch_size]
+
+
+def part(samples: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Where a rank's rows of a batch begin and end: in turn, nearly as many for each; none where there are too few."""
+    return samples * rank // ranks, samples * (rank + 1) // ranks
+
+
+@dataclass(frozen=True)
+class Parted(Order):
+    """The same order, of whose batches each rank takes its rows; one without any takes the first, which counts nothing.
+
+    Attributes:
+        rank, ranks: whose, of how many.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+    def batch(self, permutation: Tensor, number: int) -> Tensor:
+        """Sample numbers of the rank's rows of batch `number`: int64 (rows,)."""
+        whole = super().batch(permutation, number)
+        first, last = part(len(whole), self.rank, self.ranks)
+        return whole[first:last] if first < last else whole[:1]
+
+
+@dataclass(frozen=True)
+class Dealt(Order):
+    """The same order, of whose batches each rank gets whole ones, in turn.
+
+    Attributes:
+        rank, ranks: whose, of how many.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def batches(self) -> int:
+        return len(range(self.rank, super().batches, self.ranks))
+
+    def batch(self, permutation: Tensor, number: int) -> Tensor:
+        return super().batch(permutation, self.rank + number * self.ranks)
 
 
 def split(samples: int, share: float | int, seed: int) -> tuple[Tensor, Tensor]:

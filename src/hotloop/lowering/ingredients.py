@@ -20,6 +20,7 @@ from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.foreign import is_built
 from hotloop.lowering.telling import SILENT, During, Say
+from hotloop.parallel.world import ALONE, World
 from hotloop.plan import Plan
 from hotloop.task import Computed, Task, forward
 
@@ -38,6 +39,7 @@ class Ingredients:
         around: contexts that each training step runs in.
         say: shows a line to the user at once, while something takes long.
         during: shows that it does, and how far it is.
+        world: the ranks that share the training.
         notes: lines that the user should read about how the Plan was lowered.
     """
 
@@ -53,6 +55,7 @@ class Ingredients:
     around: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
     say: Say = lambda line: None
     during: During = SILENT
+    world: World = ALONE
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -63,7 +66,8 @@ class Ingredients:
         model = built_model(task)
         _check_output(task, roles, model)
         weigh = _weigher(task, roles)
-        return cls(task, plan, roles, torch.device("cpu"), model, weigh, task.compute, task.build_optimizer)
+        device, world = torch.device("cpu"), World.of(plan)
+        return cls(task, plan, roles, device, model, weigh, task.compute, task.build_optimizer, world=world)
 
 
 def built_model(task: Task) -> nn.Module:
@@ -159,6 +163,11 @@ def _shape(output: Any) -> str:
 def _targets(table: Table) -> Tensor | None:
     columns = table.columns
     return columns[-1] if isinstance(columns, tuple) and len(columns) > 1 else None
+
+
+def counts_samples(parts: Ingredients) -> bool:
+    """Whether what a batch's loss counts is the number of its samples, whatever they hold."""
+    return parts.weigh is _samples
 
 
 def _weigher(task: Task, roles: Roles) -> Callable[[Any, int], Any]:

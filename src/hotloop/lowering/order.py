@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from hotloop.data.feed import Feed, Treatment, open_feed
+import torch
+
+from hotloop.data.feed import Feed, PartedFeed, Treatment, open_feed
+from hotloop.data.order import Parted
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
@@ -20,10 +23,14 @@ from hotloop.lowering.layout import in_layout
 from hotloop.lowering.precision import in_precision
 from hotloop.lowering.program import Program
 from hotloop.lowering.residency import resident
+from hotloop.lowering.served import served
+from hotloop.lowering.shared import SharedStep
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.telling import During, Say, in_lines
 from hotloop.lowering.threads import with_threads
 from hotloop.lowering.update import with_implementation
+from hotloop.parallel.server import Policy
+from hotloop.parallel.world import World
 from hotloop.plan import BASELINE, Plan
 from hotloop.probe import check_device, here
 from hotloop.rng import preserved
@@ -31,8 +38,11 @@ from hotloop.task import Task
 
 
 def on_device(parts: Ingredients) -> Ingredients:
-    """The device axis."""
-    return placed(parts, check_device(parts.plan.device))
+    """The device axis; each rank has the device of its own number."""
+    device = check_device(parts.plan.device)
+    if device.type == "cuda" and not parts.world.alone:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return placed(parts, device)
 
 
 TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
@@ -60,6 +70,8 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
         MemoryExhausted: model and data alone are too large.
     """
     check_device(plan.device)
+    if plan.ranked:
+        plan = plan.with_axes(ranks=World.of(plan).ranks)  # those that are there, whatever was there before
     with making_ready(plan), preserved():
         parts = replace(Ingredients.of(task, plan), say=say, during=during or in_lines(say))
         _check(parts)
@@ -67,6 +79,8 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
             parts = transform(parts)
         for note in parts.notes:
             say(note)
+        if plan.parallel == "async":
+            return served(parts, Policy.of(plan))
         return _checked(Program(parts, _step(parts), _feed(parts)))
 
 
@@ -87,6 +101,8 @@ def making_ready(plan: Plan) -> Iterator[None]:
 def _step(parts: Ingredients) -> EagerStep:
     if parts.plan.engine == "arrays":
         return ArraysStep(parts)
+    if parts.plan.ranked:
+        return SharedStep(parts)
     if parts.plan.graphs != "none":
         return GraphedStep(parts)
     return EagerStep(parts) if parts.plan.compile == "none" else CompiledStep(parts)
@@ -120,7 +136,12 @@ def _check(parts: Ingredients) -> None:
 
 
 def _feed(parts: Ingredients) -> Feed:
-    return open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=parts.plan.workers)
+    order, world = parts.roles.order, parts.world
+    if not parts.plan.ranked:
+        return open_feed(parts.roles.train, order, _treatment(parts), workers=parts.plan.workers)
+    assert order is not None
+    rows = Parted(**vars(order), rank=world.rank, ranks=world.ranks)
+    return PartedFeed(open_feed(parts.roles.train, rows, _treatment(parts), workers=parts.plan.workers), order)
 
 
 def _treatment(parts: Ingredients) -> Treatment:

@@ -60,7 +60,7 @@ class Program:
         self.compile_s = 0.0
         self._step = step
         self._batches: Iterator[tuple[Any, int]] | None = None
-        if feed.reseeds:
+        if feed.reseeds or not parts.world.alone:
             self.seed_all()
 
     @property
@@ -158,6 +158,11 @@ class Program:
         """The epoch's sums so far as numbers; waits for the device."""
         return {name: float(value) for name, value in self._step.sums.items()}
 
+    def take_waited_s(self) -> float:
+        """Seconds of waiting for other ranks since the last call; on a GPU, whose work is only queued, 0 or so."""
+        waited, self._step.waited_s = self._step.waited_s, 0.0
+        return waited
+
     def end_epoch(self, figure: float | None = None) -> None:
         """Goes on to the next epoch; `figure` is the monitored one, which plateau schedulers watch."""
         self._step.end_epoch(figure)
@@ -171,7 +176,7 @@ class Program:
         modules = [self.model, loss] if isinstance(loss, nn.Module) else [self.model]
         for module in modules:
             module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._step.together():
             self._swap_average()
             try:
                 yield self.model

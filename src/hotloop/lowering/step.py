@@ -6,6 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class EagerStep:
         average: exponential average by parameter name; empty without one.
         sums: over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
             `samples`.
+        waited_s: seconds that it has waited for other ranks, since whoever reads that last set it to 0.
     """
 
     def __init__(self, parts: Ingredients) -> None:
@@ -53,6 +55,7 @@ class EagerStep:
         self.draws = StepDraws(task.seed, parts.device)
         self._needs_closure = needs_closure(self.optimizer)
         self._checked = False
+        self.waited_s = 0.0
         self.sums: dict[str, Any] = {}
         self.reset_sums()
 
@@ -63,7 +66,7 @@ class EagerStep:
         if self.average:
             self.update_average(list(self.average.values()), self._averaged)
         loss = computed.loss.detach()
-        self._add(loss, computed.scalars, self.parts.weigh(batch, samples))
+        self._add(loss, computed.scalars, self._weight(batch, samples))
         self.sums["samples"] += samples
         return loss
 
@@ -96,11 +99,20 @@ class EagerStep:
             self._checked = True
         else:
             computed = self._compute_first(batch) if first else self._compute(batch)
-            self._backward_of(computed.loss)
+            computed = self._differentiate(computed, batch, samples)
         if first:
             self._check_clipping()
         self._clip_unscaled()
         return computed
+
+    def _differentiate(self, computed: Computed, batch: Any, samples: int) -> Computed:
+        """Gradients of the loss; returns what the whole batch came to."""
+        self._backward_of(computed.loss)
+        return computed
+
+    def _weight(self, batch: Any, samples: int) -> Any:
+        """What the loss of the step's batch counts."""
+        return self.parts.weigh(batch, samples)
 
     def _clip_unscaled(self) -> None:
         if self.scaler is not None and self._clips:
@@ -121,6 +133,10 @@ class EagerStep:
     def update_average(self, averages: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Moves averages towards the values, in place."""
         self._average(list(averages), list(values), None)
+
+    def together(self) -> AbstractContextManager[None]:
+        """The model as a whole, to compute something else with; only ranks may have it in shards."""
+        return nullcontext()
 
     def rebind(self) -> None:
         """Notes that tensors of the optimizer's state were replaced."""

@@ -1,0 +1,100 @@
+"""Workers as actors of Ray, which starts one anew when it dies."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from hotloop.asynchronous.host import Host
+from hotloop.asynchronous.recipe import Recipe
+from hotloop.errors import HotloopError, PlanError, TrainingError, blame
+from hotloop.parallel.crew import Answer, Lost, Ready
+from hotloop.parallel.ledger import Work
+from hotloop.parallel.server import Weights
+from hotloop.plan import Plan
+
+
+class ActorCrew:
+    """Actors in the cluster that Ray knows of (`RAY_ADDRESS`, or one that runs on this machine), else in one of its own.
+
+    A Task from a file is read from the run's folder, which all machines of the cluster must see.
+
+    Raises:
+        PlanError: Ray isn't installed.
+        HotloopError: a worker can't make the Task ready.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
+        self._ray = _ray()
+        self._own = not self._ray.is_initialized()
+        if self._own:
+            self._ray.init(
+                include_dashboard=False, log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1"
+            )
+        self._pending: dict[Any, int] = {}
+        self._waiting: deque[tuple[int, Answer]] = deque()
+        self._weights: tuple[int, Any] = (-1, None)
+        self._actors: list[Any] = []
+        try:
+            options = self._resources(plan, workers) | {"max_restarts": -1, "scheduling_strategy": "SPREAD"}
+            actor = self._ray.remote(**options)(Host)
+            self._actors = [actor.remote(recipe, plan, workers) for _ in range(workers)]
+            for answer in self._ray.get([actor.make_ready.remote() for actor in self._actors]):
+                if isinstance(answer, HotloopError):
+                    raise answer
+        except BaseException:
+            self.close()
+            raise
+        self._waiting.extend((worker, Ready()) for worker in range(workers))
+
+    def give(self, worker: int, work: Work, weights: Weights) -> None:
+        if self._weights[0] != weights.version:
+            self._weights = weights.version, self._ray.put(weights)  # once, however many workers get them
+        self._pending[self._actors[worker].gradient.remote(work, self._weights[1])] = worker
+
+    def receive(self) -> tuple[int, Answer]:
+        if self._waiting:
+            return self._waiting.popleft()
+        done: list[Any] = []
+        while not done:  # in pieces, so that Ctrl-C is heard
+            done, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=0.2)
+        worker = self._pending.pop(done[0])
+        try:
+            answer: Answer = self._ray.get(done[0])
+        except self._ray.exceptions.RayActorError:
+            back = self._actors[worker].make_ready.options(max_task_retries=-1)  # which waits until the actor is back
+            self._pending[back.remote()] = worker
+            return worker, Lost("died, and Ray starts it again")
+        except self._ray.exceptions.RayError as error:
+            return worker, TrainingError(f"Ray lost what worker {worker} computed: {blame(error)}")
+        return worker, answer
+
+    def close(self) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors = []
+        if self._own and self._ray.is_initialized():
+            self._ray.shutdown()
+
+    def pids(self) -> dict[int, int]:
+        """The process of each worker."""
+        found = self._ray.get([actor.pid.remote() for actor in self._actors])
+        return dict(enumerate(found))
+
+    def _resources(self, plan: Plan, workers: int) -> dict[str, float]:
+        """What Ray is to set aside for each; nothing where there are fewer cores than workers, which then share them."""
+        if plan.device.startswith("cuda"):
+            return {"num_gpus": 1}
+        return {"num_cpus": 1 if self._ray.cluster_resources().get("CPU", 0) >= workers else 0}
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise PlanError(
+            "workforce=ray, and Ray isn't installed",
+            expected="its package",
+            fix="run: pip install 'hotloop[ray]', or use workforce=processes",
+        ) from None
+    return ray

@@ -1,0 +1,39 @@
+"""Starts the workers that a plan asks for."""
+
+from __future__ import annotations
+
+from hotloop.asynchronous.recipe import Recipe
+from hotloop.lowering import Program
+from hotloop.lowering.served import ServedProgram
+from hotloop.lowering.telling import Say
+from hotloop.parallel.crew import Crew
+from hotloop.plan import Plan
+
+
+def employed(program: Program, recipe: Recipe, workers: int, say: Say) -> Program:
+    """The Program with workers, where its gradients are to come from such; any other stays as it is.
+
+    Raises:
+        TrainingError: a worker ended before it began.
+        PlanError: the plan wants Ray, and it isn't installed.
+    """
+    if isinstance(program, ServedProgram):
+        plan = program.parts.plan
+        say(f"starting {workers} workers; asynchronous training comes out a little different each time")
+        program.employ(_crew(plan, recipe, workers))
+    return program
+
+
+def alone(plan: Plan) -> Plan:
+    """How one worker computes: the plan without what is about several."""
+    return plan.with_axes(parallel="none", ranks=None, staleness=None, correction="divide", workforce="processes")
+
+
+def _crew(plan: Plan, recipe: Recipe, workers: int) -> Crew:
+    if plan.workforce == "ray":
+        from hotloop.asynchronous.actors import ActorCrew
+
+        return ActorCrew(recipe, alone(plan), workers)
+    from hotloop.asynchronous.processes import ProcessCrew  # takes a moment to import
+
+    return ProcessCrew(recipe, alone(plan), workers)

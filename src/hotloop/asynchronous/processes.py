@@ -1,0 +1,240 @@
+"""Workers as processes of this machine, reached over `torch.distributed.rpc`; the death of one touches no other.
+
+An elastic agent restarts all workers when one dies, which is what synchronous training needs. Here the server's own
+process is the parent of each worker, and notices its death by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+from hotloop.asynchronous.host import Host
+from hotloop.asynchronous.recipe import Recipe
+from hotloop.errors import HotloopError, TrainingError, blame
+from hotloop.parallel.crew import Answer, Lost
+from hotloop.parallel.ledger import Work
+from hotloop.parallel.server import Weights
+from hotloop.plan import Plan
+
+_SERVER = "server"
+_LOOK_S = 0.2
+"""How often a server that waits for gradients looks whether its workers live."""
+
+
+class ProcessCrew:
+    """Worker processes, each with a replica of its own.
+
+    Args:
+        recipe: of the Task.
+        plan: how a worker computes.
+        workers: how many.
+
+    Raises:
+        TrainingError: a process ended before it began.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
+        self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
+        self._folder = tempfile.TemporaryDirectory(prefix="hotloop-")
+        self._processes: dict[int, BaseProcess] = {}
+        self._closed = False
+        try:
+            with _over_loopback():
+                self._start(workers)
+                _join(_SERVER, 0, workers + 1, self._folder.name, threads=4)
+        except BaseException:
+            self._end_processes()
+            raise
+        self._hosts = [
+            rpc.remote(_name(worker), Host, args=(recipe, plan, workers), timeout=0) for worker in range(workers)
+        ]
+        try:
+            self._make_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def give(self, worker: int, work: Work, weights: Weights) -> None:
+        if worker in self._processes:
+            self._ask(worker, Host.gradient, work, weights)
+
+    def receive(self) -> tuple[int, Answer]:
+        while True:
+            try:
+                worker, answer = self._answers.get_nowait()
+            except queue.Empty:
+                if (lost := self._dead()) is not None:
+                    return lost
+                if not self._processes:
+                    raise TrainingError("all workers are gone", fix="see above how each ended") from None
+                try:
+                    worker, answer = self._answers.get(timeout=_LOOK_S)
+                except queue.Empty:
+                    continue
+            if worker in self._processes or isinstance(answer, Lost):  # of one that died nothing else counts
+                return worker, answer
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with _over_loopback():
+            rpc.shutdown(graceful=False)
+        self._end_processes()
+
+    def pids(self) -> dict[int, int]:
+        """The process of each worker that lives."""
+        return {worker: process.pid or 0 for worker, process in self._processes.items()}
+
+    def _start(self, workers: int) -> None:
+        context = _context()
+        began: dict[Any, int] = {}
+        for worker in range(workers):
+            ours, theirs = context.Pipe(duplex=False)
+            turn = rpc._init_counter
+            arguments = (worker, workers + 1, self._folder.name, turn, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"hotloop {_name(worker)}")
+            process.start()
+            theirs.close()
+            self._processes[worker] = process
+            began[ours] = worker
+        while began:
+            for pipe in wait(list(began)):
+                worker = began.pop(pipe)
+                assert isinstance(pipe, Connection)
+                try:
+                    pipe.recv()
+                except EOFError:
+                    raise _stillborn(worker) from None
+                finally:
+                    pipe.close()
+
+    def _make_ready(self) -> None:
+        """Waits for all, so that the first epoch doesn't hold what comes before it."""
+        for worker in range(len(self._hosts)):
+            self._ask(worker, Host.make_ready)
+        answers = []
+        for _ in self._hosts:
+            answers.append(self.receive())
+            if isinstance(error := answers[-1][1], HotloopError):
+                raise error
+        for answer in answers:
+            self._answers.put(answer)
+
+    def _ask(self, worker: int, method: Any, *arguments: Any) -> None:
+        def arrived(future: torch.futures.Future[Any]) -> None:
+            try:
+                self._answers.put((worker, future.value()))
+            except RuntimeError as error:
+                if "eof" not in str(error).lower() and "shut" not in str(error).lower():  # those tell of its death
+                    self._answers.put((worker, TrainingError(f"worker {worker} can't be reached: {blame(error)}")))
+
+        host = self._hosts[worker]
+        rpc.rpc_async(_name(worker), _call, args=(host, method, *arguments), timeout=0).add_done_callback(arrived)
+
+    def _dead(self) -> tuple[int, Lost] | None:
+        for worker, process in self._processes.items():
+            if process.exitcode is not None:
+                del self._processes[worker]
+                return worker, Lost(_ended(process.exitcode))
+        return None
+
+    def _end_processes(self) -> None:
+        for process in self._processes.values():
+            process.kill()  # which one that is stopped hears, too
+        for process in self._processes.values():
+            process.join()
+        self._folder.cleanup()
+
+
+def _context() -> Any:
+    """Processes that share nothing with this one, as CUDA and OpenMP need; made of one that has torch, where that goes."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _call(host: Any, method: Any, *arguments: Any) -> Any:
+    """In a worker: a method of what lives there."""
+    return method(host.local_value(), *arguments)
+
+
+def _serve(worker: int, world: int, folder: str, turn: int, began: Connection) -> None:
+    """The main thread of a worker process: answers requests until its parent is gone, whoever else ends.
+
+    Args:
+        turn: how often the server's process used RPC before; torch numbers its uses, and the numbers must agree.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # these reach all processes of a terminal; the server ends its workers
+    watch = threading.Thread(target=_end_with_parent, daemon=True)
+    watch.start()
+    began.send(worker)
+    rpc._init_counter = turn
+    _join(_name(worker), worker + 1, world, folder, threads=1)  # one, as its operations have threads of their own
+    watch.join()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _join(name: str, rank: int, world: int, folder: str, *, threads: int) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=threads, rpc_timeout=60, init_method=f"file://{folder}/meeting"
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use
+        rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
+
+
+@contextmanager
+def _over_loopback() -> Iterator[None]:
+    """What is started within talks over the loopback interface, unless told otherwise, and logs errors alone."""
+    settings = {
+        "TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    ours = [name for name in settings if name not in os.environ]
+    os.environ.update({name: settings[name] for name in ours})
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+def _name(worker: int) -> str:
+    return f"worker{worker}"
+
+
+def _ended(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _stillborn(worker: int) -> TrainingError:
+    return TrainingError(
+        f"the process of worker {worker} ended before it began",
+        expected="a script that starts to train only if it is the main program",
+        fix='put the call under `if __name__ == "__main__":`, since each worker imports the script',
+    )

@@ -1,0 +1,234 @@
+"""Starts ranks on this machine by torch's elastic agent, and starts them again when one was killed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from hotloop import errors
+from hotloop.choosing import placed
+from hotloop.errors import HotloopError, PlanError, RankLostError, TrainingError
+from hotloop.parallel.joining import LAUNCHED, run_in
+from hotloop.plan import Plan
+from hotloop.probe import devices
+
+RESTARTS = 3
+STOPPED = {128 + signal.SIGINT: signal.SIGINT, 128 + signal.SIGTERM: signal.SIGTERM}
+"""Exit codes of a training that saved and stopped."""
+
+_LOOPBACK = "127.0.0.1"
+
+Say = Callable[[str], None]
+
+
+def ranks_of(plan: Plan) -> int:
+    """How many ranks the plan is for on this machine: those that it names, else one for each device of its kind.
+
+    Raises:
+        PlanError: on a CPU, which is one device for all, it must name them.
+    """
+    if plan.ranks is not None:
+        return plan.ranks
+    kind = placed(plan).device.partition(":")[0]
+    found = [name for name in devices() if name.partition(":")[0] == kind and kind != "cpu"]
+    if not found:
+        cores = psutil.cpu_count(logical=False) or 1
+        raise PlanError(
+            f"parallel={plan.parallel} on the CPU without a number of ranks",
+            expected=f"how many, at most the cores, of which there are {cores} here",
+            fix=f"use --ranks {max(2, cores)}, or ranks={max(2, cores)} in the plan",
+        )
+    return len(found)
+
+
+def command() -> list[str]:
+    """This command line of hotloop's, for a rank to run as it was typed."""
+    beside = sys.path[0] in ("", os.getcwd())  # `python -m hotloop` looks for modules there, `hotloop` doesn't
+    return [sys.executable, *([] if beside else ["-P"]), "-m", "hotloop", *sys.argv[1:]]
+
+
+def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say) -> tuple[str, int]:
+    """Runs `entry` as so many ranks, to its end; again from the last checkpoint, at most 3 times, if one is killed.
+
+    Args:
+        entry: a command; or a function without arguments, called in forks of this process, so that it may be any.
+        say: is told which rank was killed.
+
+    Returns:
+        The run that they trained in (empty if it never began), and the exit code: 0, or that of a training that was
+        stopped by a signal and saved.
+
+    Raises:
+        HotloopError: the error of the rank that failed first.
+        TrainingError: ranks were killed again and again.
+    """
+    name = LAUNCHED + uuid.uuid4().hex[:8]
+    with _store() as store, _quiet(), tempfile.TemporaryDirectory(prefix=name) as logs:
+        for attempt in range(RESTARTS + 1):
+            try:
+                with _forwarding():
+                    _start(_config(f"{name}-{attempt}", ranks, store.port, logs), entry)
+                return run_in(store) or "", 0
+            except ChildFailedError as failed:
+                cause = _cause(failed.failures)
+                if cause[1].exitcode in STOPPED:
+                    return run_in(store) or "", cause[1].exitcode
+                killed = _killed(*cause, logs)
+                if attempt == RESTARTS:
+                    raise TrainingError(
+                        f"{killed}, after {RESTARTS} new starts", fix="look for what kills it"
+                    ) from None
+            say(f"{killed}: all {ranks} start again from the last checkpoint ({attempt + 1} of {RESTARTS})")
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str]) -> None:
+    if isinstance(entry, list):
+        elastic_launch(config, entry[0])(*entry[1:])
+        return
+
+    def call() -> None:
+        gc.freeze()
+        gc.enable()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # not the parent's way with them, until it trains
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            entry()
+        except KeyboardInterrupt:  # torch takes it for a good end, and waits for what it never returned
+            raise SystemExit(128 + signal.SIGINT) from None
+
+    # A store that a fork inherits must not be collected there: its end waits for a thread that only the parent has.
+    gc.collect()
+    gc.disable()
+    try:
+        elastic_launch(config, call)()
+    finally:
+        gc.enable()
+
+
+def _config(name: str, ranks: int, port: int, logs: str) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=name,
+        rdzv_backend="static",
+        rdzv_endpoint=f"{_LOOPBACK}:{port}",
+        rdzv_configs={"rank": 0},
+        max_restarts=0,  # an error of the Task's would come again each time; `launch` starts again what was killed
+        start_method="fork",
+        signals_to_handle="SIGQUIT",  # the others go to the ranks, which save
+        logs_specs=DefaultLogsSpecs(logs, redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
+    )
+
+
+@contextmanager
+def _store() -> Iterator[dist.TCPStore]:
+    """Through which ranks and agent find each other; it outlives them, and listens on this machine alone."""
+    with socket.socket() as listening:
+        listening.bind((_LOOPBACK, 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        yield dist.TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listening.detach(),
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the agent's own log from the user, who is told the same in a line."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _forwarding() -> Iterator[None]:
+    """Gives Ctrl-C and SIGTERM to the ranks, which save and end; the agent itself would end them in its own way."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for child in psutil.Process().children():
+            if child.pid not in others:
+                child.send_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers; whoever runs the thread hears the signals
+        return
+    others = {child.pid for child in psutil.Process().children()}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed by itself, of all that failed; the others only lost it."""
+
+    def follows(failure: ProcessFailure) -> bool:
+        return _recorded(failure)[0] == RankLostError.__name__ or failure.exitcode == -signal.SIGTERM
+
+    return min(failures.items(), key=lambda item: (follows(item[1]), item[1].timestamp, item[0]))
+
+
+def _recorded(failure: ProcessFailure) -> tuple[str, str]:
+    """Class and text of the error that the rank noted; empty if it noted none."""
+    message = failure.error_file_data.get("message") if failure.error_file_data else None
+    text = message.get("message", "") if isinstance(message, dict) else ""
+    name, _, words = text.partition(": ")
+    return (name, words) if name else ("", "")
+
+
+def _killed(rank: int, failure: ProcessFailure, logs: str) -> str:
+    """What to say of a rank that was killed by a signal.
+
+    Raises:
+        HotloopError: it wasn't, but failed by itself.
+    """
+    name, words = _recorded(failure)
+    if name == RankLostError.__name__ or failure.exitcode < 0:
+        sort = failure.signal_name() if failure.exitcode < 0 else "lost its connection to the others"
+        return f"rank {rank} was killed ({sort})" if failure.exitcode < 0 else f"rank {rank} {sort}"
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, HotloopError):
+        raise kind(words)
+    what = f"{name}: {words}" if name else _last_line(logs, rank)
+    raise TrainingError(f"rank {rank} ended with exit code {failure.exitcode}: {what or 'it said nothing'}")
+
+
+def _last_line(logs: str, rank: int) -> str:
+    """What a rank that isn't the first wrote last, which nobody saw."""
+    files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda file: file.stat().st_mtime)
+    lines = files[-1].read_text(errors="replace").split("\n") if files else []
+    return next((line.strip() for line in reversed(lines) if re.search(r"\w", line)), "")

@@ -1,0 +1,158 @@
+"""A Program whose steps are the updates of a parameter server, and whose batches are the gradients that workers bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import Tensor
+
+from hotloop.data.order import Order
+from hotloop.data.tree import to_device
+from hotloop.errors import HotloopError, PlanError
+from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.program import Program
+from hotloop.lowering.step import EagerStep
+from hotloop.lowering.telling import Say
+from hotloop.parallel.crew import Crew, Gradient, Lost
+from hotloop.parallel.ledger import Ledger, Work
+from hotloop.parallel.server import Policy, Server, Weights
+from hotloop.state import State
+
+
+class ServedStep(EagerStep):
+    """Takes a worker's gradient for a batch, and updates the server with it.
+
+    Attributes:
+        server: holds the model and the optimizer.
+        staleness: how many updates of each staleness there were, since the beginning.
+    """
+
+    def __init__(self, parts: Ingredients, policy: Policy) -> None:
+        super().__init__(parts)
+        self.server = Server(parts.model, self.optimizer, policy, lambda: self.clip(self._trainable))
+        self.staleness: dict[int, int] = {}
+
+    def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
+        gradient, then = batch
+        staleness = self.server.update(gradient.gradients, then, gradient.buffers)
+        self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+        self.step_schedule()
+        if self.average:
+            self.update_average(list(self.average.values()), self._averaged)
+        loss, scalars, weight = to_device((gradient.loss, gradient.scalars, gradient.weight), self.parts.device)
+        self._add(loss, scalars, weight)
+        self.sums["samples"] += samples
+        return cast(Tensor, loss)
+
+    def rebind(self) -> None:
+        """A State was restored, so what workers were given is of no use any more."""
+        self.server.changed()
+
+
+class GradientFeed:
+    """Hands batches out to the workers of a crew, and yields `((gradient, its weights), samples)` as they come.
+
+    Each epoch begins and ends with all its batches counted, each once.
+
+    Attributes:
+        crew: the workers; None until somebody is employed.
+        ledger: who has which batch.
+        lost: workers that died, since the beginning.
+    """
+
+    def __init__(self, order: Order, server: Server, say: Say) -> None:
+        self.batches: int | None = order.batches
+        self.reseeds = False
+        self.crew: Crew | None = None
+        self.ledger = Ledger(server.policy.bound)
+        self.lost = 0
+        self._server, self._say = server, say
+        self._free: list[int] = []
+        self._given: dict[int, tuple[Work, Weights]] = {}
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        if self.crew is None:
+            raise PlanError(
+                "nobody computes the gradients of this Program",
+                expected="workers, which hotloop.fit and hotloop train start",
+                fix="use one of these, or hotloop.asynchronous.simulation",
+            )
+        assert self.batches is not None
+        self.ledger.open(epoch, start, self.batches)
+        while not self.ledger.done:
+            self._hand_out(self.crew)
+            worker, answer = self.crew.receive()
+            if isinstance(answer, HotloopError):
+                raise answer
+            if isinstance(answer, Lost):
+                self._lose(worker, answer.why)
+                continue
+            self._free.append(worker)
+            if isinstance(answer, Gradient):
+                _, weights = self._given.pop(worker)
+                if self.ledger.count(worker, answer.work):
+                    yield (answer, weights), answer.samples
+
+    def _hand_out(self, crew: Crew) -> None:
+        waiting = []
+        for worker in self._free:
+            work = self.ledger.take(worker, self._server.version)
+            if work is None:
+                waiting.append(worker)
+                continue
+            self._given[worker] = work, self._server.weights()
+            crew.give(worker, *self._given[worker])
+        self._free = waiting
+
+    def _lose(self, worker: int, why: str) -> None:
+        self.lost += 1
+        self._given.pop(worker, None)
+        if worker in self._free:
+            self._free.remove(worker)
+        batch = self.ledger.lose(worker)
+        self._say(f"worker {worker} {why}" + ("" if batch is None else f"; its batch {batch + 1} goes to another"))
+
+    def employ(self, crew: Crew) -> None:
+        """Begins anew with these workers."""
+        self.crew = crew
+        self._free, self._given = [], {}
+
+    def close(self) -> None:
+        if self.crew is not None:
+            self.crew.close()
+
+
+class ServedProgram(Program):
+    """Its `position` counts updates; `state` waits for what is out, so that it is of a place in the Task's order."""
+
+    _step: ServedStep
+    feed: GradientFeed
+
+    def state(self) -> State:
+        ledger = self.feed.ledger
+        ledger.paused = True
+        try:
+            if self._batches is not None and ledger.outstanding:
+                self.advance(ledger.outstanding)
+        finally:
+            ledger.paused = False
+        return super().state()
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many updates of each staleness there were."""
+        return dict(self._step.staleness)
+
+    def employ(self, crew: Crew) -> None:
+        """From now on these workers compute the gradients, and any others are ended."""
+        self.feed.close()
+        self.feed.employ(crew)
+        self._batches = None
+
+
+def served(parts: Ingredients, policy: Policy) -> ServedProgram:
+    """The server's side of an asynchronous training; `employ` gives it workers."""
+    assert parts.roles.order is not None, "a stream can't be handed out"
+    step = ServedStep(parts, policy)
+    return ServedProgram(parts, step, GradientFeed(parts.roles.order, step.server, parts.say))

@@ -1,0 +1,154 @@
+"""The parallel axis, where ranks take each step together: each computes its rows of the batch, and all add up."""
+
+from __future__ import annotations
+
+import copy
+import time
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hotloop.data.feed import peek
+from hotloop.data.order import part
+from hotloop.data.tree import to_device
+from hotloop.errors import PlanError, blame
+from hotloop.lowering.ingredients import Ingredients, counts_samples
+from hotloop.lowering.step import EagerStep
+from hotloop.objective import weighted
+from hotloop.parallel.draws import Drawn, Pattern, Watching, WholeDraws
+from hotloop.parallel.norms import WholeNorms
+from hotloop.parallel.sharding import Sharded
+from hotloop.parallel.summing import Summed, Whole
+from hotloop.rng import StepDraws, Streams, preserved
+from hotloop.task import Computed
+
+
+class SharedStep(EagerStep):
+    """One training step of all ranks. Gradient, loss and sums are those of the whole batch, on each of them.
+
+    A rank's gradient counts what its loss counts: sum over ranks of gradient(loss) * weight, divided by the sum of the
+    weights, is the gradient of the whole batch's mean.
+    """
+
+    def __init__(self, parts: Ingredients) -> None:
+        _check_gradients(parts)
+        self._as_one = look(parts)
+        whole = Whole(parts.model, parts.compute)
+        sharded = parts.plan.parallel == "sharded"
+        self._module = Sharded(whole, parts.device) if sharded else Summed(whole)  # before the optimizer looks at it
+        super().__init__(parts)
+        if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples
+            self.draws = StepDraws(parts.task.seed, parts.device, rank=parts.world.rank)
+            parts.say(f"each rank draws its own random numbers, and not those of one process: {self._as_one.draws.odd}")
+        self.draws.spare = False  # which of the ranks drew from Python's generator would be theirs to agree on
+        self._rows = self._samples = 0
+        self._total: Any = 0
+
+    def _backward(self, batch: Any, samples: int, step: int) -> Computed:
+        first, last = part(samples, self.parts.world.rank, self.parts.world.ranks)
+        self._rows, self._samples = last - first, samples
+        return super()._backward(batch, samples, step)
+
+    def _compute(self, batch: Any) -> Computed:
+        world = self.parts.world
+        with ExitStack() as stack:
+            if self._as_one.norms:
+                stack.enter_context(WholeNorms(self._samples, bool(self._rows)))
+            if self._as_one.draws.any:
+                stack.enter_context(WholeDraws(self._as_one.draws, self._samples, world.rank, world.ranks))
+            loss, scalars = self._module(batch)
+        return Computed(loss, None, scalars)
+
+    def _differentiate(self, computed: Computed, batch: Any, samples: int) -> Computed:
+        """Adds up what the parts came to, then the gradients; a rank without rows computes along, and counts nothing."""
+        wide = self.sums["loss"].dtype
+        weight = self.parts.weigh(batch, self._rows) if self._rows else 0
+        values = [computed.loss.detach(), *(value.detach() for value in computed.scalars.values())]
+        own = torch.as_tensor(weight, device=self.parts.device)
+        totals = torch.stack([own.to(wide), *(weighted(value.to(wide), own) for value in values)])
+        began = time.perf_counter()
+        dist.all_reduce(totals)
+        self.waited_s += time.perf_counter() - began
+        self._total = samples if counts_samples(self.parts) else totals[0].to(own.dtype)
+        self._module.counts = own != 0 if self._rows and isinstance(weight, Tensor) else bool(self._rows)
+        share = own.to(wide) / totals[0]
+        loss = computed.loss * share.to(computed.loss.dtype)
+        self._backward_of(torch.where(own == 0, 0.0, loss))
+        means = (totals[1:] / totals[0]).unbind()
+        return Computed(means[0], None, dict(zip(computed.scalars, means[1:], strict=True)))
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._module.together()
+
+    def _weight(self, batch: Any, samples: int) -> Any:
+        return self._total
+
+
+@dataclass(frozen=True)
+class Look:
+    """What ranks must do together within the forward pass.
+
+    Attributes:
+        norms: whether batches are normalised.
+        draws: how the model draws random numbers.
+    """
+
+    norms: bool
+    draws: Pattern
+
+
+def look(parts: Ingredients) -> Look:
+    """Runs a copy of the model on 2 and on 3 samples; nothing of it stays."""
+    few, more = 2, 3
+    try:
+        with preserved(parts.device):
+            seen = [_watched(parts, samples) for samples in (few, more)]
+    except Exception as error:
+        return Look(True, Pattern(odd=f"it couldn't be tried on {few} and {more} samples ({blame(error)})"))
+    return Look(seen[0].norms, Pattern.of(seen[0].drawn, seen[1].drawn, (few, more)))
+
+
+@dataclass
+class _Seen:
+    norms: bool
+    drawn: list[Drawn]
+
+
+def _watched(parts: Ingredients, samples: int) -> _Seen:
+    model = copy.deepcopy(parts.model).train()
+    batch = to_device(peek(parts.roles, samples), parts.device)
+    Streams(parts.task.seed, parts.device).reseed("look")
+    with torch.no_grad(), Watching(parts.device) as draws, _Norms() as norms:
+        parts.compute(model, batch)
+    return _Seen(norms.seen, draws.drawn)
+
+
+class _Norms(TorchFunctionMode):
+    """Notes whether a batch is normalised."""
+
+    seen = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or function is F.batch_norm
+        return function(*args, **(kwargs or {}))
+
+
+def _check_gradients(parts: Ingredients) -> None:
+    """Refuses what torch's engines can't add up, or spread."""
+    if parts.plan.parallel == "sharded" and parts.task.average is not None:
+        raise PlanError(
+            "parallel=sharded with an average of the weights", fix="use parallel=data, or leave average out"
+        )
+    for name, module in parts.model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise PlanError(
+                f"parallel={parts.plan.parallel} with sparse gradients, which {name or 'the model'} makes",
+                expected="dense gradients, which ranks can add up",
+                fix="leave out sparse=True there, or use parallel=none",
+            )

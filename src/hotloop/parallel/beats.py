@@ -1,0 +1,82 @@
+"""Signs of life: each rank gives one every second, and the first that is well names those which give none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+_EVERY_S = 1.0
+_PATIENCE_S = 4.0
+"""Without a sign for so long, a rank has stopped, or its machine is in trouble."""
+
+
+class Beats:
+    """Signs of life of one rank, and the watch over those of the others.
+
+    Args:
+        store: for this thread alone.
+        launch: the name of the set of processes, so that an earlier one's signs are not taken for its own.
+        tell: is told who gives no sign, and who gives one again.
+    """
+
+    def __init__(self, store: dist.Store, launch: str, rank: int, ranks: int, tell: Callable[[str], None]) -> None:
+        self._store, self._launch, self._rank, self._ranks, self._tell = store, launch, rank, ranks, tell
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._silent: set[int] = set()
+        self._parent = os.getppid()
+        self._over = threading.Event()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Gives signs in a thread of its own, until the end."""
+        thread = threading.Thread(target=self._beat, name="hotloop-beats", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _beat(self) -> None:
+        count = 0
+        with suppress(RuntimeError):  # the store is gone, and so is who would read it
+            while not self._over.wait(_EVERY_S) and not self._orphaned:
+                count += 1
+                self._store.set(self._key(self._rank), str(count))
+                self.look(time.monotonic())
+        if self._orphaned:  # nobody would ever end or restart it: it saves and stops
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @property
+    def _orphaned(self) -> bool:
+        """Whether the agent that started this process was killed."""
+        return os.getppid() != self._parent
+
+    def look(self, now: float) -> None:
+        """Notes who has given a sign since the last look, and tells what has changed; `now` in seconds."""
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        for rank in others:
+            key = self._key(rank)
+            beat = self._store.get(key).decode() if self._store.check([key]) else ""
+            if rank not in self._seen or self._seen[rank][0] != beat:
+                self._seen[rank] = beat, now
+        silent = {rank for rank in others if now - self._seen[rank][1] > _PATIENCE_S}
+        if all(rank in silent for rank in range(self._rank)):  # those before it would have spoken
+            self._compare(silent, now)
+        self._silent = silent
+
+    def _compare(self, silent: set[int], now: float) -> None:
+        for rank in sorted(silent - self._silent):
+            seconds = now - self._seen[rank][1]
+            self._tell(f"waiting for rank {rank}: no sign of life for {seconds:.0f}s")
+        for rank in sorted(self._silent - silent):
+            self._tell(f"rank {rank} goes on")
+
+    def _key(self, rank: int) -> str:
+        return f"hotloop/beat/{self._launch}/{rank}"

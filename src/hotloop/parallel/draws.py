@@ -1,0 +1,163 @@
+"""Random draws of a rank's rows: those that one process would have drawn for them.
+
+All ranks seed alike. What is drawn for each sample, such as a dropout mask, is drawn for the whole batch and cut; what is
+drawn once, such as noise on weights, is the same for all as it is. Which is which shows on batches of two sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hotloop.data.order import part
+from hotloop.errors import TaskError
+
+_OF_PROBABILITIES = ("bernoulli", "multinomial", "binomial", "poisson")
+"""What they draw depends on values that only the rank has."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One draw: by which operator, into which shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Batchwise:
+    """Draws whose dimension `dim` holds `each` entries for each sample."""
+
+    ndim: int
+    dim: int
+    each: int
+
+    def fits(self, shape: Sequence[int], rows: int) -> bool:
+        return len(shape) == self.ndim and shape[self.dim] == rows * self.each
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How a model draws.
+
+    Attributes:
+        batchwise: draws for each sample.
+        single: shapes of draws that are the same for a batch of any size.
+        odd: an operator whose draws can't be told apart; empty if there is none.
+    """
+
+    batchwise: frozenset[Batchwise] = frozenset()
+    single: frozenset[tuple[int, ...]] = frozenset()
+    odd: str = ""
+
+    @classmethod
+    def of(cls, few: Sequence[Drawn], more: Sequence[Drawn], rows: tuple[int, int]) -> Pattern:
+        """What two batches of so many samples have drawn, in order."""
+        if [one.name for one in few] != [one.name for one in more]:
+            return cls(odd="what draws otherwise for another number of samples")
+        batchwise, single = set(), set()
+        for one, other in zip(few, more, strict=True):
+            if one.name.rstrip("_") in _OF_PROBABILITIES and one.name != "bernoulli_":
+                return cls(odd=one.name)
+            if one.shape == other.shape:
+                single.add(one.shape)
+            elif (found := _along(one.shape, other.shape, rows)) is not None:
+                batchwise.add(found)
+            else:
+                return cls(odd=one.name)
+        return cls(frozenset(batchwise), frozenset(single))
+
+    @property
+    def any(self) -> bool:
+        return bool(self.batchwise or self.single)
+
+
+def _along(few: tuple[int, ...], more: tuple[int, ...], rows: tuple[int, int]) -> Batchwise | None:
+    """The dimension that goes with the number of samples, if one alone does."""
+    changed = [dim for dim, sizes in enumerate(zip(few, more, strict=False)) if sizes[0] != sizes[1]]
+    if len(few) != len(more) or len(changed) != 1:
+        return None
+    dim = changed[0]
+    each, left = divmod(few[dim], rows[0])
+    return Batchwise(len(few), dim, each) if not left and more[dim] == rows[1] * each else None
+
+
+@dataclass
+class Watching(TorchDispatchMode):
+    """Notes each operator that draws from torch's generator."""
+
+    device: torch.device
+    drawn: list[Drawn] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **(kwargs or {}))
+        before = _generator(self.device).get_state()
+        result = function(*args, **(kwargs or {}))
+        if not torch.equal(before, _generator(self.device).get_state()):
+            first = result[0] if isinstance(result, tuple) else result
+            self.drawn.append(Drawn(function.overloadpacket.__name__, tuple(first.shape)))
+        return result
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
+class WholeDraws(TorchDispatchMode):
+    """Draws for the whole batch, and cuts this rank's rows out of that.
+
+    Args:
+        samples: of the whole batch.
+        rank, ranks: whose rows; one without any computes along on the first.
+    """
+
+    def __init__(self, pattern: Pattern, samples: int, rank: int, ranks: int) -> None:
+        super().__init__()
+        first, last = part(samples, rank, ranks)
+        self.pattern, self.samples, self.first, self.rows = pattern, samples, first, last - first
+        if not self.rows:
+            self.first, self.rows = 0, 1
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **kwargs)
+        name = function.overloadpacket.__name__
+        if name == "native_dropout":
+            return self._dropout(function, *args)
+        if name.endswith("_like"):
+            return self._cut(args[0].shape, lambda shape: function(args[0].new_empty(shape), *args[1:], **kwargs))
+        if name.endswith("_"):
+            drawn = self._cut(args[0].shape, lambda shape: function(args[0].new_empty(shape), *args[1:], **kwargs))
+            return args[0].copy_(drawn)
+        size = next((place for place, value in enumerate(args) if isinstance(value, list | tuple)), None)
+        if size is None:
+            return function(*args, **kwargs)
+        return self._cut(args[size], lambda shape: function(*args[:size], list(shape), *args[size + 1 :], **kwargs))
+
+    def _dropout(self, function: Any, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        keep = self._cut(x.shape, lambda shape: function(x.new_ones(shape), p, train)[1])
+        return x * keep / (1 - p if p < 1 else math.inf), keep
+
+    def _cut(self, shape: Sequence[int], draw: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+        if tuple(shape) in self.pattern.single:
+            return draw(tuple(shape))
+        found = next((one for one in self.pattern.batchwise if one.fits(shape, self.rows)), None)
+        if found is None:
+            raise TaskError(
+                f"random numbers of shape {tuple(shape)} are drawn in a step, which a first look didn't show",
+                expected="draws for each sample, or the same for all",
+                fix="use parallel=none",
+            )
+        whole = draw((*shape[: found.dim], self.samples * found.each, *shape[found.dim + 1 :]))
+        return whole.narrow(found.dim, self.first * found.each, self.rows * found.each)

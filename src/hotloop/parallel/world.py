@@ -1,0 +1,117 @@
+"""The ranks that share a training, as one of them sees it: who it is, and how all come to one mind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hotloop.errors import HotloopError, PlanError
+from hotloop.plan import Plan
+
+T = TypeVar("T")
+
+_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+    "failed to recv",
+    "connection was likely closed",
+    "nccl communicator was aborted",
+    "remote process exited",
+)
+"""What gloo, NCCL and torch's store say where another process is gone; none of them says which."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among the ranks; alone, all that the ranks would have to say to each other is said.
+
+    Attributes:
+        rank: this process, from 0; the first writes the run and speaks to the user.
+        ranks: how many there are.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, plan: Plan) -> World:
+        """The ranks that this process has joined, see `joining`; itself alone under a plan of one process.
+
+        Raises:
+            PlanError: the plan is for ranks, and this process is none.
+        """
+        if not plan.ranked:
+            return ALONE
+        if not dist.is_initialized():
+            raise PlanError(
+                f"parallel={plan.parallel} in a single process",
+                expected="ranks, which `hotloop train` and `hotloop.fit` start",
+                fix="train with it, or use parallel=none here",
+            )
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def alone(self) -> bool:
+        return self.ranks == 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes and speaks."""
+        return self.rank == 0
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` gives on the first rank, on all of them; an error that it raises there, too.
+
+        What it gives is pickled on its way, which is between processes of one training alone.
+        """
+        if self.alone:
+            return make()
+        made: list[Any] = [None, None]
+        if self.first:
+            try:
+                made[0] = make()
+            except HotloopError as error:
+                made[1] = error
+        dist.broadcast_object_list(made, src=0)
+        if made[1] is not None:
+            raise made[1]
+        return made[0]
+
+    def gathered(self, value: T) -> list[T]:
+        """What each rank has, by rank, on all of them."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value)
+        return found
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Number by number, the largest that a rank has."""
+        if self.alone:
+            return list(numbers)
+        found = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.tolist()
+
+    def of_first(self, number: int) -> int:
+        """A number of the first rank's, on all of them."""
+        return self.largest([number if self.first else -(1 << 62)])[0]
+
+
+ALONE = World()
+
+
+def is_loss(error: BaseException | None) -> bool:
+    """Whether an error, or what it came of, is that another rank is gone."""
+    while error is not None:
+        text = str(error).lower()
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(s in text for s in _LOST)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

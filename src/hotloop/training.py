@@ -1,0 +1,262 @@
+"""Starting a training and going on with one: from what was asked for to a run and how it ended."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hotloop.asynchronous.employing import alone, employed
+from hotloop.asynchronous.recipe import Recipe
+from hotloop.choosing import lowered
+from hotloop.continuing import check_overrides
+from hotloop.data.feed import peek
+from hotloop.data.tree import inputs_of
+from hotloop.errors import HotloopError, TaskError
+from hotloop.launch import ranks_of
+from hotloop.loop import train_loop
+from hotloop.lowering import Program, lower
+from hotloop.lowering.facts import facts_of
+from hotloop.lowering.telling import During, Say
+from hotloop.pacing import Cadence, seconds
+from hotloop.parallel.joining import Joined
+from hotloop.plan import Plan
+from hotloop.records import RunRecord
+from hotloop.remembering import lowered_by_memory
+from hotloop.report import tensorboard
+from hotloop.report.curves import draw_curves
+from hotloop.run import Following, Run
+from hotloop.setting import versions
+from hotloop.steering import Ended, Steering
+from hotloop.taking_part import taking_part
+from hotloop.task import Task, overridden
+from hotloop.taskfile import Loaded, load_from_run
+from hotloop.view import Callback
+from hotloop.wanted import Wanted
+
+
+def start(
+    loaded: Loaded,
+    *,
+    run: Path | None = None,
+    plan: Plan | str | Path | None = None,
+    axes: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    stop_after: str | None = None,
+    checkpoint_every: str = "auto",
+    callbacks: Sequence[Callback] = (),
+    say: Say = lambda line: None,
+    during: During | None = None,
+) -> tuple[Run, Ended]:
+    """Starts a new run of a loaded Task; `axes` are set on top of the plan, and see `lower` for `during`.
+
+    As one of several ranks that were killed before and are started again, it goes on with their run.
+    """
+    began = time.monotonic()
+    wanted = Wanted.or_auto(plan, axes)
+    with taking_part(wanted.plan, say, wanted.plan.ranks) as ranks:
+        options: dict[str, Any] = dict(overrides=overrides, stop_after=stop_after, checkpoint_every=checkpoint_every)
+        if ranks.world.first:
+            options |= dict(callbacks=callbacks, say=say, during=during)
+        if (begun := ranks.begun()) is not None:
+            return _go_on(Path(begun), loaded.task, wanted, ranks, **options)
+        return _start(loaded, run, wanted, ranks, began, **options)
+
+
+def _start(
+    loaded: Loaded,
+    run: Path | None,
+    wanted: Wanted,
+    ranks: Joined,
+    began: float,
+    overrides: Mapping[str, Any] | None,
+    stop_after: str | None,
+    checkpoint_every: str,
+    callbacks: Sequence[Callback] = (),
+    say: Say = lambda line: None,
+    during: During | None = None,
+) -> tuple[Run, Ended]:
+    task = overridden(loaded.task, overrides)
+    Cadence.parse(checkpoint_every)
+    stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
+    path = ranks.world.from_first(lambda: _new(run, task.name))
+    Steering.of(
+        task.monitor, task.goal, task.roles.validation is not None
+    )  # what can't be watched shows before an hour
+    program = lowered_by_memory(loaded, task, wanted, say, during)
+    as_given = replace(program.parts, task=task, roles=task.roles)  # facts are of the Task, not of how it is run
+    record = RunRecord(
+        name=task.name,
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        source=loaded.record,
+        overrides=dict(overrides or {}),
+        facts=facts_of(as_given, loaded.record.digest if loaded.record else ""),
+        classes=list(task.classes or task.roles.classes),
+        note=task.roles.note,
+        checkpoint_every=checkpoint_every,
+        versions=versions(),
+    )
+    made = (path, record, program.parts.plan)
+    handle = Run.create(*made, loaded.files) if ranks.world.first else Following(*made)
+    ranks.begin(str(path.absolute()))
+    if task.roles.note:
+        say(task.roles.note)
+    stop_after_s = None if stop_after_s is None else stop_after_s - (time.monotonic() - began)
+    return handle, _train(handle, task, lambda: program, False, stop_after_s, callbacks, say)
+
+
+def go_on(
+    path: Path,
+    *,
+    task: Task | None = None,
+    plan: Plan | str | Path | None = None,
+    axes: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    stop_after: str | None = None,
+    checkpoint_every: str | None = None,
+    callbacks: Sequence[Callback] = (),
+    say: Say = lambda line: None,
+    during: During | None = None,
+) -> tuple[Run, Ended]:
+    """Goes on with a run where it was stopped or killed; under another plan from here on, if there is one."""
+    wanted = Wanted.of(Run.open(path).plan if plan is None else plan, axes)
+    named = wanted.plan.ranks if plan is not None or "ranks" in (axes or {}) else None
+    with taking_part(wanted.plan, say, named) as ranks:
+        options: dict[str, Any] = dict(overrides=overrides, stop_after=stop_after, checkpoint_every=checkpoint_every)
+        if ranks.world.first:
+            options |= dict(callbacks=callbacks, say=say, during=during)
+        return _go_on(path, task, wanted, ranks, **options)
+
+
+def _go_on(
+    path: Path,
+    task: Task | None,
+    wanted: Wanted,
+    ranks: Joined,
+    overrides: Mapping[str, Any] | None,
+    stop_after: str | None,
+    checkpoint_every: str | None,
+    callbacks: Sequence[Callback] = (),
+    say: Say = lambda line: None,
+    during: During | None = None,
+) -> tuple[Run, Ended]:
+    handle = Run.open(path) if ranks.world.first else Following.open(path)
+    if checkpoint_every is not None:
+        Cadence.parse(checkpoint_every)
+        handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})
+    stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
+    before = task_of(handle, task)
+    check_overrides(handle.record.facts, before, overrides or {})
+    handle.record = handle.record.model_copy(update={"overrides": {**handle.record.overrides, **(overrides or {})}})
+    task = overridden(before, overrides)
+    if (final := handle.final) is not None and len(handle.epochs) >= _last_epoch(handle, task, final):
+        say(f"{path} is finished already; --epochs with a larger number goes on with it")
+        return handle, Ended("finished", True, [], final)
+    if task.schedule is not None and task.epochs != before.epochs:
+        say(f"the learning-rate schedule was laid out for {before.epochs} epochs: look at what it does after them")
+    then = handle.record.versions
+    if other := [
+        f"{name} {then[name]} then, {now} now" for name, now in versions().items() if then.get(name, now) != now
+    ]:
+        say(f"{', '.join(other)}: the result may differ in its last bits")
+    first = partial(lowered, task, wanted, say, during)
+    return handle, _train(handle, task, first, True, stop_after_s, callbacks, say)
+
+
+def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
+    """The epoch at which the run is over: an early stop counts as the end."""
+    return task.epochs if final["reason"] == "finished" else len(handle.epochs)
+
+
+def _train(
+    handle: Run,
+    task: Task,
+    first: Callable[[], Program],
+    resume: bool,
+    stop_after_s: float | None,
+    callbacks: Sequence[Callback],
+    say: Say,
+) -> Ended:
+    """Trains in the run's folder, beginning with the Program that `first` makes."""
+    handle.lock()
+    before, events = handle.as_written(), len(handle.journal())
+    try:
+        program = first()
+        plan = program.parts.plan
+        ready = [_manned(program, handle, task, say)]
+
+        def relower() -> Program:
+            return ready.pop() if ready else lower(task, alone(plan) if plan.parallel == "async" else plan)
+
+        changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every")}
+        handle.keep(plan=plan, record=before.record.model_copy(update=changed))
+        handle.task = task
+        return train_loop(
+            relower,
+            handle,
+            resume=resume,
+            stop_after_s=stop_after_s,
+            callbacks=() if isinstance(handle, Following) else [*_usual(task, say), *callbacks],
+            say=say,
+        )
+    except (HotloopError, KeyboardInterrupt):
+        if not resume:
+            handle.discard()
+        elif len(handle.journal()) == events:  # what couldn't even begin leaves the run as it was
+            handle.keep(plan=before.plan, record=before.record)
+        raise
+    finally:
+        handle.unlock()
+
+
+def _manned(program: Program, handle: Run, task: Task, say: Say) -> Program:
+    """The Program with workers that train the run's Task, if its plan is asynchronous."""
+    plan, record = program.parts.plan, handle.record
+    if plan.parallel != "async":
+        return program
+    recipe = Recipe.of(task, handle.source, record.source, record.overrides)
+    return employed(program, recipe, ranks_of(plan), say)
+
+
+def _usual(task: Task, say: Say) -> list[Callback]:
+    """The Task's own callbacks, and the pictures."""
+    return [*task.callbacks, draw_curves, *_tensorboard(task, say)]
+
+
+def _tensorboard(task: Task, say: Say) -> list[Callback]:
+    """A writer for TensorBoard, if it is installed; the graph is drawn for models that take a batch's inputs."""
+    if not tensorboard.installed():
+        return []
+    graph = (lambda: (task.build_model(), inputs_of(peek(task.roles)))) if task.loss is not None else None
+    return [tensorboard.TensorBoard(graph, say)]
+
+
+def _new(run: Path | None, name: str) -> Path:
+    """The folder of a new run."""
+    path = run or _free(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    Run.check_new(path)
+    return path
+
+
+def _free(path: Path) -> Path:
+    """`path`, or where that is taken `path` with a number."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
+
+
+def task_of(run: Run, task: Task | None = None) -> Task:
+    """The Task of a run: the one given, the one it was just trained with, or the copy of its source in the folder."""
+    task = task or run.task
+    if task is None:
+        if run.record.source is None:
+            raise TaskError(
+                f"{run.path} was trained from Python, so the folder has no file with its Task",
+                expected="the Task",
+                fix="pass it from Python: hotloop.fit(task, run=..., resume=True), hotloop.predict(..., task=task)",
+            )
+        task = load_from_run(run.source, run.record.source)
+    return overridden(task, run.record.overrides)

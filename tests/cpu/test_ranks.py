@@ -1,0 +1,181 @@
+"""What a rank works out by itself, without any other there: its rows, its draws, its seat, and what it hears."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hotloop
+from hotloop.data.order import Dealt, Order, Parted, part
+from hotloop.errors import PlanError, TaskError
+from hotloop.launch import ranks_of
+from hotloop.parallel.beats import Beats
+from hotloop.parallel.draws import Batchwise, Drawn, Pattern, WholeDraws
+from hotloop.parallel.joining import LAUNCHED, Seat
+from hotloop.parallel.waiting import slowest
+from hotloop.parallel.world import ALONE, World, is_loss
+from hotloop.plan import Plan
+from hotloop.taking_part import taking_part
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "mine",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 7, 128])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_rows_are_shared_without_gap_or_overlap(samples: int, ranks: int) -> None:
+    rows = [list(range(*part(samples, rank, ranks))) for rank in range(ranks)]
+    assert [row for own in rows for row in own] == list(range(samples))
+    assert max(map(len, rows)) - min(map(len, rows)) <= 1
+
+
+def test_a_rank_without_rows_computes_along_on_the_first() -> None:
+    order = Order(9, 4, seed=0)
+    permutation = order.epoch(0)
+    last = [Parted(**vars(order), rank=rank, ranks=3).batch(permutation, 2).tolist() for rank in range(3)]
+    assert last == [order.batch(permutation, 2).tolist()] * 3  # of a single sample, which the third rank has
+    assert order.size(2) == 1 and order.size(0) == 4
+
+
+def test_whole_batches_are_dealt_in_turn() -> None:
+    order = Order(23, 4, seed=0, shuffle=False)
+    hands = [Dealt(**vars(order), rank=rank, ranks=4) for rank in range(4)]
+    assert [hand.batches for hand in hands] == [2, 2, 1, 1]
+    dealt = [
+        hand.batch(order.epoch(0), number).tolist() for number in range(2) for hand in hands if number < hand.batches
+    ]
+    assert dealt == [order.batch(order.epoch(0), number).tolist() for number in range(order.batches)]
+
+
+def seen(*shapes: tuple[int, ...]) -> list[Drawn]:
+    return [Drawn("bernoulli_", shape) for shape in shapes]
+
+
+def test_what_is_drawn_for_each_sample_shows_on_two_sizes() -> None:
+    few, more = seen((2, 5), (7, 4, 5), (6, 5)), seen((3, 5), (7, 6, 5), (6, 5))
+    pattern = Pattern.of(few, more, (2, 3))
+    assert pattern == Pattern(frozenset({Batchwise(2, 0, 1), Batchwise(3, 1, 2)}), frozenset({(6, 5)}))
+    assert pattern.any and not pattern.odd
+    assert not Pattern.of([], [], (2, 3)).any
+
+
+@pytest.mark.parametrize(
+    ("few", "more"),
+    [
+        (seen((2, 5)), seen((3, 5), (3, 5))),
+        (seen((2, 2)), seen((3, 3))),
+        (seen((4, 5)), seen((5, 5))),
+        ([Drawn("bernoulli", (2, 5))], [Drawn("bernoulli", (3, 5))]),
+    ],
+)
+def test_draws_that_cannot_be_told_apart_are_named(few: list[Drawn], more: list[Drawn]) -> None:
+    assert Pattern.of(few, more, (2, 3)).odd
+
+
+def test_rows_of_draws_are_those_of_the_whole_and_others_are_refused() -> None:
+    pattern = Pattern(frozenset({Batchwise(2, 0, 1)}))
+    torch.manual_seed(0)
+    whole = torch.rand(7, 5)
+    parts = []
+    for rank in range(3):
+        first, last = part(7, rank, 3)
+        torch.manual_seed(0)
+        with WholeDraws(pattern, 7, rank, 3):
+            parts.append(torch.rand(last - first, 5))
+    assert torch.cat(parts).equal(whole)
+    with WholeDraws(pattern, 7, 0, 3), pytest.raises(TaskError, match=r"random numbers of shape \(9, 9, 9\)"):
+        torch.rand(9, 9, 9)
+
+
+def test_a_seat_is_what_torchrun_says() -> None:
+    assert Seat.here({}) is None
+    seat = Seat.here(TORCHRUN)
+    assert seat == Seat(3, 4, 1, 2, "10.0.0.1", 29500, launch="mine/2", serves=False, watched=False)
+    own = Seat.here(TORCHRUN | {"TORCHELASTIC_RUN_ID": LAUNCHED + "1"})
+    assert own is not None and own.watched
+    without = Seat.here(TORCHRUN | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert without is not None and without.serves
+    for broken in ({"MASTER_PORT": "x"}, {"WORLD_SIZE": ""}):
+        with pytest.raises(PlanError, match="RANK and WORLD_SIZE are in the environment"):
+            Seat.here(TORCHRUN | broken)
+
+
+def test_ranks_without_a_plan_for_them_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match=r"ranks, which `hotloop train` and `hotloop\.fit` start"):
+        World.of(Plan(parallel="data"))
+    assert World.of(Plan()) is ALONE
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlanError, match="4 ranks were started, and nothing says"), taking_part(Plan(), print, None):
+        pass
+    with (
+        pytest.raises(PlanError, match="ranks=2 in the plan, and 4 were"),
+        taking_part(Plan(parallel="data", ranks=2), print, 2),
+    ):
+        pass
+
+
+def test_on_a_cpu_ranks_must_be_named() -> None:
+    assert ranks_of(Plan(parallel="data", ranks=5)) == 5
+    with pytest.raises(PlanError, match="how many, at most the cores"):
+        ranks_of(Plan(parallel="data", device="cpu"))
+
+
+class Three(World):
+    def gathered(self, value: float) -> list[float]:  # type: ignore[override]
+        return [3.0, 0.5, 2.5]
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
+    assert slowest(Three(0, 3), 3.0, 10.0) == "rank 1 is the slowest: others waited 25% of the epoch for it"
+    assert slowest(Three(0, 3), 3.0, 13.0) == ""
+    assert slowest(ALONE, 3.0, 1.0) == ""
+
+
+def test_a_silent_rank_is_told_once_and_its_return_too() -> None:
+    store = torch.distributed.HashStore()
+    told: list[str] = []
+    beats = Beats(store, "launch", 0, 3, told.append)
+
+    def sign(rank: int, count: int) -> None:
+        store.set(f"hotloop/beat/launch/{rank}", str(count))
+
+    for second in range(9):
+        sign(2, second)
+        if second < 2 or second > 7:
+            sign(1, second)
+        beats.look(float(second))
+    assert told == ["waiting for rank 1: no sign of life for 5s", "rank 1 goes on"]
+
+
+def test_only_the_first_that_is_well_speaks() -> None:
+    store = torch.distributed.HashStore()
+    told: list[str] = []
+    beats = Beats(store, "launch", 1, 3, told.append)
+    for second in range(9):  # rank 2 is silent, and rank 0 would say so
+        store.set("hotloop/beat/launch/0", str(second))
+        beats.look(float(second))
+    assert told == []
+    for second in range(9, 16):  # now both are
+        beats.look(float(second))
+    assert told == ["waiting for rank 0: no sign of life for 5s"]
+
+
+def test_the_loss_of_a_rank_is_known_by_what_torch_says() -> None:
+    lost = RuntimeError(
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
+    )
+    wrapped = hotloop.HotloopError("step 3 raised RuntimeError")
+    wrapped.__cause__ = lost
+    assert is_loss(lost) and is_loss(wrapped)
+    assert not is_loss(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_loss(ConnectionResetError("connection reset by peer"))  # of the user's own

@@ -1,0 +1,198 @@
+"""Asynchronous training with real worker processes, and real signals to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotloop
+from hotloop.asynchronous.employing import alone
+from hotloop.asynchronous.processes import ProcessCrew
+from hotloop.asynchronous.recipe import Recipe
+from hotloop.errors import HotloopError, TrainingError
+from hotloop.lowering import Program, lower
+from hotloop.lowering.served import ServedProgram
+from hotloop.plan import Plan
+from hotloop.run import Run
+from hotloop.state import differences
+from tests.conftest import RunCli
+
+SAMPLES, BATCH = 203, 8
+PLAN = Plan(parallel="async", ranks=3)
+
+FILE = """
+import torch, hotloop
+from torch import nn
+
+def task(fails: bool = False) -> hotloop.Task:
+    x = torch.randn(203, 4, generator=torch.Generator().manual_seed(0))
+    loss = nn.MSELoss()
+
+    def step(model, batch):
+        if fails and model.training and bool((batch == x[5]).all(1).any()):
+            raise ValueError("a mistake of my own")
+        return loss(model(batch), batch)
+
+    return hotloop.Task(model=lambda: nn.Linear(4, 4), step=step, optimizer=lambda p: torch.optim.Adam(p, 1e-2),
+                        data=x, validation=40, batch_size=8, epochs=2, seed=0)
+"""
+
+
+def task(step_s: float = 0.0) -> hotloop.Task:
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    loss = nn.MSELoss()
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        time.sleep(step_s)
+        result: Tensor = loss(model(batch), batch)
+        return result
+
+    return hotloop.Task(
+        model=lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)),
+        step=step,
+        optimizer=lambda p: torch.optim.Adam(p, 1e-2),
+        data=x,
+        batch_size=BATCH,
+        epochs=2,
+    )
+
+
+@contextmanager
+def trained_by(workers: int, given: hotloop.Task, say: Callable[[str], None] = print) -> Iterator[ServedProgram]:
+    program = lower(given, PLAN, say)
+    assert isinstance(program, ServedProgram)
+    try:
+        program.employ(ProcessCrew(Recipe.of(given, Path(), None, {}), alone(PLAN), workers))
+        yield program
+    finally:
+        program.close()
+
+
+def an_epoch(program: Program) -> dict[str, float]:
+    while not program.advance(3).ended:
+        pass
+    sums = program.read_sums()
+    program.end_epoch()
+    return sums
+
+
+def test_one_worker_process_comes_bitwise_to_what_one_process_comes_to() -> None:
+    here = lower(task(), Plan())
+    with trained_by(1, task()) as program:
+        for _ in range(2):
+            assert an_epoch(program) == an_epoch(here)
+        assert differences(program.state(), here.state()) == []
+
+
+def test_a_killed_and_a_stopped_worker_cost_no_sample_and_hold_nobody_up() -> None:
+    lines: list[str] = []
+    with trained_by(3, task(step_s=0.02), lines.append) as program:
+        crew = program.feed.crew
+        assert isinstance(crew, ProcessCrew)
+        pids = crew.pids()
+        program.advance(6)
+        os.kill(pids[0], signal.SIGKILL)
+        os.kill(pids[1], signal.SIGSTOP)
+        for _ in range(2):
+            while not program.advance(3).ended:
+                pass
+            assert program.read_sums()["samples"] == SAMPLES
+            assert sorted(program.feed.ledger.counted) == list(range(-(-SAMPLES // BATCH)))
+            program.end_epoch()
+        assert set(program.feed.ledger.counted.values()) == {2}
+        assert any(line.startswith("worker 0 was killed by SIGKILL") for line in lines)
+    assert not any(psutil.pid_exists(pid) and _lives(pid) for pid in pids.values())
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_an_actor_that_is_killed_comes_back() -> None:
+    pytest.importorskip("ray", reason="needs hotloop[ray]")
+    from hotloop.asynchronous.actors import ActorCrew
+
+    given, lines = task(step_s=0.05), list[str]()
+    program = lower(given, PLAN, lines.append)
+    assert isinstance(program, ServedProgram)
+    try:
+        program.employ(crew := ActorCrew(Recipe.of(given, Path(), None, {}), alone(PLAN), 2))
+        before = crew.pids()
+        program.advance(6)
+        os.kill(before[0], signal.SIGKILL)
+        back = False
+        while not back:
+            while not program.advance(3).ended:
+                pass
+            assert program.read_sums()["samples"] == SAMPLES
+            back = bool(program.feed.lost) and 0 in program.feed.ledger.counted.values()
+            program.end_epoch()
+        assert crew.pids()[0] != before[0] and crew.pids()[1] == before[1]
+        assert [line for line in lines if "died" in line] == lines
+    finally:
+        program.close()
+
+
+def test_when_all_workers_are_killed_it_says_so() -> None:
+    with trained_by(1, task(step_s=0.02)) as program:
+        crew = program.feed.crew
+        assert isinstance(crew, ProcessCrew)
+        program.advance(2)
+        os.kill(crew.pids()[0], signal.SIGKILL)
+        with pytest.raises(TrainingError, match="all workers are gone"):
+            an_epoch(program)
+
+
+def test_what_cannot_be_sent_is_told() -> None:
+    lock = threading.Lock()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        with lock:
+            return (output - target).square().mean()
+
+    given = hotloop.Task(
+        model=lambda: nn.Linear(1, 1),
+        loss=loss,
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        data=(torch.ones(8, 1), torch.ones(8, 1)),
+    )
+    with pytest.raises(HotloopError, match="can't be sent to other processes"):
+        Recipe.of(given, Path(), None, {})
+
+
+def test_the_command_trains_stops_and_goes_on(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(FILE)
+    run = tmp_path / "run"
+    axes = ("--set", "parallel=async", "--ranks", "2", "--set", "staleness=3")
+    first = run_cli("train", "small.py", *axes, "--run", run, "--epochs", "1", "--json")
+    assert first.returncode == 0, first.stderr
+    document = json.loads(first.stdout)
+    assert document["plan"]["parallel"] == "async" and document["plan"]["staleness"] == 3
+    assert [(row["step"], row["samples"]) for row in document["epochs"]] == [(21, 163)]
+    then = run_cli("train", "--resume", run, "--epochs", "2", "--set", "parallel=none", "--set", "ranks=none",
+                   "--set", "staleness=none", "--json")  # fmt: skip
+    assert then.returncode == 0, then.stderr
+    assert [(row["step"], row["samples"]) for row in json.loads(then.stdout)["epochs"]] == [(21, 163), (42, 163)]
+    assert len(Run.open(run).epochs) == 2
+
+
+def test_the_error_of_a_worker_is_what_the_user_sees(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(FILE)
+    failed = run_cli("train", "small.py", "--set", "parallel=async", "--ranks", "2", "-p", "fails=true")
+    assert failed.returncode == 1
+    assert "a mistake of my own (small.py:11)" in failed.stderr
+    assert "Traceback" not in failed.stderr

@@ -1,0 +1,116 @@
+"""Ranks that are killed, stopped, or fail: real signals to real processes, each in a training of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hotloop
+from hotloop.errors import MemoryExhausted, TrainingError
+from hotloop.plan import Plan
+from hotloop.run import Run
+from tests.multi import ranks  # noqa: F401 - imports what each fork would
+from tests.multi.cases import images
+from tests.resuming import disagreements
+
+PLAN = Plan(parallel="data", ranks=3)
+CULPRIT, STEP = 1, 13
+
+
+def task(trouble: Callable[[], Any] = lambda: None, marker: Path | None = None) -> hotloop.Task:
+    """Comes to trouble once, on rank 1, in its 13th step; the marker remembers that it was there."""
+    seen = [0]
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        seen[0] += torch.is_grad_enabled()
+        ranked = torch.distributed.is_initialized() and torch.distributed.get_rank() == CULPRIT
+        if marker is not None and ranked and seen[0] == STEP and not marker.exists():
+            marker.touch()
+            trouble()
+        return nn.functional.cross_entropy(output, target)
+
+    return images(torch.float32, samples=150, batch_size=16, validation=30, loss=loss, epochs=3)
+
+
+def fit(path: Path, given: hotloop.Task, **options: Any) -> Run:
+    return hotloop.fit(given, run=path, plan=PLAN, checkpoint_every="5", **options)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    """Until a process of its own wakes it up."""
+    subprocess.Popen(["sh", "-c", f"sleep 7; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def raise_error() -> None:
+    raise ValueError("the culprit has had enough")
+
+
+def allocate() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return fit(tmp_path_factory.mktemp("whole") / "run", task(), progress=False)
+
+
+def test_only_the_first_rank_writes_and_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = fit(tmp_path / "run", task())
+    out, err = capfd.readouterr()
+    assert err.count("epoch 1/3") == 1
+    assert out == ""
+    assert len([event for event in run.journal() if event["event"] == "start"]) == 1
+    assert run.plan == PLAN
+    assert run.task is not None
+
+
+def test_a_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_happened(
+    whole: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = fit(tmp_path / "run", task(kill, tmp_path / "killed"))
+    assert (tmp_path / "killed").exists()
+    assert "rank 1 was killed (SIGKILL): all 3 start again from the last checkpoint (1 of 3)" in capfd.readouterr().err
+    events = [(event["event"], event.get("step")) for event in run.journal() if event["event"] in ("start", "resume")]
+    assert events == [("start", 0), ("resume", 10)]
+    assert disagreements(whole.path, run.path) == []
+
+
+def test_a_stopped_rank_is_waited_for_and_named(whole: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = fit(tmp_path / "run", task(stop, tmp_path / "stopped"))
+    err = capfd.readouterr().err
+    assert "waiting for rank 1: no sign of life for" in err
+    assert "rank 1 goes on" in err
+    assert "rank 2" not in err
+    assert disagreements(whole.path, run.path) == []
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "says"),
+    [
+        (raise_error, TrainingError, r"^rank 1: .*ValueError: the culprit has had enough \(test_faults.py:\d+\)"),
+        (allocate, MemoryExhausted, r"^rank 1: step 13 .* ran out of memory"),
+    ],
+)
+def test_an_error_of_one_rank_is_what_the_user_sees(
+    tmp_path: Path, trouble: Callable[[], Any], kind: type, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(hotloop.HotloopError, match=says) as caught:
+        fit(tmp_path / "run", task(trouble, tmp_path / "marker"))
+    assert "Traceback" not in capfd.readouterr().err
+    assert isinstance(caught.value, hotloop.HotloopError)
+    assert len(str(caught.value).splitlines()) == 1
+    if kind is MemoryExhausted:
+        assert isinstance(caught.value, kind)

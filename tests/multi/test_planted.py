@@ -1,0 +1,129 @@
+"""What would make ranks come to something else, planted: each is caught, by the comparison or by the ranks themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hotloop
+from hotloop.data.order import Order, Parted
+from hotloop.errors import OutOfStepError
+from hotloop.parallel import norms, summing
+from hotloop.parallel.agreeing import check_in_step
+from hotloop.parallel.world import World
+from hotloop.plan import Plan
+from tests.multi.cases import images
+from tests.multi.ranks import of_ranks
+from tests.multi.test_equal import distance
+
+PLAN = Plan(parallel="data", ranks=2)
+STEPS = 3
+
+
+def small() -> hotloop.Task:
+    return images(torch.float64, samples=100, batch_size=25, validation=None)
+
+
+def an_unequal_shard(patch: pytest.MonkeyPatch) -> None:
+    """The second rank takes a row of the first's, too."""
+    part = Parted.batch
+
+    def batch(self: Parted, permutation: torch.Tensor, number: int) -> torch.Tensor:
+        rows = part(self, permutation, number)
+        if self.rank:
+            rows = torch.cat([Order.batch(self, permutation, number)[:1], rows[1:]])
+        return rows
+
+    patch.setattr(Parted, "batch", batch)
+
+
+def a_missing_sum(patch: pytest.MonkeyPatch) -> None:
+    """Each rank keeps its own gradients."""
+
+    def alone(owner, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    alone.__annotations__ = summing._summed.__annotations__
+    patch.setattr(summing, "_summed", alone)
+
+
+def an_average_of_parts(patch: pytest.MonkeyPatch) -> None:
+    """Each rank's mean counts the same, however many samples it is a mean of."""
+    step = hotloop.lower.__globals__["SharedStep"]
+    differentiate = step._differentiate
+
+    def equal(self: Any, computed: Any, batch: Any, samples: int) -> Any:
+        self._rows = 1
+        return differentiate(self, computed, batch, samples)
+
+    patch.setattr(step, "_differentiate", equal)
+
+
+def an_unsynchronised_buffer(patch: pytest.MonkeyPatch) -> None:
+    """Batch norms follow the mean of the rank's rows alone."""
+    follow = norms._follow
+
+    def own(running: torch.Tensor, now: torch.Tensor, momentum: float) -> None:
+        follow(running, now + 1 + torch.distributed.get_rank(), momentum)
+
+    patch.setattr(norms, "_follow", own)
+
+
+def norms_of_parts(patch: pytest.MonkeyPatch) -> None:
+    """Batch norms look at the rank's rows alone."""
+    patch.setattr(norms._Total, "apply", lambda own: own)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "none": lambda patch: None,
+    **{fault.__name__: fault for fault in (an_unequal_shard, a_missing_sum, an_average_of_parts)},
+    **{fault.__name__: fault for fault in (an_unsynchronised_buffer, norms_of_parts)},
+}
+SEEN_BY_THE_RANKS = ("a_missing_sum", "an_unsynchronised_buffer", "norms_of_parts")
+
+
+def after(plan: Plan) -> hotloop.lowering.Program:
+    program = hotloop.lower(small(), plan)
+    program.advance(STEPS)
+    return program
+
+
+def compute(world: World) -> dict[str, Any]:
+    found = {}
+    for name, plant in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            state = after(PLAN).state()
+        try:
+            said = check_in_step(world, state) or ""
+        except OutOfStepError as error:
+            said = str(error)
+        found[name] = state, said
+    return found
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("planted")
+    return of_ranks(folder, PLAN, compute)[0]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_sees_it(planted: dict[str, Any], fault: str) -> None:
+    alone = after(Plan()).state()
+    far = max(distance((planted[fault][0], [], {}), (alone, [], {})).values())
+    assert far < 1e-10 if fault == "none" else far > 1e-6
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_ranks_see_what_they_hold_differently(planted: dict[str, Any], fault: str) -> None:
+    said = planted[fault][1]
+    assert bool(said) is (fault in SEEN_BY_THE_RANKS)
+    if said:
+        assert said.startswith("after step 3 rank 1 and rank 0 differ in ")
