@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,9 +23,6 @@ from hotloop.verdicts import Parity
 
 Progress = Callable[[int, int], None]
 """Told of states done, and how many there are."""
-
-_FEW = 2
-"""Baselines that are needed at least: one as it is, and one a rounding off, whose free run drifts away."""
 
 
 def prove(task: Task, plan: Plan, *, progress: Progress = lambda done, total: None) -> Parity:
@@ -103,8 +99,7 @@ def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, br
             truth = Truth(task, device)
         except Exception as error:
             return all_unproven(f"the model can't be turned into float64: {blame(error)}")
-        sides = baselines(task, plans[0].device), peers(task, plans[0])
-        witnesses, reduced = (side[:_FEW] for side in sides) if brief else sides
+        witnesses, reduced = baselines(task, plans[0].device, few=brief), peers(task, plans[0], few=brief)
         try:
             alone = slice(1) if brief else slice(None)
             collector = Collector(truth, witnesses[alone], reduced[alone], programs)
@@ -113,7 +108,7 @@ def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, br
             if not evidence.unproven:
                 free = run_freely(evidence.last, witnesses, reduced, programs, nudges=1 if brief else NUDGES)
         finally:
-            for witness in itertools.chain(*sides):
+            for witness in [*witnesses, *reduced]:
                 witness.program.close()
             for program, state in zip(programs, before, strict=True):
                 program.restore(state)

@@ -58,13 +58,15 @@ class Truth:
         return one_step(self.program, in_float64(state), batch)[0]
 
 
-def baselines(task: Task, device: str) -> list[Witness]:
-    """The baseline on a device, the same a rounding off, and others that differ from it harmlessly.
+def baselines(task: Task, device: str, *, few: bool) -> list[Witness]:
+    """The baseline on a device, the same a rounding off, and unless `few` others that differ from it harmlessly.
 
     Without random draws, the samples of a batch may also come in another order; see `in_another_order`.
     """
-    found = _plain(task, Plan(device=device, workers=0))
+    found = _plain(task, Plan(device=device, workers=0), few)
     program = found[0].program
+    if few:
+        return found
     if device == "cpu":
         found += [Witness("without oneDNN", program, around=_without_onednn)]
         if torch.get_num_threads() > 1:
@@ -74,14 +76,14 @@ def baselines(task: Task, device: str) -> list[Witness]:
     return found
 
 
-def peers(task: Task, plan: Plan) -> list[Witness]:
-    """The eager step in a plan's reduced precision, and variants of it; none for fp32."""
+def peers(task: Task, plan: Plan, *, few: bool) -> list[Witness]:
+    """The eager step in a plan's reduced precision, and variants of it, one if `few`; none for fp32."""
     if plan.precision == "fp32":
         return []
-    return _plain(task, Plan(device=plan.device, precision=plan.precision, workers=0))
+    return _plain(task, Plan(device=plan.device, precision=plan.precision, workers=0), few)
 
 
-def _plain(task: Task, plan: Plan) -> list[Witness]:
+def _plain(task: Task, plan: Plan, few: bool) -> list[Witness]:
     program = lower(task, plan)
     unit = _UNITS[plan.precision]
     found = [
@@ -89,7 +91,7 @@ def _plain(task: Task, plan: Plan) -> list[Witness]:
         Witness("nudged", program, state=lambda state, number: nudged(state, number, unit)),
     ]
     turned = plan.with_axes(layout="channels_last")
-    if facts_of(program.parts).images:
+    if not few and facts_of(program.parts).images:
         found.append(Witness("channels last", lower(task, turned)))
     return found
 
