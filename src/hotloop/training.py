@@ -62,9 +62,25 @@ def start(
         options: dict[str, Any] = dict(overrides=overrides, stop_after=stop_after, checkpoint_every=checkpoint_every)
         if ranks.world.first:
             options |= dict(callbacks=callbacks, say=say, during=during)
-        if (begun := ranks.begun()) is not None:
+        if (begun := ranks.begun() or _cut_short(ranks, run)) is not None:
             return _go_on(Path(begun), loaded.task, wanted, ranks, **options)
         return _start(loaded, run, wanted, ranks, began, **options)
+
+
+def _cut_short(ranks: Joined, named: Path | None) -> str | None:
+    """The run that the user names, if ranks that the same agents started before have begun it.
+
+    The store that knew of it has ended with them, where torchrun doesn't share its own.
+    """
+    if ranks.store is None or named is None:
+        return None
+    restarts, since = ranks.launched()
+
+    def find() -> str | None:
+        began = Run.open(named).journal()[0]["time"] if (named / "run.json").is_file() else 0.0
+        return str(named) if began >= since else None
+
+    return ranks.world.from_first(find) if restarts else None
 
 
 def _start(

@@ -99,11 +99,14 @@ def test_rows_of_draws_are_those_of_the_whole_and_others_are_refused() -> None:
 def test_a_seat_is_what_torchrun_says() -> None:
     assert Seat.here({}) is None
     seat = Seat.here(TORCHRUN)
-    assert seat == Seat(3, 4, 1, 2, "10.0.0.1", 29500, launch="mine/2", serves=False, watched=False)
+    assert seat == Seat(3, 4, 1, 2, "10.0.0.1", 29500, launch="mine/2", restarts=2, serves=False, watched=False)
     own = Seat.here(TORCHRUN | {"TORCHELASTIC_RUN_ID": LAUNCHED + "1"})
     assert own is not None and own.watched
     without = Seat.here(TORCHRUN | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert without is not None and without.serves
+    # Each machine's agent counts for itself, and in a store of their own nobody else's names are in the way.
+    fresh = Seat.here(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert fresh is not None and fresh.launch == without.launch
     for broken in ({"MASTER_PORT": "x"}, {"WORLD_SIZE": ""}):
         with pytest.raises(PlanError, match="RANK and WORLD_SIZE are in the environment"):
             Seat.here(TORCHRUN | broken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class Seat:
         rank, ranks: among all processes.
         local_rank, local_ranks: among those of this machine.
         host, port: of the store through which the ranks find each other.
-        launch: the agent's name for this set of processes, which a restart changes.
+        launch: a name for this set of processes, the same for all; in a store that outlives them a restart changes it.
+        restarts: how often this machine's agent has started its processes again; it may differ between machines.
         serves: whether this process must open the store, since no agent does.
         watched: whether an agent of hotloop's own tells the user what happens.
     """
@@ -45,6 +47,7 @@ class Seat:
     host: str
     port: int
     launch: str
+    restarts: int
     serves: bool
     watched: bool
 
@@ -59,6 +62,7 @@ class Seat:
             return None
         try:
             rank, ranks, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+            restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
             local = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", ranks))
             host = environment["MASTER_ADDR"]
         except (KeyError, ValueError) as error:
@@ -68,28 +72,42 @@ class Seat:
                 fix="start with torchrun or --ranks, or unset RANK and WORLD_SIZE",
             ) from None
         launch = environment.get("TORCHELASTIC_RUN_ID", "")
+        outlives = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
             rank,
             ranks,
             *local,
             host,
             port,
-            launch=f"{launch}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-            serves=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            launch=f"{launch}/{restarts if outlives else 0}",
+            restarts=restarts,
+            serves=rank == 0 and not outlives,
             watched=launch.startswith(LAUNCHED),
         )
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A rank among the others, for as long as `joined` lasts; or a process that trains alone."""
+    """A rank among the others, for as long as `joined` lasts; or a process that trains alone.
+
+    Attributes:
+        restarts: how often this machine's agent has started its processes again.
+        since: when that agent began, in s since 1970.
+    """
 
     world: World = ALONE
     store: dist.Store | None = None
+    restarts: int = 0
+    since: float = 0.0
 
     def begun(self) -> str | None:
         """The run of ranks that were started before, and cut short; None if these are the first."""
         return run_in(self.store) if self.store is not None else None
+
+    def launched(self) -> tuple[int, float]:
+        """How often an agent has started its ranks again, at most, and when the first agent began, in s since 1970."""
+        restarts, before_ms = self.world.largest([self.restarts, -int(1e3 * self.since)])
+        return restarts, -before_ms / 1e3
 
     def begin(self, run: str) -> None:
         """Notes the run, for ranks that may have to go on with it."""
@@ -126,10 +144,15 @@ def joined(seat: Seat, device: str, say: Callable[[str], None]) -> Iterator[Join
     beats = Beats(own, seat.launch, seat.rank, seat.ranks, say)
     try:
         with beats.beating():
-            yield Joined(World(seat.rank, seat.ranks), store)
+            yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _agent_began())
             dist.barrier()  # whoever is ready first stays until the last word of the others has come through
     finally:
         dist.destroy_process_group()
+
+
+def _agent_began() -> float:
+    parent = psutil.Process().parent()
+    return time.time() if parent is None else parent.create_time()
 
 
 def _keep_to_loopback() -> None:
