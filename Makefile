@@ -3,9 +3,12 @@
 #   PYTHON    the interpreter to build .venv with; the default is the first fitting one on the PATH
 #   PIP_ARGS  more arguments for pip install, such as the package index of another build of torch
 #   DEMO_RUN  the folder that `make demo` writes
+#   ARGS      for `make bench`: a part of it, or a longer one, such as ARGS="W1 W4" or ARGS=--full
 
 VENV := .venv
 BIN := $(VENV)/bin
+BENCH_VENV := .venv-bench
+ARGS ?=
 PIP_ARGS ?=
 DEMO_RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
@@ -17,11 +20,24 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 VENV_STAMP := $(VENV)/.stamp-venv
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+BENCH_STAMP := $(BENCH_VENV)/.stamp-bench
+PIP_OPTIONS := --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+PIP := $(BIN)/python -m pip install $(PIP_OPTIONS)
+
+define PYTHON_FITS
+@test -n "$(PYTHON)" || { \
+  echo "No Python 3.11, 3.12 or 3.13 on the PATH: install one, or name it with  make PYTHON=/path/to/python3"; \
+  exit 1; }
+@$(PYTHON) -c '$(FITS)' || { \
+  echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: name one with  make PYTHON=/path/to/python3"; exit 1; }
+@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+  echo "$(PYTHON) can't make virtual environments: on Debian and Ubuntu install python3-venv" \
+       "(apt-get install python3-venv), or name another with  make PYTHON=/path/to/python3"; exit 1; }
+endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint format clean
+.PHONY: help demo test bench lint format clean
 
 help: ## show this list
 	@echo "hotloop: trains your PyTorch network as fast as your hardware allows, and proves it"
@@ -41,6 +57,9 @@ demo: $(RUN_STAMP) ## train a small network on Fashion-MNIST, then look at its m
 test: $(DEV_STAMP) ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
+bench: $(BENCH_STAMP) ## hotloop beside what you would pick instead, half an hour; ARGS="--help" says what else
+	@$(BENCH_VENV)/bin/python -m bench.speed $(ARGS)
+
 lint: $(DEV_STAMP) ## check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -50,20 +69,20 @@ format: $(DEV_STAMP) ## put the code into the one style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-clean: ## remove what make made, except runs/
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+clean: ## remove what make made, except runs/ and what was measured (.bench/)
+	rm -rf $(VENV) $(BENCH_VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests examples bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_STAMP):
-	@test -n "$(PYTHON)" || { \
-	  echo "No Python 3.11, 3.12 or 3.13 on the PATH: install one, or name it with  make PYTHON=/path/to/python3"; \
-	  exit 1; }
-	@$(PYTHON) -c '$(FITS)' || { \
-	  echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: name one with  make PYTHON=/path/to/python3"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-	  echo "$(PYTHON) can't make virtual environments: on Debian and Ubuntu install python3-venv" \
-	       "(apt-get install python3-venv), or name another with  make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON_FITS)
 	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The peers stay out of the way of what is tested: they bring a hundred packages.
+$(BENCH_STAMP): pyproject.toml constraints.txt
+	$(PYTHON_FITS)
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install $(PIP_OPTIONS) -e '.[bench]'
 	@touch $@
 
 $(RUN_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt

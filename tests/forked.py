@@ -101,17 +101,19 @@ class Server:
         stdout: File = subprocess.PIPE,
         stderr: File = subprocess.PIPE,
         file_bytes: int | None = None,
+        script: bool = False,
     ) -> Process:
         """Starts `hotloop ARGS` in a session of its own.
 
         Args:
             fresh: no fork.
+            script: the first of `args` is a Python file to run in its place.
             stderr: may be `subprocess.STDOUT`.
             file_bytes: the limit on the size of the files that it writes.
         """
         if fresh or not self.forks:
             return subprocess.Popen(
-                [sys.executable, "-m", "hotloop", *map(str, args)],
+                [sys.executable, *([] if script else ["-m", "hotloop"]), *map(str, args)],
                 cwd=cwd,
                 env=env,
                 stdin=stdin,
@@ -127,6 +129,7 @@ class Server:
             "cwd": str(cwd or Path.cwd()),
             "env": dict(os.environ if env is None else env),
             "file_bytes": file_bytes,
+            "script": script,
         }
         self._requests = self._requests or _serve_elsewhere()
         ours, theirs = socket.socketpair()
@@ -189,7 +192,7 @@ def attend(request: dict[str, Any], answers: int, *streams: int) -> None:
 
 
 def become(request: dict[str, Any], *streams: int) -> None:
-    """What `python -m hotloop ARGS` does, in this process."""
+    """What `python -m hotloop ARGS`, or `python ARGS`, does, in this process."""
     import numpy as np
 
     os.setsid()
@@ -202,9 +205,26 @@ def become(request: dict[str, Any], *streams: int) -> None:
     _prepare(request["file_bytes"])
     random.seed()
     np.random.seed()
+    if request["script"]:
+        run_script(request["args"])
+        return
     sys.path[0] = request["cwd"]
     sys.argv[1:] = request["args"]
     runpy.run_module("hotloop", run_name="__main__", alter_sys=True)
+
+
+def run_script(args: list[str]) -> None:
+    """A script, watched where `hotloop profile` starts it; torch is there already, so its import begins nothing."""
+    import torch
+
+    from hotloop.profiling.child import watch
+
+    sys.path[0], sys.argv[:] = str(Path(args[0]).parent), args
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    if settings := os.environ.pop("HOTLOOP_WATCH", None):
+        watch(json.loads(settings))
+    runpy.run_path(args[0], run_name="__main__")
 
 
 if __name__ == "__main__":

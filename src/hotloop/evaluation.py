@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotloop.data.feed import Treatment, open_feed
 from hotloop.data.order import Dealt
@@ -20,14 +20,14 @@ from hotloop.objective import weighted
 from hotloop.parallel.world import ALONE, World
 from hotloop.records import Figures
 from hotloop.rng import Streams
-from hotloop.task import Computed, Task
+from hotloop.task import Computed
 
 _INPUT_BYTES = 1 << 20
 """Inputs of this size make a batch large enough that its overhead no longer matters."""
 
 
-Watch = Callable[[Any, int, Computed], None]
-"""Sees each batch of an evaluation: `(batch, samples, computed)`, on the device."""
+Watch = Callable[[Any, int, Any], None]
+"""Sees each batch of an evaluation: `(batch, samples, computed)`, on the device; None where another rank has it."""
 
 
 def evaluate(program: Program, source: Source, watch: Watch | None = None) -> Figures:
@@ -35,18 +35,19 @@ def evaluate(program: Program, source: Source, watch: Watch | None = None) -> Fi
 
     The figures follow from the model and the data alone: random draws are reseeded batch by batch.
     """
-    sums = _Sums(program.parts.task, program.device)
-    world = ALONE if isinstance(source, Stream) else program.parts.world
-    stopped = ""
+    sums = _Sums(program)
+    parts, stopped = program.parts, ""
+    world = ALONE if isinstance(source, Stream) else parts.dealt
     try:
-        with program.inference() as model:
+        with program.inference():
             for batch, samples in batches(program, source, world):
-                computed = sums.add(model, batch, samples)
+                computed = sums.add(batch, samples)
                 if watch is not None:
                     watch(batch, samples, computed)
     except Stopped as error:
         stopped = error.reason
-    everyone = world.gathered((stopped, sums.plain()))  # also by one that was stopped: the others wait for its word
+    together = parts.world if parts.relayed else world
+    everyone = together.gathered((stopped, sums.plain()))  # also by one that was stopped: the others wait for its word
     if reasons := [reason for reason, _ in everyone if reason]:
         raise Stopped(reasons[0])
     return figures_of([own for _, own in everyone])
@@ -88,15 +89,17 @@ def enlarged(batch_size: int, sample_bytes: int) -> int:
 class _Sums:
     """Weighted sums on the device; they are read once, at the end."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
-        self.task = task
-        self.wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+    def __init__(self, program: Program) -> None:
+        self.program, self.task = program, program.parts.task
+        self.wide = torch.float32 if program.device.type == "mps" else torch.float64  # mps has no float64
         self.samples = 0
         self.totals: dict[str, Any] = {}
         self.counts: dict[str, Any] = {}
 
-    def add(self, model: nn.Module, batch: Any, samples: int) -> Computed:
-        computed = self.task.compute(model, batch)
+    def add(self, batch: Any, samples: int) -> Computed | None:
+        computed = self.program.evaluated(batch, samples)
+        if computed is None:
+            return None
         weight = self.task.weight_of(batch, samples)
         self._add("loss", weighted(computed.loss.detach().to(self.wide), weight), weight)
         for name, value in computed.scalars.items():

@@ -1,15 +1,18 @@
 """(Plan, TaskFacts, Hardware) -> what can't be run, why, and what to do instead. Nothing is asked and nothing chosen.
 
-Each rule is a function that yields violations; `RULES` holds them, the most fundamental first.
+Each rule is a function that yields violations; `RULES` holds them, the most fundamental first. Those of ranks are in
+`feasible_ranks.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from hotloop.case import Case, Rule, Violation
 from hotloop.errors import DeviceError, PlanError
+from hotloop.feasible_ranks import RULES_OF_RANKS
 from hotloop.hardware import Device, Hardware
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
@@ -19,40 +22,12 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Violation:
-    """Why a plan can't be run.
-
-    Attributes:
-        axes: those whose values don't go with the Task, the machine, or each other; the one to change first.
-        reason: a clause in plain words.
-        fix: what to do, beginning with a verb.
-    """
-
-    axes: tuple[str, ...]
-    reason: str
-    fix: str
-
-
-@dataclass(frozen=True)
 class Refused:
     """A value of one axis that can't be run in a plan."""
 
     axis: str
     value: Any
     violation: Violation
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a rule looks at; `device` is the plan's."""
-
-    plan: Plan
-    facts: TaskFacts
-    hardware: Hardware
-    device: Device
-
-
-Rule = Callable[[Case], Iterator[Violation]]
 
 
 def violations(plan: Plan, facts: TaskFacts, hardware: Hardware) -> list[Violation]:
@@ -107,7 +82,7 @@ def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
         for axis in ("engine", "precision", "layout", "residency", "compile", "optimizer")
     }
     missing = tuple(kind for kind in ("cuda", "mps", "xpu") if kind not in kinds)
-    return {"device": missing, **named, "graphs": ("step", 8), "accumulation": (2,)}
+    return {"device": missing, **named, "rewrites": ("all",), "graphs": ("step", 8), "accumulation": (2,)}
 
 
 def device_of(plan: Plan, hardware: Hardware) -> Device | None:
@@ -128,6 +103,7 @@ _OF_TORCH = {
     "precision": "array operations compute in the model's own numbers",
     "layout": "the layers of hotloop.arrays know one order of dimensions",
     "compile": "it is torch's operations that are compiled",
+    "rewrites": "it is a captured step that is rewritten",
     "graphs": "it is torch's operations that are recorded",
     "optimizer": "the update is written out",
     "accumulation": "a batch is not cut into pieces there",
@@ -226,6 +202,20 @@ def _compiled_step(case: Case) -> Iterator[Violation]:
         yield Violation(("compile", "precision"), reason, "use compile=forward, or precision=bf16")
 
 
+def _rewritten(case: Case) -> Iterator[Violation]:
+    plan = case.plan
+    if plan.rewrites == "none":
+        return
+    if plan.compile == "none":
+        reason = "it is a captured step that is rewritten"
+        yield Violation(("rewrites", "compile"), reason, "use compile=step, or rewrites=none")
+    if case.device.kind != "cpu":
+        reason = "what a CPU runs faster has been measured nowhere else"
+        yield Violation(("rewrites", "device"), reason, "use rewrites=none")
+    if plan.rewrites == "conv_as_gemm" and not case.facts.convolutions:
+        yield Violation(("rewrites",), "the model has no convolution", "use rewrites=none")
+
+
 # --- graphs
 
 
@@ -275,98 +265,15 @@ def _pieces(case: Case) -> Iterator[Violation]:
         yield Violation(("accumulation",), reason, "use accumulation=1")
 
 
-# --- parallel
-
-
-SYNCHRONOUS = ("data", "sharded")
-"""Whose ranks take each step together, and come to the result of a single process."""
-
-_ALONE = {
-    "engine": "ranks share what autograd computes",
-    "compile": "a compiled step has never been run by several ranks",
-    "graphs": "a graph of a step that ranks share has never been recorded",
-    "accumulation": "each rank computes a part of the batch already, and that one whole",
-}
-"""Why an axis is not for ranks that take each step together."""
-
-
-def _ranks(case: Case) -> Iterator[Violation]:
-    plan = case.plan
-    if plan.parallel == "none":
-        if plan.ranks not in (None, 1):
-            reason = "nothing says how the ranks share the training"
-            yield Violation(("ranks", "parallel"), reason, "use parallel=data, or leave ranks out")
-    elif plan.parallel not in (*SYNCHRONOUS, "async"):
-        yield Violation(("parallel",), "that is not built yet", f"use one of: {', '.join(SYNCHRONOUS)}, async")
-
-
-def _synchronous(case: Case) -> Iterator[Violation]:
-    """What ranks that take each step together can't do yet."""
-    plan, facts = case.plan, case.facts
-    if plan.parallel not in SYNCHRONOUS:
-        return
-    for axis, reason in _ALONE.items():
-        plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) != plain:
-            yield Violation((axis, "parallel"), reason, f"use {axis}={plain}, or parallel=none")
-    if facts.data == "Stream":
-        reason = "the data is a stream with an order of its own, which ranks can't be sure to share"
-        yield Violation(("parallel",), reason, "use parallel=none, or give a map-style data set or arrays")
-    if plan.ranks is not None and plan.ranks > facts.batch_size:
-        reason = f"a batch of {facts.batch_size} has no part for each of {plan.ranks} ranks"
-        yield Violation(("ranks", "parallel"), reason, f"use at most ranks={facts.batch_size}")
-    if case.device.kind not in ("cpu", "cuda"):
-        reason = f"ranks talk by gloo or NCCL, and neither knows {case.device.name}"
-        yield Violation(("parallel", "device"), reason, "use --device cpu, or parallel=none")
-
-
-# --- asynchronous
-
-
-_WITH_THE_UPDATE = {
-    "engine": "workers compute gradients by autograd",
-    "compile": "the gradient is a worker's and the update the server's, and what is compiled holds both",
-    "graphs": "the gradient is a worker's and the update the server's, and a graph holds both",
-    "residency": "workers read their batches themselves",
-    "workers": "a worker of parallel=async loads its samples itself",
-}
-"""Why an axis is not for a parameter server and its workers."""
-
-
-def _asynchronous(case: Case) -> Iterator[Violation]:
-    plan, facts = case.plan, case.facts
-    if plan.parallel != "async":
-        for axis in ("staleness", "correction", "workforce"):
-            if getattr(plan, axis) != getattr(BASELINE, axis):
-                reason = "only the workers of parallel=async are ever behind"
-                yield Violation((axis, "parallel"), reason, f"leave {axis} out, or use parallel=async")
-        return
-    for axis, reason in _WITH_THE_UPDATE.items():
-        plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) not in (plain, 0):
-            value = "none" if plain is None else plain
-            yield Violation((axis, "parallel"), reason, f"use {axis}={value}, or parallel=none")
-    if plan.precision == "fp16":
-        reason = "the scale of fp16's loss would have to be the same on all workers"
-        yield Violation(("precision", "parallel"), reason, "use precision=bf16, or parallel=none")
-    if facts.data == "Stream":
-        reason = "the data is a stream with an order of its own, which can't be handed out batch by batch"
-        yield Violation(("parallel",), reason, "use parallel=none, or give a map-style data set or arrays")
-    if facts.closure:
-        reason = f"{facts.optimizer} calls the loss itself, which the server can't compute"
-        yield Violation(("parallel",), reason, "use parallel=none, or another optimizer")
-
-
 RULES: tuple[Rule, ...] = (
-    _ranks,
-    _synchronous,
-    _asynchronous,
+    *RULES_OF_RANKS,
     _written_out,
     _arithmetic,
     _images,
     _resident,
     _compiler,
     _compiled_step,
+    _rewritten,
     _graphs,
     _implementation,
     _pieces,

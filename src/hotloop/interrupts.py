@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -84,7 +84,8 @@ class Interrupts:
             return "stop-after"
         return None
 
-    def check(self, reserve_s: float = 0.0) -> None:
-        """Raises Stopped if there is a reason to stop."""
-        if reason := self.reason(reserve_s):
+    def check(self, reserve_s: float = 0.0, largest: Callable[[list[int]], list[int]] = list) -> None:
+        """Raises Stopped if there is a reason to stop; `largest` makes one of the reasons of ranks that stop together."""
+        (place,) = largest([REASONS.index(self.reason(reserve_s))])
+        if reason := REASONS[place]:
             raise Stopped(reason)

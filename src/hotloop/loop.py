@@ -17,7 +17,7 @@ from hotloop.interrupts import REASONS, Interrupts, Stopped
 from hotloop.lowering import Program
 from hotloop.pacing import Cadence, Pace
 from hotloop.parallel.agreeing import check_in_step
-from hotloop.parallel.waiting import slowest
+from hotloop.parallel.waiting import Waits, told
 from hotloop.parallel.world import World
 from hotloop.records import EpochRecord
 from hotloop.rng import LateDraw, preserved
@@ -85,17 +85,15 @@ class _Loop:
     def __post_init__(self) -> None:
         task = self.task
         self.cadence = Cadence.parse(self.run.record.checkpoint_every)
+        validated = self.program.parts.roles.validation is not None
         self.steering = Steering.of(
-            task.monitor,
-            task.goal,
-            self.program.parts.roles.validation is not None,
-            stop_below=task.stop_below,
-            patience=task.patience,
+            task.monitor, task.goal, validated, stop_below=task.stop_below, patience=task.patience
         )
         self._best_state: State | None = None  # the best epoch's weights, until the next checkpoint writes them
         self._saved: Position | None = None
         self._shown: tuple[EpochRecord, ...] = ()
         self._loss: float | None = None
+        self._waits = Waits(self.world)
         self._begin_epoch()
 
     @property
@@ -168,6 +166,9 @@ class _Loop:
             except Stopped as stopped:
                 reason, interrupted = stopped.reason, True
         self.run.mark(self.program.position.step)  # a span may have ended early, with its epoch
+        if shares := self._waits.shares(self.program.take_spent(), self._train_s):
+            self.run.log("ranks", **shares)
+            self.say(told(shares))
         self.run.log("stop", step=self.program.position.step, reason=reason)
         if final is not None:
             self.run.log("final", **final)
@@ -245,7 +246,7 @@ class _Loop:
         self.run.add_metrics(record)
         if self.steering.best(self.history) is record:
             self._note_best(record)
-        if line := slowest(self.world, self.program.take_waited_s(), self._train_s):
+        if line := self._waits.add(self.program.take_spent(), self._train_s):
             self.say(line)
         self._begin_epoch()
         self._tell("epoch")
@@ -254,7 +255,8 @@ class _Loop:
     def _evaluated(self, source: Source, name: str) -> dict[str, float]:
         """Figures of the validation or test data; one that is no number is told."""
         try:
-            values = evaluate(self.program, source, lambda *batch: self.interrupts.check(self._reserve_s)).values
+            check, largest = self.interrupts.check, self.program.parts.joint.largest
+            values = evaluate(self.program, source, lambda *batch: check(self._reserve_s, largest)).values
         except Stopped:
             raise
         except Exception as error:
@@ -321,9 +323,7 @@ class _Loop:
         return loss / weight if weight else self._loss
 
     def _begin_epoch(self) -> None:
-        self._read = (0.0, 0.0)
-        self._train_s = 0.0
-        self._samples = 0
+        self._read, self._train_s, self._samples = (0.0, 0.0), 0.0, 0
 
     @property
     def _reserve_s(self) -> float:

@@ -33,6 +33,9 @@ class Plan(BaseModel):
             by sample; `host`: read once into memory; `device`: the same on the device, batches cut there.
         compile: what is compiled. `forward`: forward and backward; `step`: the whole step with clipping and update;
             `package`: the same, as a package that a later run loads in milliseconds.
+        rewrites: equal forms of parts of the network that the compiler makes faster programs of. `pool_first`: ReLU after
+            max pooling; `conv_as_gemm`: a first convolution of few channels as a matrix product; `pool_as_max`: max
+            pooling as a maximum of shifted views; `all` of them that apply.
         graphs: a CUDA graph of the whole `step`, or of so many steps in one replay.
         optimizer: how the update is written: `default` (as the Task's factory has it), parameter by parameter
             (`forloop`), over lists of them (`foreach`), or as one kernel (`fused`).
@@ -42,8 +45,16 @@ class Plan(BaseModel):
         parallel: how several processes, the ranks, share the training. `data`: each computes a part of each batch;
             `sharded`: the same, with parameters and optimizer state spread over the ranks; `async`: a parameter server
             and workers; `local`: ranks that average their weights now and then; `stages`: the model split by layers;
-            `tensor`: layers split; `towers`: parameters on the CPU, replicas on devices.
+            `tensor`: linear layers split; `towers`: parameters on the CPU, replicas on the devices.
         ranks: how many there are; None as many as there are devices.
+        sync_every: steps after which the ranks of `local` average their weights; None for 16.
+        outer: what ranks of `local` do with the average. `none`: go on from it; `nesterov`: take a step towards it, with
+            momentum, as DiLoCo does.
+        pipeline: in which order the ranks of `stages` take microbatches. `gpipe`: all forward, then all backward; `1f1b`:
+            forward and backward in turn, which keeps less in memory; `interleaved`: the same with two stages per rank.
+        microbatches: pieces that `stages` cut a batch into; None for four per rank.
+        split: with which modules the second and later of the `stages` begin, with commas between; `auto` measures the
+            layers, and the Program's plan then names them.
         staleness: more than so many batches no worker of `async` begins while another computes one; None for any.
         correction: what the server of `async` does about gradients of parameters that have changed since. `divide`: the
             step size is divided by the updates in between; `compensate`: the gradient is corrected for them; `both`;
@@ -60,6 +71,7 @@ class Plan(BaseModel):
     layout: Literal["contiguous", "channels_last"] = "contiguous"
     residency: Literal["stream", "host", "device"] = "stream"
     compile: Literal["none", "forward", "step", "package"] = "none"
+    rewrites: Literal["none", "pool_first", "conv_as_gemm", "pool_as_max", "all"] = "none"
     graphs: Literal["none", "step"] | Steps = "none"
     optimizer: Literal["default", "forloop", "foreach", "fused"] = "default"
     accumulation: int = Field(default=1, ge=1)
@@ -67,6 +79,11 @@ class Plan(BaseModel):
     threads: int | None = Field(default=None, ge=1)
     parallel: Literal["none", "data", "sharded", "async", "local", "stages", "tensor", "towers"] = "none"
     ranks: int | None = Field(default=None, ge=1)
+    sync_every: int | None = Field(default=None, ge=1)
+    outer: Literal["none", "nesterov"] = "none"
+    pipeline: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    microbatches: int | None = Field(default=None, ge=1)
+    split: str = "auto"
     staleness: int | None = Field(default=None, ge=0)
     correction: Literal["divide", "compensate", "both", "none"] = "divide"
     workforce: Literal["processes", "ray"] = "processes"
@@ -80,7 +97,7 @@ class Plan(BaseModel):
 
     @property
     def ranked(self) -> bool:
-        """Whether processes that an agent starts take each step together; `async` starts its workers by itself."""
+        """Whether its processes are ranks, which an agent starts; `async` starts its workers by itself."""
         return self.parallel not in ("none", "async")
 
     def with_axes(self, **axes: Any) -> Plan:

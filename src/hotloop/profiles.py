@@ -166,7 +166,9 @@ class LoaderUse(Record):
         dataset: class of its data set.
         sample_where: where one sample is made, as `file:line` of `__getitem__` or `__iter__`; empty if it isn't Python.
         samples: in the data set; None for a stream.
-        sample_ms: of one sample, where the samples are made in this process.
+        batch_size: samples that the loader asks for at a time; None where it hands on what the data set gives.
+        sample_ms: of one call of the data set, which makes one sample or a whole batch, where that is done in this process.
+        at_once: whether one call makes a whole batch.
     """
 
     where: str
@@ -177,6 +179,7 @@ class LoaderUse(Record):
     workers: int
     pinned: bool
     sample_ms: float | None = None
+    at_once: bool = False
 
 
 class Habit(Record):

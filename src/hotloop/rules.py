@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from hotloop.feasible import Violation, device_of, violations
+from hotloop.case import Violation
+from hotloop.feasible import device_of, violations
 from hotloop.hardware import Hardware
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts

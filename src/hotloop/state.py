@@ -44,6 +44,7 @@ class State:
         loss: buffers of a loss that is a module.
         sums: sums over the current epoch: loss, weight, further scalars.
         scaler: scale of the loss, and steps since it changed, where fp16 needs one.
+        outer: momentum by parameter name, of ranks that take steps towards their average.
         position: where in the data.
     """
 
@@ -56,6 +57,7 @@ class State:
     loss: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
+    outer: dict[str, Tensor] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
 
     def nbytes(self) -> int:

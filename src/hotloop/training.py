@@ -161,6 +161,8 @@ def _go_on(
     during: During | None = None,
 ) -> tuple[Run, Ended]:
     handle = Run.open(path) if ranks.world.first else Following.open(path)
+    ranks.begin(str(path.absolute()))
+    wanted = wanted.split_as(handle.plan)
     if checkpoint_every is not None:
         Cadence.parse(checkpoint_every)
         handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})

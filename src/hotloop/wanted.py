@@ -59,6 +59,17 @@ class Wanted:
             return cls.of(given, axes)
         return replace(cls.of(AUTO, axes), asked=False)
 
+    def split_as(self, before: Plan) -> Wanted:
+        """Where stages are to begin where a run had them, unless it is said; their sums differ in the last bits else."""
+        if (self.plan.parallel, self.plan.ranks, self.plan.pipeline, self.plan.split) != (
+            "stages",
+            before.ranks,
+            before.pipeline,
+            "auto",
+        ):
+            return self
+        return replace(self, plan=self.plan.with_axes(split=before.split))
+
 
 def _read(path: Path) -> Plan:
     if not path.is_file():
@@ -75,4 +86,6 @@ def _value(axis: str, value: Any) -> Any:
     field = Plan.model_fields.get(axis)
     if value == "none" and field is not None and field.default is None:
         return None
+    if field is not None and field.annotation is str:  # modules of a Sequential have numbers for names
+        return value
     return int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else value

@@ -1,17 +1,21 @@
 """`hotloop profile` on scripts with a planted bottleneck: it is named, with its place; without it, it isn't.
 
-Each run is a process that imports torch. All variants of all scripts are tried by `bench/planted.py`.
+Each run is a process of its own, a fork of one that has torch, whose import would take most of its time. All variants of all
+scripts are tried by `bench/planted.py`, as a user would run them.
 """
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.cli.in_process import Hotloop, commands
+from tests.forked import Process, Server
 from tests.planted.cases import CASES, is_there, script
 
 STEPS, OF_SCRIPT = 12, 48
@@ -19,7 +23,12 @@ STEPS, OF_SCRIPT = 12, 48
 
 
 @pytest.fixture
-def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
+def hotloop(server: Server, tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
+    def start(command: list[str], *, env: dict[str, str], stdout: int) -> Process:
+        return server.start(*command[1:], script=True, cwd=tmp_path, env=env, stdout=stdout, stderr=2)
+
+    starting = SimpleNamespace(Popen=start, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("hotloop.profiling.host.subprocess", starting)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # On a busy machine, too many threads are no worse than enough: what they cost isn't what is tested here.
     monkeypatch.setattr("hotloop.inspecting.crowding", lambda threads, cores: 4.0)

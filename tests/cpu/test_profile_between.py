@@ -56,6 +56,11 @@ def test_a_thread_that_waits_is_in_no_phase_but_one_that_is_kept_from_its_core_i
     assert durations(marks, HostClock()) == {"python": 250.0, "unattributed": 750.0, "batch": 1000.0}
 
 
+def test_of_a_wait_the_time_in_a_queue_for_a_core_is_none() -> None:
+    marks = [(Instant(0.0, 0.0, 0, 5.0), "python"), (Instant(1.0, 0.25, 1, 5.5), "")]
+    assert durations(marks, HostClock()) == {"python": 750.0, "unattributed": 250.0}
+
+
 def test_a_real_wait_is_seen() -> None:
     clock = HostClock()
     first = clock.mark()

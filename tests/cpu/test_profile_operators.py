@@ -354,7 +354,15 @@ def module(name: str, forward_ms: float, backward_ms: float) -> ModuleTime:
     return ModuleTime(name=name, kind="", calls=1, forward_ms=forward_ms, backward_ms=backward_ms, share=0.5, **own)
 
 
-def test_traced_times_shrink_to_what_the_clocks_say_and_never_grow() -> None:
+def test_operators_grow_with_a_phase_that_others_held_up_while_the_clocks_ran() -> None:
+    operators = [operator("a", "forward", 4.0), operator("a", "backward", 6.0), operator("", "update", 1.0)]
+    walls: Any = {("a", "forward"): 5.0, ("a", "backward"): 6.0}
+    clocks = {"forward": 10.0, "backward": 4.0, "update": 3.0}
+    found = scaled(operators, walls, [], clocks, {"forward": 5.0, "backward": 8.0})
+    assert {one.phase: one.ms for one in found} == {"forward": 8.0, "backward": 4.0, "update": 1.0}
+
+
+def test_traced_times_shrink_to_what_the_clocks_say() -> None:
     operators = [
         operator("a", "forward", 4.0),
         operator("a.inside", "forward", 2.0),  # of a compiled module, whose inside has no clock

@@ -42,7 +42,7 @@ def line_of(text: str) -> str:
 def two_optimizers() -> None:
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other))
-    for _ in range(60):
+    for _ in range(80):
         loss = other(one(torch.randn(8, 4))).pow(2).mean()
         first.zero_grad()
         second.zero_grad()
@@ -54,7 +54,7 @@ def two_optimizers() -> None:
 def one_more_often() -> None:
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other))
-    for step in range(60):
+    for step in range(80):
         other(one(torch.randn(8, 4))).pow(2).mean().backward()
         first.step()  # one more often
         if step % 5 == 4:
@@ -72,14 +72,14 @@ def closure() -> None:
         loss.backward()
         return loss
 
-    for _ in range(60):
+    for _ in range(80):
         optimizer.step(evaluate)  # closure
 
 
 def accumulated() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(240):
+    for step in range(360):
         model(torch.randn(8, 4)).pow(2).mean().backward()
         if step % 4 == 3:
             optimizer.step()  # accumulated
@@ -88,7 +88,7 @@ def accumulated() -> None:
 
 def by_hand() -> None:
     weight = torch.randn(4, 1, requires_grad=True)
-    for _ in range(60):
+    for _ in range(80):
         loss = nn.functional.mse_loss(torch.randn(8, 4) @ weight, torch.zeros(8, 1))
         loss.backward()  # by hand
         with torch.no_grad():
@@ -98,7 +98,7 @@ def by_hand() -> None:
 
 def by_gradients() -> None:
     model = nn.Linear(4, 1)
-    for _ in range(60):
+    for _ in range(80):
         loss = model(torch.randn(8, 4)).pow(2).mean()
         found = torch.autograd.grad(loss, list(model.parameters()))  # by gradients
         for value, gradient in zip(model.parameters(), found, strict=True):
@@ -145,7 +145,7 @@ def test_a_loop_that_goes_elsewhere_early_is_followed() -> None:
         for _ in range(5):
             model(torch.randn(8, 4)).pow(2).mean().backward()
             optimizer.step()
-        for _ in range(60):
+        for _ in range(80):
             model(torch.randn(8, 4)).pow(2).mean().backward()
             optimizer.step()  # the loop that counts
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +16,7 @@ from hotloop.launch import ranks_of
 from hotloop.parallel.beats import Beats
 from hotloop.parallel.draws import Batchwise, Drawn, Pattern, WholeDraws
 from hotloop.parallel.joining import LAUNCHED, Seat
-from hotloop.parallel.waiting import slowest
+from hotloop.parallel.waiting import Meter, Spent, Waits, told
 from hotloop.parallel.world import ALONE, World, is_loss
 from hotloop.plan import Plan
 from hotloop.taking_part import taking_part
@@ -133,15 +137,49 @@ def test_on_a_cpu_ranks_must_be_named() -> None:
         ranks_of(Plan(parallel="data", device="cpu"))
 
 
+@dataclass(frozen=True)
 class Three(World):
-    def gathered(self, value: float) -> list[float]:  # type: ignore[override]
-        return [3.0, 0.5, 2.5]
+    """Of three ranks the first; what the others say each time is made up."""
+
+    others: Any = None
+
+    def gathered(self, value: Any) -> list[Any]:
+        return [value, *next(self.others)]
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
-    assert slowest(Three(0, 3), 3.0, 10.0) == "rank 1 is the slowest: others waited 25% of the epoch for it"
-    assert slowest(Three(0, 3), 3.0, 13.0) == ""
-    assert slowest(ALONE, 3.0, 1.0) == ""
+    world = Three(0, 3, iter([(0.5, 2.5)] * 2))
+    assert Waits(world).add(Spent(3.0), 10.0) == "rank 1 is the slowest: others waited 25% of the epoch for it"
+    assert Waits(world).add(Spent(3.0), 13.0) == ""
+    assert Waits(ALONE).add(Spent(3.0), 1.0) == ""
+
+
+def test_what_ranks_cost_each_other_is_of_all_steps() -> None:
+    waits = Waits(Three(0, 3, iter([(0.0, 0.0), ((0.05, 0.3), (0.25, 0.3))])))
+    waits.add(Spent(2.0, 1.0), 10.0)
+    shares = waits.shares(Spent(4.0, 5.0), 10.0)
+    assert shares == {"waiting": [0.3, 0.05, 0.25], "communication": [0.3, 0.3, 0.3], "slowest": 1}
+    assert told(shares) == (
+        "of the steps' time in waiting and in communication: rank 0 30% and 30%, rank 1 5% and 30%, rank 2 25% and 30%;"
+        " the slowest is rank 1"
+    )
+    assert Waits(Three(0, 3)).shares(Spent(), 0.0) == {}
+    assert Waits(ALONE).shares(Spent(1.0), 1.0) == {}
+    assert Waits(Three(0, 3, iter([((0.0, 0.0), (0.0, 0.0))]))).shares(Spent(), 1.0) == {}
+
+
+def test_what_goes_on_at_the_same_time_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 4.0, 10.0, 12.0])  # the first begins, the last ends; then one wait
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    meter = Meter()
+    meter.begin()
+    meter.begin()
+    meter.end()
+    meter.end()
+    with meter.waiting():
+        pass
+    assert meter.take() == Spent(waited_s=2.0, communicated_s=4.0)
+    assert meter.take() == Spent()
 
 
 def test_a_silent_rank_is_told_once_and_its_return_too() -> None:

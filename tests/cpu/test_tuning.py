@@ -169,12 +169,27 @@ def test_no_compilation_where_the_run_is_too_short_for_it(monkeypatch: pytest.Mo
 def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gain that is hoped for is that over the best plan without a compiler, whose operations are counted."""
     lowered, counted = module.lower, []
-    monkeypatch.setattr(module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    monkeypatch.setattr(
+        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+    )
     monkeypatch.setattr(module, "operations", lambda program: counted.append(program.parts.plan.optimizer) or 10_000)
     races = Races(optimizer__fused=1.3, layout__channels_last=1.4, compile__package=2.0)
     searching(monkeypatch, races, steps=200_000, compiler=True).run()
-    assert races.raced[-1] == "layout=channels_last compile=package"  # a compiler writes the update its own way
+    # A compiler writes the update its own way, and rewrites know the usual order of dimensions.
+    assert races.raced[-2:] == ["layout=channels_last compile=package", "compile=package rewrites=all"]
     assert counted == ["fused"]
+
+
+def test_a_step_is_rewritten_only_where_another_compilation_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered = module.lower
+    monkeypatch.setattr(
+        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+    )
+    monkeypatch.setattr(module, "operations", lambda program: 10_000)
+    for steps, rewritten in ((5_500, False), (200_000, True)):
+        races = Races(compile__package=2.0, rewrites__all=2.0)
+        winner = searching(monkeypatch, races, steps=steps, compiler=True).run()
+        assert "compile=package" in winner and ("rewrites=all" in winner) is rewritten
 
 
 # ---------------------------------------------------------------- what is chosen

@@ -16,7 +16,8 @@ from hotloop.plan import Plan
 from hotloop.taking_part import taking_part
 
 # What a training comes to import, so that each fork needn't.
-for name in ("torch._dynamo", "torch.utils.tensorboard", "plotly.subplots", "torch.distributed.fsdp"):
+LATE = ("torch._dynamo", "torch.utils.tensorboard", "plotly.subplots", "torch.distributed.fsdp", "torch.export._trace")
+for name in LATE:
     with suppress(ImportError):
         import_module(name)
 

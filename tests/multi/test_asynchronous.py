@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.asynchronous.employing import alone
+from hotloop.asynchronous import actors
+from hotloop.asynchronous.employing import alone, employed
 from hotloop.asynchronous.processes import ProcessCrew
 from hotloop.asynchronous.recipe import Recipe
-from hotloop.errors import HotloopError, TrainingError
+from hotloop.errors import HotloopError, PlanError, TrainingError
 from hotloop.lowering import Program, lower
 from hotloop.lowering.served import ServedProgram
 from hotloop.plan import Plan
@@ -122,6 +123,15 @@ def _lives(pid: int) -> bool:
         return False
 
 
+def test_without_ray_it_says_so_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.importlib.util, "find_spec", lambda name: None)
+    given, lines = task(), list[str]()
+    program = lower(given, PLAN.with_axes(workforce="ray"))
+    with pytest.raises(PlanError, match="Ray isn't installed"):
+        employed(program, Recipe.of(given, Path(), None, {}), 2, lines.append)
+    assert lines == []
+
+
 def test_an_actor_that_is_killed_comes_back() -> None:
     pytest.importorskip("ray", reason="needs hotloop[ray]")
     from hotloop.asynchronous.actors import ActorCrew
@@ -147,14 +157,15 @@ def test_an_actor_that_is_killed_comes_back() -> None:
         program.close()
 
 
-def test_when_all_workers_are_killed_it_says_so() -> None:
-    with trained_by(1, task(step_s=0.02)) as program:
-        crew = program.feed.crew
-        assert isinstance(crew, ProcessCrew)
-        program.advance(2)
-        os.kill(crew.pids()[0], signal.SIGKILL)
-        with pytest.raises(TrainingError, match="all workers are gone"):
-            an_epoch(program)
+def test_when_all_workers_are_killed_it_says_so_and_new_ones_can_be_employed() -> None:
+    for _ in range(2):
+        with trained_by(1, task(step_s=0.02)) as program:
+            crew = program.feed.crew
+            assert isinstance(crew, ProcessCrew)
+            program.advance(2)
+            os.kill(crew.pids()[0], signal.SIGKILL)
+            with pytest.raises(TrainingError, match="all workers are gone"):
+                an_epoch(program)
 
 
 def test_what_cannot_be_sent_is_told() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,16 @@ PLAN = Plan(parallel="data", ranks=3)
 CULPRIT, STEP = 1, 13
 
 
-def task(trouble: Callable[[], Any] = lambda: None, marker: Path | None = None) -> hotloop.Task:
-    """Comes to trouble once, on rank 1, in its 13th step; the marker remembers that it was there."""
+def task(
+    trouble: Callable[[], Any] = lambda: None, marker: Path | None = None, culprit: int = CULPRIT, step: int = STEP
+) -> hotloop.Task:
+    """Comes to trouble once, on one rank, in one of its steps; the marker remembers that it was there."""
     seen = [0]
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         seen[0] += torch.is_grad_enabled()
-        ranked = torch.distributed.is_initialized() and torch.distributed.get_rank() == CULPRIT
-        if marker is not None and ranked and seen[0] == STEP and not marker.exists():
+        ranked = torch.distributed.is_initialized() and torch.distributed.get_rank() == culprit
+        if marker is not None and ranked and seen[0] == step and not marker.exists():
             marker.touch()
             trouble()
         return nn.functional.cross_entropy(output, target)
@@ -44,13 +47,17 @@ def fit(path: Path, given: hotloop.Task, **options: Any) -> Run:
     return hotloop.fit(given, run=path, plan=PLAN, checkpoint_every="5", **options)
 
 
+def dawdle() -> None:
+    time.sleep(1)
+
+
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop() -> None:
+def stop(seconds: int = 7) -> None:
     """Until a process of its own wakes it up."""
-    subprocess.Popen(["sh", "-c", f"sleep 7; kill -CONT {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -75,6 +82,15 @@ def test_only_the_first_rank_writes_and_speaks(tmp_path: Path, capfd: pytest.Cap
     assert len([event for event in run.journal() if event["event"] == "start"]) == 1
     assert run.plan == PLAN
     assert run.task is not None
+    (cost,) = [event for event in run.journal() if event["event"] == "ranks"]
+    assert len(cost["waiting"]) == len(cost["communication"]) == PLAN.ranks
+    assert err.count("in waiting and in communication: rank 0 ") == 1
+
+
+def test_the_rank_that_others_wait_for_is_the_slowest(tmp_path: Path) -> None:
+    run = fit(tmp_path / "run", task(dawdle, tmp_path / "dawdled"), progress=False)
+    (cost,) = [event for event in run.journal() if event["event"] == "ranks"]
+    assert cost["slowest"] == CULPRIT
 
 
 def test_a_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_happened(
@@ -93,7 +109,7 @@ def test_a_stopped_rank_is_waited_for_and_named(whole: Run, tmp_path: Path, capf
     err = capfd.readouterr().err
     assert "waiting for rank 1: no sign of life for" in err
     assert "rank 1 goes on" in err
-    assert "rank 2" not in err
+    assert "for rank 2" not in err and "rank 2 goes on" not in err
     assert disagreements(whole.path, run.path) == []
 
 
@@ -105,12 +121,16 @@ def test_a_stopped_rank_is_waited_for_and_named(whole: Run, tmp_path: Path, capf
     ],
 )
 def test_an_error_of_one_rank_is_what_the_user_sees(
-    tmp_path: Path, trouble: Callable[[], Any], kind: type, says: str, capfd: pytest.CaptureFixture[str]
+    whole: Run, tmp_path: Path, trouble: Callable[[], Any], kind: type, says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    given = task(trouble, tmp_path / "marker")
     with pytest.raises(hotloop.HotloopError, match=says) as caught:
-        fit(tmp_path / "run", task(trouble, tmp_path / "marker"))
+        fit(tmp_path / "run", given)
     assert "Traceback" not in capfd.readouterr().err
     assert isinstance(caught.value, hotloop.HotloopError)
     assert len(str(caught.value).splitlines()) == 1
     if kind is MemoryExhausted:
         assert isinstance(caught.value, kind)
+    else:
+        run = hotloop.fit(given, run=tmp_path / "run", resume=True, progress=False)
+        assert disagreements(whole.path, run.path) == []

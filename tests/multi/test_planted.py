@@ -11,9 +11,10 @@ import torch
 
 import hotloop
 from hotloop.data.order import Order, Parted
-from hotloop.errors import OutOfStepError
+from hotloop.errors import OutOfStepError, TrainingError
 from hotloop.parallel import norms, summing
 from hotloop.parallel.agreeing import check_in_step
+from hotloop.parallel.joining import check_sums
 from hotloop.parallel.world import World
 from hotloop.plan import Plan
 from tests.multi.cases import images
@@ -77,7 +78,7 @@ def an_unsynchronised_buffer(patch: pytest.MonkeyPatch) -> None:
 
 def norms_of_parts(patch: pytest.MonkeyPatch) -> None:
     """Batch norms look at the rank's rows alone."""
-    patch.setattr(norms._Total, "apply", lambda own: own)
+    patch.setattr(norms._Total, "apply", lambda own, meter: own)
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -105,7 +106,31 @@ def compute(world: World) -> dict[str, Any]:
         except OutOfStepError as error:
             said = str(error)
         found[name] = state, said
+    found["a wrong sum"] = joining_sees(world)
     return found
+
+
+def a_wrong_sum(patch: pytest.MonkeyPatch) -> None:
+    """What gloo's average was once: the sum, divided by something else than the number of ranks."""
+    add_up = torch.distributed.all_reduce
+
+    def wrong(total: torch.Tensor) -> None:
+        add_up(total)
+        total /= 3
+
+    patch.setattr(torch.distributed, "all_reduce", wrong)
+
+
+def joining_sees(world: World) -> str:
+    """What a rank says as it joins, when sums are right, and when they are wrong."""
+    check_sums(world, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        a_wrong_sum(patch)
+        try:
+            check_sums(world, "cpu")
+        except TrainingError as error:
+            return str(error)
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +152,8 @@ def test_the_ranks_see_what_they_hold_differently(planted: dict[str, Any], fault
     assert bool(said) is (fault in SEEN_BY_THE_RANKS)
     if said:
         assert said.startswith("after step 3 rank 1 and rank 0 differ in ")
+
+
+def test_a_rank_that_joins_sees_sums_that_are_wrong(planted: dict[str, Any]) -> None:
+    assert planted["a wrong sum"].startswith("torch.distributed adds up wrongly on cpu: [1.0, 2.0, ")
+    assert "expected [3.0, 6.0, " in planted["a wrong sum"]

@@ -152,6 +152,21 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "per-sample loading",
         "train.py:8",
     ),
+    "a data set that makes whole batches": (
+        seen({"data": 6.0}, loaders=[loader(sample_ms=5.0, batch_size=None, at_once=True)]),
+        "slow samples: the data set takes long to hand out a batch",
+        "data.py:5",
+    ),
+    "whole batches that are put together once more": (
+        seen({"data": 6.0}, loaders=[loader(sample_ms=0.09, at_once=True)]),
+        "per-sample loading",
+        "train.py:8",
+    ),
+    "a loader around whole batches": (
+        seen({"data": 6.0}, loaders=[loader(sample_ms=0.09, batch_size=None, at_once=True)]),
+        "waiting for data: the loader",
+        "train.py:8",
+    ),
     "batches without a loader": (
         seen({"data": 6.0}, lines=[line("data", 5.0, "batches.py:3")]),
         "waiting for data",
@@ -437,7 +452,7 @@ def test_a_loop_that_waits_is_told_from_one_that_works() -> None:
     lines = [line("python", 2.0)]
     assert first(seen({"python": 2.0}, lines=lines)).cause.startswith("plain Python")
     found = first(seen({"unattributed": 2.0}, lines=lines))
-    assert found.cause.startswith("the loop waits") and found.where == "train.py:20"
+    assert found.cause.startswith("waiting in the loop") and found.where == "train.py:20"
     assert found.gain == pytest.approx(0.2)
 
 
@@ -448,6 +463,39 @@ def test_samples_that_take_long_take_as_long_in_a_larger_batch() -> None:
         return max((one.gain for one in found if one.cause.startswith("too small a batch")), default=0.0)
 
     assert gain(sample_ms=0.5) < 0.1 < gain(sample_ms=0.0001)
+
+
+@pytest.mark.parametrize(("own_ms", "named"), [(5.0, True), (0.0, False), (1.0, False)])
+def test_a_line_takes_most_of_a_wait_only_if_it_does_so_itself(own_ms: float, named: bool) -> None:
+    lines = [line("data", own_ms, "data.py:6", ms=6.0), line("data", 6.0 - own_ms, "train.py:8")]
+    found = first(seen({"data": 6.0}, loaders=[loader(workers=2)], lines=lines))
+    assert ("data.py:6 takes most of it" in found.remedy) is named
+
+
+def test_whole_batches_that_take_long_may_take_longer_where_they_are_larger() -> None:
+    def gain(batch_ms: float) -> float:
+        loaders = [loader(batch_size=None, at_once=True, sample_ms=batch_ms)]
+        found = remedies(seen({"data": 8.0}, samples_per_step=16, loaders=loaders))
+        return max((one.gain for one in found if one.cause.startswith("too small a batch")), default=0.0)
+
+    assert gain(batch_ms=7.9) < 0.1 < gain(batch_ms=1.0)  # 16 times 1 ms would be more than all of the wait
+
+
+def test_calls_of_a_loop_are_not_the_batchs_fault() -> None:
+    found = remedies(seen({"forward": 9.0}, samples_per_step=8, operators=loop(100, 0.02)))
+    assert [one.where for one in found if one.cause.startswith("many tiny kernels")] == ["net.py:7"]
+    assert not [one for one in found if one.cause.startswith("too small a batch")]
+
+
+def test_what_held_a_few_large_operators_up_is_not_the_batchs_fault() -> None:
+    ones = [product(1.0, phase=phase, module="net") for phase in ("forward", "backward")]
+    found = remedies(seen({"forward": 4.0, "backward": 6.0}, samples_per_step=2).model_copy(update={"operators": ones}))
+    assert not [one for one in found if one.cause.startswith("too small a batch")]
+
+
+def test_the_loops_own_python_is_not_the_batchs_fault() -> None:
+    found = remedies(seen({"python": 4.0, "batch": 2.0}, samples_per_step=4, lines=[line("python", 4.0)]))
+    assert not [one for one in found if one.cause.startswith("too small a batch")]
 
 
 def test_a_script_has_no_plan_and_gets_no_axes() -> None:

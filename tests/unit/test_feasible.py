@@ -18,6 +18,7 @@ GPU, OLD_GPU, NO_COMPILER = a_machine(A_GPU), a_machine(AN_OLD_GPU), a_machine(A
 MAC = a_machine(a_device("mps", ("fp32", "fp16")))
 ON_GPU: dict[str, Any] = {"device": "cuda:0"}
 RANKS: dict[str, Any] = {"parallel": "data"}
+STAGES = {"parallel": "stages"}
 GRAPHS = {**ON_GPU, "graphs": "step"}
 
 REFUSED = {
@@ -43,6 +44,12 @@ REFUSED = {
     "fp16 in one program": (
         GPU, {}, {**ON_GPU, "compile": "step", "precision": "fp16"}, ("decided beside the step", "compile=forward"),
     ),
+    "an eager step rewritten": (CPU, {}, {"rewrites": "all"}, ("captured step", "compile=step", "rewrites=none")),
+    "rewritten elsewhere": (GPU, {}, {**ON_GPU, "rewrites": "all"}, ("measured nowhere else",)),
+    "no convolution to rewrite": (
+        CPU, {"convolutions": False}, {"rewrites": "conv_as_gemm"}, ("no convolution",),
+    ),
+    "arrays rewritten": (CPU, {}, {"engine": "arrays", "rewrites": "all"}, ("captured step", "rewrites=none")),
     "graphs on a CPU": (CPU, {}, {"graphs": "step"}, ("graphs are CUDA's", "graphs=none")),
     "graphs on a Mac": (MAC, {}, {"device": "mps", "graphs": "step"}, ("mps has none",)),
     "several steps in one replay": (GPU, {}, {**ON_GPU, "graphs": 8}, ("the data must lie there", "residency=device")),
@@ -56,15 +63,25 @@ REFUSED = {
     ),
     "no implementation at all": (CPU, LBFGS, {"optimizer": "foreach"}, ("LBFGS has no such", "optimizer=default")),
     "ranks without a way to share": (CPU, {}, {"ranks": 2}, ("how the ranks share", "parallel=data")),
-    "what isn't built": (CPU, {}, {"parallel": "towers"}, ("not built yet", "data, sharded")),
+    "towers in fp16": (GPU, {}, {**ON_GPU, "parallel": "towers", "precision": "fp16"}, ("overflow", "precision=bf16")),
+    "towers with LBFGS": (CPU, LBFGS, {"parallel": "towers"}, ("LBFGS calls the loss itself", "another optimizer")),
+    "towers that compile": (CPU, {}, {"parallel": "towers", "compile": "step"}, ("never been run", "compile=none")),
+    "lists of both kinds": (CPU, {}, {"parallel": "tensor", "optimizer": "foreach"}, ("hold both", "optimizer=default")),
+    "averages with LBFGS": (CPU, LBFGS, {"parallel": "local"}, ("LBFGS calls the loss itself", "parallel=data")),
+    "averages of ranks in step": (CPU, {}, {**RANKS, "sync_every": 4}, ("average their weights", "parallel=local")),
+    "averages of one process": (CPU, {}, {"outer": "nesterov"}, ("average their weights", "leave outer out")),
     "staleness of ranks in step": (CPU, {}, {**RANKS, "staleness": 3}, ("parallel=async", "leave staleness out")),
     "ranks that compile": (CPU, {}, {**RANKS, "compile": "step"}, ("never been run by several", "compile=none")),
     "ranks of a package": (CPU, {}, {**RANKS, "compile": "package"}, ("never been run by several", "parallel=none")),
     "ranks that record": (GPU, {}, {**GRAPHS, **RANKS}, ("never been recorded", "graphs=none")),
-    "ranks in pieces": (CPU, {}, {**RANKS, "accumulation": 2}, ("a part of the batch already", "accumulation=1")),
+    "ranks in pieces": (CPU, {}, {**RANKS, "accumulation": 2}, ("cut each batch into parts already", "accumulation=1")),
     "ranks of arrays": (CPU, {}, {**RANKS, "engine": "arrays"}, ("what autograd computes", "engine=eager")),
     "ranks of a stream": (CPU, {"data": "Stream"}, RANKS, ("can't be sure to share", "parallel=none")),
     "more ranks than samples": (CPU, {}, {"parallel": "data", "ranks": 65}, ("batch of 64", "ranks=64")),
+    "more microbatches than samples": (CPU, {}, {**STAGES, "microbatches": 65}, ("batch of 64", "microbatches=64")),
+    "stages with channels last": (CPU, {}, {**STAGES, "layout": "channels_last"}, ("exported graph", "contiguous")),
+    "stages of a closure": (CPU, {"closure": True}, STAGES, ("calls the loss itself", "parallel=data")),
+    "a pipeline of nothing": (CPU, {}, {"pipeline": "gpipe"}, ("only parallel=stages", "leave pipeline out")),
     "ranks on a Mac": (MAC, {}, {"device": "mps", **RANKS}, ("gloo or NCCL", "--device cpu")),
     "more pieces than samples": (CPU, {}, {"accumulation": 65}, ("batch of 64", "65 pieces", "accumulation=64")),
     "arrays in reduced precision": (
@@ -114,6 +131,7 @@ RUNS = {
     "compiled for a GPU without a C++ compiler": (NO_COMPILER, {}, {**ON_GPU, "compile": "step"}),
     "compiled for the CPU with one": (CPU, {}, {"compile": "package"}),
     "a stream compiled": (CPU, {"data": "Stream"}, {"compile": "step"}),
+    "a compiled step rewritten": (CPU, {}, {"compile": "package", "rewrites": "all"}),
     "a graph": (GPU, {}, GRAPHS),
     "a graph of a compiled step, in pieces": (GPU, {}, {**GRAPHS, "compile": "step", "accumulation": 2}),
     "several steps in one replay, of data that lies there": (GPU, {}, {**ON_GPU, "graphs": 8, "residency": "device"}),
@@ -168,7 +186,7 @@ def test_the_table_names_every_value_that_cannot_be_run_and_no_other() -> None:
         ("layout", "channels_last"),
         *(("compile", "forward"), ("compile", "step"), ("compile", "package")),
         *(("optimizer", "forloop"), ("optimizer", "foreach"), ("optimizer", "fused")),
-        *(("graphs", "step"), ("graphs", 8), ("accumulation", 2)),
+        *(("rewrites", "all"), ("graphs", "step"), ("graphs", 8), ("accumulation", 2)),
     }
 
 
@@ -182,8 +200,9 @@ def test_the_table_goes_by_what_is_set() -> None:
 @pytest.mark.parametrize("axis", Plan.model_fields)
 def test_a_plain_plan_differs_only_in_where_it_runs(axis: str) -> None:
     other = {"engine": "arrays", "device": "cuda:0", "precision": "bf16", "layout": "channels_last", "residency": "host",
-             "compile": "step", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1, "threads": 1,
-             "parallel": "data", "ranks": 2, "staleness": 1, "correction": "none", "workforce": "ray"}  # fmt: skip
+             "compile": "step", "rewrites": "all", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1,
+             "threads": 1, "parallel": "data", "ranks": 2, "sync_every": 2, "outer": "nesterov", "staleness": 1,
+             "correction": "none", "workforce": "ray", "pipeline": "gpipe", "microbatches": 2, "split": "1"}  # fmt: skip
     assert is_plain(BASELINE)
     assert is_plain(BASELINE.with_axes(**{axis: other[axis]})) is (axis in ("device", "workers", "threads"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import deque
 from typing import Any
 
@@ -88,13 +89,18 @@ class ActorCrew:
         return {"num_cpus": 1 if self._ray.cluster_resources().get("CPU", 0) >= workers else 0}
 
 
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError:
+def check_installed() -> None:
+    """Raises PlanError without Ray."""
+    if importlib.util.find_spec("ray") is None:
         raise PlanError(
             "workforce=ray, and Ray isn't installed",
             expected="its package",
             fix="run: pip install 'hotloop[ray]', or use workforce=processes",
-        ) from None
+        )
+
+
+def _ray() -> Any:
+    check_installed()
+    import ray
+
     return ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hotloop.asynchronous.actors import ActorCrew, check_installed
 from hotloop.asynchronous.recipe import Recipe
 from hotloop.lowering import Program
 from hotloop.lowering.served import ServedProgram
@@ -19,6 +20,8 @@ def employed(program: Program, recipe: Recipe, workers: int, say: Say) -> Progra
     """
     if isinstance(program, ServedProgram):
         plan = program.parts.plan
+        if plan.workforce == "ray":
+            check_installed()
         say(f"starting {workers} workers; asynchronous training comes out a little different each time")
         program.employ(_crew(plan, recipe, workers))
     return program
@@ -31,8 +34,6 @@ def alone(plan: Plan) -> Plan:
 
 def _crew(plan: Plan, recipe: Recipe, workers: int) -> Crew:
     if plan.workforce == "ray":
-        from hotloop.asynchronous.actors import ActorCrew
-
         return ActorCrew(recipe, alone(plan), workers)
     from hotloop.asynchronous.processes import ProcessCrew  # takes a moment to import
 

@@ -31,7 +31,6 @@ from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
 from hotloop.plan import Plan
 
-_SERVER = "server"
 _LOOK_S = 0.2
 """How often a server that waits for gradients looks whether its workers live."""
 
@@ -53,15 +52,17 @@ class ProcessCrew:
         self._folder = tempfile.TemporaryDirectory(prefix="hotloop-")
         self._processes: dict[int, BaseProcess] = {}
         self._closed = False
+        self._turn = rpc._init_counter
         try:
             with _over_loopback():
                 self._start(workers)
-                _join(_SERVER, 0, workers + 1, self._folder.name, threads=4)
+                _join(f"server-{self._turn}", 0, workers + 1, self._folder.name, threads=4)
         except BaseException:
             self._end_processes()
             raise
         self._hosts = [
-            rpc.remote(_name(worker), Host, args=(recipe, plan, workers), timeout=0) for worker in range(workers)
+            rpc.remote(_name(worker, self._turn), Host, args=(recipe, plan, workers), timeout=0)
+            for worker in range(workers)
         ]
         try:
             self._make_ready()
@@ -106,9 +107,8 @@ class ProcessCrew:
         began: dict[Any, int] = {}
         for worker in range(workers):
             ours, theirs = context.Pipe(duplex=False)
-            turn = rpc._init_counter
-            arguments = (worker, workers + 1, self._folder.name, turn, theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"hotloop {_name(worker)}")
+            arguments = (worker, workers + 1, self._folder.name, self._turn, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"hotloop worker {worker}")
             process.start()
             theirs.close()
             self._processes[worker] = process
@@ -145,7 +145,8 @@ class ProcessCrew:
                     self._answers.put((worker, TrainingError(f"worker {worker} can't be reached: {blame(error)}")))
 
         host = self._hosts[worker]
-        rpc.rpc_async(_name(worker), _call, args=(host, method, *arguments), timeout=0).add_done_callback(arrived)
+        asked = rpc.rpc_async(_name(worker, self._turn), _call, args=(host, method, *arguments), timeout=0)
+        asked.add_done_callback(arrived)
 
     def _dead(self) -> tuple[int, Lost] | None:
         for worker, process in self._processes.items():
@@ -188,7 +189,7 @@ def _serve(worker: int, world: int, folder: str, turn: int, began: Connection) -
     watch.start()
     began.send(worker)
     rpc._init_counter = turn
-    _join(_name(worker), worker + 1, world, folder, threads=1)  # one, as its operations have threads of their own
+    _join(_name(worker, turn), worker + 1, world, folder, threads=1)  # one, as its operations have threads of their own
     watch.join()
 
 
@@ -224,8 +225,9 @@ def _over_loopback() -> Iterator[None]:
             del os.environ[name]
 
 
-def _name(worker: int) -> str:
-    return f"worker{worker}"
+def _name(worker: int, turn: int) -> str:
+    """Another one each time: torch counts what a set of names has done since the server's process began."""
+    return f"worker-{worker}-{turn}"
 
 
 def _ended(code: int) -> str:

@@ -39,11 +39,11 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     """The tensors of a tree, in order."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from tensors(item)
     elif isinstance(tree, tuple | list):
         for item in tree:
+            yield from tensors(item)
+    elif isinstance(tree, Mapping):  # asked last: that takes longest
+        for item in tree.values():
             yield from tensors(item)
 
 

@@ -6,6 +6,7 @@ Each file is one family of causes: functions that look at what was measured, and
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 
 from hotloop.diagnosing import batches, cores, feeding, habits, lines, operators, repeats, updating, waits
@@ -29,7 +30,6 @@ SPECIFIC: tuple[Detector, ...] = (
     updating.dense_tables,
     repeats.loops,
     cores.crowded,
-    batches.too_small,
 )
 GENERAL: tuple[Detector, ...] = (
     lines.aside,
@@ -41,8 +41,8 @@ GENERAL: tuple[Detector, ...] = (
 )
 """For what none of the others names: they only say where the time goes, so a place that is named already is left out."""
 
-OF_ARRAYS: tuple[Detector, ...] = (feeding.waiting, batches.too_small)
-"""For a step written out in array operations: the others look at what torch's operations do, or advise its own ways."""
+OF_ARRAYS: tuple[Detector, ...] = (feeding.waiting,)
+"""For a step written out in array operations, before the size of the batch: the others look at what torch's operations do, or advise its own ways."""
 
 _MOST_NOTES = 5
 
@@ -70,6 +70,7 @@ def remedies(step: Step) -> list[Remedy]:
     """What would help, most winning first; without a plan, as scripts are, none has axes of it."""
     arrays = step.profile.engine == "arrays"
     specific = _worth(chain.from_iterable(detect(step) for detect in (OF_ARRAYS if arrays else SPECIFIC)))
+    specific += _worth(batches.too_small(replace(step, named=frozenset(one.where for one in specific if not one.note))))
     named = {remedy.where for remedy in specific if not remedy.note}
     found = _worth(chain.from_iterable(detect(step) for detect in (() if arrays else GENERAL)))
     general = [one for one in found if one.where not in named]

@@ -34,15 +34,15 @@ def waiting(step: Step) -> Iterator[Remedy]:
 def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
     evidence = f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the next batch"
     slow = loader.workers > 0 or _made(step, loader, lines) >= _MOSTLY * waited
-    hottest = next((line.where for line in lines if line.where != loader.where), "")
+    hottest = next((line.where for line in lines if line.where != loader.where and line.own_ms >= _MOSTLY * waited), "")
     if slow and loader.sample_where:
         each = (
             ""
             if loader.sample_ms is None
-            else f"; one sample of {loader.dataset} takes {1e3 * loader.sample_ms:.0f} us"
+            else f"; one {'batch' if loader.at_once else 'sample'} of {loader.dataset} takes {1e3 * loader.sample_ms:.0f} us"
         )
         cause = "slow samples: they are loaded one by one"
-        if loader.batch_size is None:
+        if loader.at_once:
             cause = "slow samples: the data set takes long to hand out a batch"
         if loader.workers:
             cause = f"slow samples: {loader.workers} workers can't keep up with the step"
@@ -57,6 +57,15 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
             evidence=evidence + each,
             axes={"residency": "host"},
         )
+    if loader.batch_size is None:
+        return Remedy(
+            cause="waiting for data: the loader takes long beside its data set, which makes whole batches",
+            where=loader.where,
+            remedy="cut the batches out in the loop, without a loader, or let workers do it during the step (num_workers=)",
+            gain=step.share(waited),
+            evidence=evidence,
+            axes={"residency": "host"},
+        )
     return Remedy(
         cause="per-sample loading: the loader asks for each sample by itself and puts the batch together",
         where=loader.where,
@@ -69,13 +78,13 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
 
 def _made(step: Step, loader: LoaderUse, lines: Sequence[LineTime]) -> float:
     """Milliseconds of the wait in which samples are made: by their own time, or by the lines of theirs that were seen."""
-    samples = 1.0 if loader.batch_size is None else step.profile.samples_per_step or loader.batch_size
-    return max(samples * (loader.sample_ms or 0.0), sum(line.own_ms for line in lines if line.where != loader.where))
+    calls = 1.0 if loader.at_once else step.profile.samples_per_step or loader.batch_size or 1.0
+    return max(calls * (loader.sample_ms or 0.0), sum(line.own_ms for line in lines if line.where != loader.where))
 
 
 def _samples_remedy(loader: LoaderUse, hottest: str) -> str:
     inside = f" ({hottest} takes most of it)" if hottest and hottest != loader.sample_where else ""
-    once = f"do once, before training, what __getitem__ does at each call{inside}"
+    once = f"do once, before training, what the data set does at each call{inside}"
     if loader.workers:
         return f"{once}, or give the loader more workers than {loader.workers}"
     return f"{once}, or let workers do it during the step (num_workers=)"

@@ -83,7 +83,7 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
         )
     if hottest.phase in DEDUCED and step.phase("unattributed") > step.phase(hottest.phase):
         return (
-            f"the loop waits: the thread doesn't run in {_called(hottest)}",
+            f"waiting in the loop, at each step: the thread doesn't run in {_called(hottest)}",
             "do what it waits for less often, outside of the loop, or in another thread or process",
         )
     if library in _ARRAYS:

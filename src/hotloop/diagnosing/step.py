@@ -37,10 +37,12 @@ class Step:
 
     Attributes:
         ms: of a clean step.
+        named: places that something is said of already.
     """
 
     profile: Profile
     ms: float
+    named: frozenset[str] = frozenset()
 
     @property
     def on_cpu(self) -> bool:
@@ -91,14 +93,14 @@ class Step:
         """Milliseconds that would go if all calls of an operator were one: what calling costs, and what small ones waste.
 
         Below what this machine's limits allow for the work itself nothing is counted, and of large operators little more
-        than their start.
+        than their start. What lies between calls is no more than a small operator, or something else was in between.
         """
         calls = max(one.calls, 1e-9)
         each = one.ms * self._scales.get(one.phase, 1.0) / calls
         wasted = max(0.0, each - least_of(one, self.profile) / calls)
         large = max(1.0, each * self.had_core / self.small_ms)
         inside = max(min(self.launch_ms, each), min(wasted, each / large**2))
-        return one.calls * (self.between_ms(one.phase) + inside)
+        return one.calls * (min(self.between_ms(one.phase), self.small_ms) * self.had_core + inside)
 
     def lines(self, *phases: Phase) -> list[LineTime]:
         """Lines in these phases, as parts of what these take: the samples say of each phase how it is divided."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import operator
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -19,7 +20,9 @@ from hotloop.data.tree import batch_length, tensors
 from hotloop.errors import PlanError, blame
 from hotloop.files import write_atomic
 from hotloop.lowering.capture import Captured, capture, hyper_of, step_tensors
+from hotloop.lowering.hosted import host
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.rewrites import rewrite
 from hotloop.lowering.step import EagerStep
 
 Runner = Callable[[list[Tensor]], Any]
@@ -46,6 +49,7 @@ class CompiledStep(EagerStep):
         self._signature: tuple = ()
         self._samples = 0
         self._told = False
+        self._seen: list[Any] = []
 
     def prepare(self, batch: Any, varying: set[str]) -> None:
         """Captures and compiles; the eager step must have run once, so that the optimizer's state is there.
@@ -58,10 +62,20 @@ class CompiledStep(EagerStep):
             PlanError: the step can't be captured or compiled.
         """
         self._hold_constant(varying)
+        self._seen = []
         self._hyper = {place: torch.zeros((), dtype=torch.float64) for place in sorted(varying)}
         self._captured = capture(self, batch, batch_length(batch), self._hyper, whole=self.whole)
+        self._rewrite(self._captured)
         self._runner = built(self._captured, self.parts.plan.compile, self.parts.device)
         self._signature, self._samples = signature(batch), batch_length(batch)
+
+    def _rewrite(self, captured: Captured) -> None:
+        which = self.parts.plan.rewrites
+        if which != "none":
+            found = rewrite(captured.graph, which)
+            self.parts.say(
+                "rewrote the step: " + ", ".join(f"{name} {count}" for name, count in found.items() if count)
+            )
 
     def rebind(self) -> None:
         """Notes that tensors of the optimizer's state were replaced."""
@@ -118,9 +132,14 @@ class CompiledStep(EagerStep):
         return loss, scalars
 
     def _set_hyper(self) -> None:
-        """Gives the program what the schedule says now."""
+        """Gives the program what the schedule says now; nothing to do where each setting is the very object that it was."""
+        groups = self.optimizer.param_groups
+        now = [value for group in groups for key, value in group.items() if key != "params"]
+        if len(now) == len(self._seen) and all(map(operator.is_, now, self._seen)):
+            return
         for place, value in self._varying().items():
             self._hyper[place].fill_(value)
+        self._seen = [] if any(isinstance(value, list) for value in now) else now  # a list may change and stay itself
 
     def _hold_constant(self, varying: set[str]) -> None:
         """Remembers the optimizer's numbers that no schedule changes."""
@@ -173,6 +192,19 @@ def alike(one: Tensor, other: Tensor) -> bool:
 
 
 def built(captured: Captured, how: str, device: torch.device) -> Runner:
+    """The captured step as one compiled program, which takes what its graph takes.
+
+    Raises:
+        PlanError: it can't be compiled.
+    """
+    if device.type != "cpu":
+        return _compiled(captured, how, device)
+    hosted, numbers = host(captured)
+    run = _compiled(hosted, how, device)
+    return run if numbers is None else lambda flat: run([*flat, numbers(flat)])
+
+
+def _compiled(captured: Captured, how: str, device: torch.device) -> Runner:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own parts to each other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from hotloop.data.roles import Roles
 from hotloop.data.source import Table
 from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import DataError, TaskError, calling, kind
+from hotloop.feasible_ranks import JOINT
 from hotloop.foreign import is_built
 from hotloop.lowering.telling import SILENT, During, Say
+from hotloop.parallel.waiting import Meter
 from hotloop.parallel.world import ALONE, World
 from hotloop.plan import Plan
 from hotloop.task import Computed, Task, forward
@@ -40,6 +42,7 @@ class Ingredients:
         say: shows a line to the user at once, while something takes long.
         during: shows that it does, and how far it is.
         world: the ranks that share the training.
+        meter: of the time that this rank spends on the others.
         notes: lines that the user should read about how the Plan was lowered.
     """
 
@@ -56,7 +59,24 @@ class Ingredients:
     say: Say = lambda line: None
     during: During = SILENT
     world: World = ALONE
+    meter: Meter = field(default_factory=Meter)
     notes: tuple[str, ...] = ()
+
+    @property
+    def relayed(self) -> bool:
+        """Whether each batch goes from rank to rank, of which the last has what comes of it."""
+        return self.plan.parallel == "stages"
+
+    @property
+    def joint(self) -> World:
+        """The ranks that compute each batch together, since each has a part of the model: then they must all go on with
+        it, or none; this process alone where each has the whole model."""
+        return self.world if self.plan.parallel in JOINT else ALONE
+
+    @property
+    def dealt(self) -> World:
+        """The ranks among which the batches of an evaluation are dealt: those that have the whole model."""
+        return ALONE if self.plan.parallel in JOINT else self.world
 
     @classmethod
     def of(cls, task: Task, plan: Plan) -> Ingredients:
@@ -81,6 +101,8 @@ def built_model(task: Task) -> nn.Module:
 def placed(parts: Ingredients, device: torch.device) -> Ingredients:
     """Model and loss moved to `device`; the loss is copied, since it may have buffers that training changes."""
     task = parts.task
+    if parts.relayed:  # each rank moves what it holds, once it is known
+        return replace(parts, device=device)
     if isinstance(task.loss, nn.Module):
         task = replace(task, loss=copy.deepcopy(task.loss).to(device))
         vars(task)["roles"] = parts.roles

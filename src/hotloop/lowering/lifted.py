@@ -33,7 +33,7 @@ def lift(captured: Captured) -> Captured:
     mode = captured.examples[0].fake_mode  # type: ignore[attr-defined]
     try:
         with mode, torch.no_grad():
-            graph = make_fx(lambda *flat: _Lifting(captured.graph).run(*flat))(*captured.examples)
+            graph = make_fx(lambda *flat: Lifting(captured.graph).run(*flat))(*captured.examples)
     except PlanError:
         raise
     except Exception as error:
@@ -71,7 +71,7 @@ _PYTHON: dict[Any, Callable[..., Tensor]] = {
 """What Python does with numbers, and what that is for tensors."""
 
 
-class _Lifting(Interpreter):
+class Lifting(Interpreter):
     """Runs a captured graph with its numbers as tensors."""
 
     def __init__(self, graph: GraphModule) -> None:

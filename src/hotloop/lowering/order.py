@@ -20,11 +20,14 @@ from hotloop.lowering.graphs import GraphedStep
 from hotloop.lowering.handwritten import ArraysStep
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout
+from hotloop.lowering.local import LocalStep
 from hotloop.lowering.precision import in_precision
 from hotloop.lowering.program import Program
 from hotloop.lowering.residency import resident
 from hotloop.lowering.served import served
-from hotloop.lowering.shared import SharedStep
+from hotloop.lowering.shared import SharedStep, TowersStep
+from hotloop.lowering.spread import TensorStep
+from hotloop.lowering.staged import StagedStep
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.telling import During, Say, in_lines
 from hotloop.lowering.threads import with_threads
@@ -81,7 +84,8 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
             say(note)
         if plan.parallel == "async":
             return served(parts, Policy.of(plan))
-        return _checked(Program(parts, _step(parts), _feed(parts)))
+        step = _step(parts)
+        return _checked(Program(step.parts, step, _feed(parts)))  # a step may settle what its plan leaves open
 
 
 @contextmanager
@@ -98,11 +102,16 @@ def making_ready(plan: Plan) -> Iterator[None]:
         ) from error
 
 
+_SHARED = {"towers": TowersStep, "local": LocalStep, "tensor": TensorStep}
+
+
 def _step(parts: Ingredients) -> EagerStep:
     if parts.plan.engine == "arrays":
         return ArraysStep(parts)
+    if parts.relayed:
+        return StagedStep(parts)
     if parts.plan.ranked:
-        return SharedStep(parts)
+        return _SHARED.get(parts.plan.parallel, SharedStep)(parts)
     if parts.plan.graphs != "none":
         return GraphedStep(parts)
     return EagerStep(parts) if parts.plan.compile == "none" else CompiledStep(parts)
@@ -137,7 +146,7 @@ def _check(parts: Ingredients) -> None:
 
 def _feed(parts: Ingredients) -> Feed:
     order, world = parts.roles.order, parts.world
-    if not parts.plan.ranked:
+    if parts.dealt.alone:
         return open_feed(parts.roles.train, order, _treatment(parts), workers=parts.plan.workers)
     assert order is not None
     rows = Parted(**vars(order), rank=world.rank, ranks=world.ranks)

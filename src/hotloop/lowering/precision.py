@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,19 @@ def in_precision(parts: Ingredients) -> Ingredients:
         return replace(parts, around=(*parts.around, tf32))
     if precision not in _HALF:
         return parts
-    compute, kind, dtype = parts.compute, parts.device.type, _HALF[precision]
+    compute = parts.compute
 
     def autocast(model: nn.Module, batch: Any) -> Computed:
-        with torch.autocast(kind, dtype):
+        with numbers(parts):
             return compute(model, batch)
 
     return replace(parts, compute=autocast, scaled=precision == "fp16")
+
+
+def numbers(parts: Ingredients) -> AbstractContextManager[Any]:
+    """What the forward pass computes in: torch's autocast under bf16 and fp16."""
+    dtype = _HALF.get(parts.plan.precision)
+    return nullcontext() if dtype is None else torch.autocast(parts.device.type, dtype)
 
 
 @contextmanager

@@ -18,17 +18,18 @@ from hotloop.lowering.capture import hyper_of
 from hotloop.lowering.compiled import CompiledStep
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
+from hotloop.parallel.waiting import Spent
 from hotloop.rng import preserved
 from hotloop.state import (
     Position,
     State,
     capture_model,
-    capture_optimizer,
     copy_into,
     host_copy,
     restore_model,
     restore_optimizer,
 )
+from hotloop.task import Computed
 
 
 @dataclass(frozen=True)
@@ -155,13 +156,12 @@ class Program:
         self.seed_all()
 
     def read_sums(self) -> dict[str, float]:
-        """The epoch's sums so far as numbers; waits for the device."""
-        return {name: float(value) for name, value in self._step.sums.items()}
+        """The epoch's sums so far as numbers; waits for the device, and all ranks ask for them together."""
+        return {name: float(value) for name, value in self._step.totals().items()}
 
-    def take_waited_s(self) -> float:
-        """Seconds of waiting for other ranks since the last call; on a GPU, whose work is only queued, 0 or so."""
-        waited, self._step.waited_s = self._step.waited_s, 0.0
-        return waited
+    def take_spent(self) -> Spent:
+        """What this rank has spent on the others since the last call."""
+        return self.parts.meter.take()
 
     def end_epoch(self, figure: float | None = None) -> None:
         """Goes on to the next epoch; `figure` is the monitored one, which plateau schedulers watch."""
@@ -174,6 +174,7 @@ class Program:
         """The model in evaluation mode, without gradients, with averaged weights if the Task has them."""
         loss = self.parts.task.loss
         modules = [self.model, loss] if isinstance(loss, nn.Module) else [self.model]
+        self._step.meet()
         for module in modules:
             module.eval()
         with torch.no_grad(), self._step.together():
@@ -191,23 +192,35 @@ class Program:
             live = parameters[name].data
             parameters[name].data, self._step.average[name] = average, live
 
+    def evaluated(self, batch: Any, samples: int) -> Computed | None:
+        """Within `inference`, the forward pass of a batch; None where another rank has what came of it."""
+        return self._step.evaluated(batch, samples)
+
     def weights(self) -> State:
-        """What an evaluation depends on, copied to the CPU."""
+        """What an evaluation depends on, copied to the CPU; of several ranks all must ask."""
+        self._step.meet()
+        return self._step.gathered(self._weights())
+
+    def state(self) -> State:
+        """Everything that training changes, copied to the CPU; of several ranks all must ask."""
+        self._step.meet()
+        own = replace(
+            self._weights(),
+            optimizer=self._step.optimizer_state(),
+            schedule=host_copy(_schedule_state(self._step.schedule)),
+            sums=_plain_counts(host_copy(self._step.totals())),
+            scaler={} if self._step.scaler is None else self._step.scaler.state_dict(),
+            outer=host_copy(self._step.outer),
+        )
+        return self._step.gathered(own)
+
+    def _weights(self) -> State:
+        """This process' own."""
         return State(
             **capture_model(self.model),
             average=host_copy(self._step.average),
             loss=host_copy(self._loss_buffers()),
             position=self.position,
-        )
-
-    def state(self) -> State:
-        """Everything that training changes, copied to the CPU."""
-        return replace(
-            self.weights(),
-            optimizer=capture_optimizer(self.optimizer, self.model),
-            schedule=host_copy(_schedule_state(self._step.schedule)),
-            sums=_plain_counts(host_copy(self._step.sums)),
-            scaler={} if self._step.scaler is None else self._step.scaler.state_dict(),
         )
 
     def _loss_buffers(self) -> dict[str, Tensor]:
@@ -221,12 +234,14 @@ class Program:
             CheckpointError: it belongs to another model or optimizer.
         """
         self.restore_weights(state)
-        restore_optimizer(self.optimizer, self.model, state.optimizer)
+        restore_optimizer(self.optimizer, self._step.holder, state.optimizer)
         _restore_schedule(self._step.schedule, state.schedule)
         self._step.reset_sums()
         self._step.sums.update(to_device(host_copy(state.sums), self.device))
         if self._step.scaler is not None and state.scaler:
             self._step.scaler.load_state_dict(dict(state.scaler))
+        if self._step.outer:
+            copy_into(self._step.outer, state.outer or host_copy(self._step.outer), "outer momentum")
         self._step.rebind()
         self.position = state.position
         self._batches = None
@@ -237,8 +252,9 @@ class Program:
         Raises:
             CheckpointError: it belongs to another model or loss.
         """
-        restore_model(self.model, state)
-        copy_into(self._step.average, state.average, "averaged parameter")
+        with self._step.in_full():
+            restore_model(self.model, state)
+            copy_into(self._step.average, state.average, "averaged parameter")
         copy_into(self._loss_buffers(), state.loss, "buffer of the loss")
 
     def schedule_left(self) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hotloop.data.feed import peek
@@ -25,6 +24,7 @@ from hotloop.parallel.draws import Drawn, Pattern, Watching, WholeDraws
 from hotloop.parallel.norms import WholeNorms
 from hotloop.parallel.sharding import Sharded
 from hotloop.parallel.summing import Summed, Whole
+from hotloop.parallel.towers import Towers
 from hotloop.rng import StepDraws, Streams, preserved
 from hotloop.task import Computed
 
@@ -39,9 +39,7 @@ class SharedStep(EagerStep):
     def __init__(self, parts: Ingredients) -> None:
         _check_gradients(parts)
         self._as_one = look(parts)
-        whole = Whole(parts.model, parts.compute)
-        sharded = parts.plan.parallel == "sharded"
-        self._module = Sharded(whole, parts.device) if sharded else Summed(whole)  # before the optimizer looks at it
+        self._module = self._engine(Whole(parts.model, parts.compute), parts)  # before the optimizer looks at it
         super().__init__(parts)
         if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples
             self.draws = StepDraws(parts.task.seed, parts.device, rank=parts.world.rank)
@@ -49,6 +47,12 @@ class SharedStep(EagerStep):
         self.draws.spare = False  # which of the ranks drew from Python's generator would be theirs to agree on
         self._rows = self._samples = 0
         self._total: Any = 0
+
+    def _engine(self, whole: Whole, parts: Ingredients) -> Any:
+        """What runs the model, and adds gradients up."""
+        if parts.plan.parallel == "sharded":
+            return Sharded(whole, parts.device)
+        return Summed(whole, parts.meter)
 
     def _backward(self, batch: Any, samples: int, step: int) -> Computed:
         first, last = part(samples, self.parts.world.rank, self.parts.world.ranks)
@@ -59,7 +63,7 @@ class SharedStep(EagerStep):
         world = self.parts.world
         with ExitStack() as stack:
             if self._as_one.norms:
-                stack.enter_context(WholeNorms(self._samples, bool(self._rows)))
+                stack.enter_context(WholeNorms(self._samples, bool(self._rows), self.parts.meter))
             if self._as_one.draws.any:
                 stack.enter_context(WholeDraws(self._as_one.draws, self._samples, world.rank, world.ranks))
             loss, scalars = self._module(batch)
@@ -72,9 +76,8 @@ class SharedStep(EagerStep):
         values = [computed.loss.detach(), *(value.detach() for value in computed.scalars.values())]
         own = torch.as_tensor(weight, device=self.parts.device)
         totals = torch.stack([own.to(wide), *(weighted(value.to(wide), own) for value in values)])
-        began = time.perf_counter()
-        dist.all_reduce(totals)
-        self.waited_s += time.perf_counter() - began
+        with self.parts.meter.waiting():
+            dist.all_reduce(totals)
         self._total = samples if counts_samples(self.parts) else totals[0].to(own.dtype)
         self._module.counts = own != 0 if self._rows and isinstance(weight, Tensor) else bool(self._rows)
         share = own.to(wide) / totals[0]
@@ -88,6 +91,36 @@ class SharedStep(EagerStep):
 
     def _weight(self, batch: Any, samples: int) -> Any:
         return self._total
+
+
+class TowersStep(SharedStep):
+    """The first rank alone updates, on the CPU; optimizers of the others get no gradients, and so keep no state."""
+
+    _module: Towers
+
+    def _engine(self, whole: Whole, parts: Ingredients) -> Towers:
+        return Towers(whole, parts.world, parts.meter)
+
+    @property
+    def holder(self) -> nn.Module:
+        return self._module.held
+
+    def _differentiate(self, computed: Computed, batch: Any, samples: int) -> Computed:
+        computed = super()._differentiate(computed, batch, samples)
+        self._module.collect()
+        return computed
+
+    def _update(self) -> None:
+        super()._update()
+        self._module.spread()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.parts.world.from_first(super().optimizer_state)
+
+    def rebind(self) -> None:
+        self._module.hold()
+        if not self.parts.world.first:
+            self.optimizer.state.clear()
 
 
 @dataclass(frozen=True)

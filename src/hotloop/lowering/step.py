@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -19,6 +19,7 @@ from hotloop.lowering.accumulation import accumulate
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.objective import weighted
 from hotloop.rng import StepDraws
+from hotloop.state import State, capture_optimizer
 from hotloop.task import Computed
 
 
@@ -31,15 +32,15 @@ class EagerStep:
         scaler: decides by how much fp16's loss is scaled; None in other precisions.
         scale: what a compiled step scales its loss by, 0-dim, on the device; None in other precisions.
         average: exponential average by parameter name; empty without one.
+        outer: momentum by parameter name of ranks that step towards their average; empty elsewhere.
         sums: over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
             `samples`.
-        waited_s: seconds that it has waited for other ranks, since whoever reads that last set it to 0.
     """
 
     def __init__(self, parts: Ingredients) -> None:
         task, model = parts.task, parts.model
         self.parts = parts
-        self.optimizer = parts.build_optimizer(model)
+        self.optimizer = parts.build_optimizer(self.holder)
         self.scaler = torch.amp.GradScaler(parts.device.type) if parts.scaled else None
         self.scale = torch.ones((), device=parts.device) if parts.scaled else None
         self.schedule = task.build_schedule(self.optimizer, parts.roles.batches)
@@ -55,7 +56,7 @@ class EagerStep:
         self.draws = StepDraws(task.seed, parts.device)
         self._needs_closure = needs_closure(self.optimizer)
         self._checked = False
-        self.waited_s = 0.0
+        self.outer: dict[str, Tensor] = {}
         self.sums: dict[str, Any] = {}
         self.reset_sums()
 
@@ -134,12 +135,40 @@ class EagerStep:
         """Moves averages towards the values, in place."""
         self._average(list(averages), list(values), None)
 
+    @property
+    def holder(self) -> nn.Module:
+        """The module whose parameters the optimizer updates; only of towers it is another than the model."""
+        return self.parts.model
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state by qualified parameter name, copied to the CPU."""
+        return capture_optimizer(self.optimizer, self.holder)
+
+    def meet(self) -> None:
+        """Brings ranks together that have gone ways of their own; all of them call it at the same places."""
+
+    def totals(self) -> dict[str, Any]:
+        """The sums over the epoch so far, of all ranks, which call it together."""
+        return self.sums
+
     def together(self) -> AbstractContextManager[None]:
         """The model as a whole, to compute something else with; only ranks may have it in shards."""
         return nullcontext()
 
+    def in_full(self) -> AbstractContextManager[None]:
+        """All parameters with memory of their own, to read them or to write them."""
+        return nullcontext()
+
+    def gathered(self, state: State) -> State:
+        """The whole State, of which ranks may have a part each."""
+        return state
+
+    def evaluated(self, batch: Any, samples: int) -> Computed | None:
+        """The forward pass of an evaluation; None where another rank has what came of it."""
+        return self.parts.task.compute(self.parts.model, batch)
+
     def rebind(self) -> None:
-        """Notes that tensors of the optimizer's state were replaced."""
+        """Notes that a State was restored, and tensors of the optimizer's state replaced."""
 
     def run_eagerly(self) -> None:
         """From now on, operation by operation, so that hooks of modules see what happens."""
@@ -252,7 +281,7 @@ class EagerStep:
             )
 
     def _check_ownership(self) -> None:
-        own = {id(value) for value in self.parts.model.parameters()}
+        own = {id(value) for value in self.holder.parameters()}
         if any(id(value) not in own for value in self._trainable):
             raise TaskError(
                 "the optimizer holds a parameter that is not the model's",

@@ -50,11 +50,13 @@ class Pattern:
         batchwise: draws for each sample.
         single: shapes of draws that are the same for a batch of any size.
         odd: an operator whose draws can't be told apart; empty if there is none.
+        count: how many draws there are.
     """
 
     batchwise: frozenset[Batchwise] = frozenset()
     single: frozenset[tuple[int, ...]] = frozenset()
     odd: str = ""
+    count: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, few: Sequence[Drawn], more: Sequence[Drawn], rows: tuple[int, int]) -> Pattern:
@@ -71,11 +73,28 @@ class Pattern:
                 batchwise.add(found)
             else:
                 return cls(odd=one.name)
-        return cls(frozenset(batchwise), frozenset(single))
+        return cls(frozenset(batchwise), frozenset(single), count=len(few))
 
     @property
     def any(self) -> bool:
         return bool(self.batchwise or self.single)
+
+    def whole(self, shape: tuple[int, ...], rows: int, samples: int) -> tuple[tuple[int, ...], Batchwise | None]:
+        """The shape of a draw for `samples` where `rows` of them have this one, and along what; None: the same for all.
+
+        Raises:
+            TaskError: no such draw was seen.
+        """
+        if shape in self.single:
+            return shape, None
+        found = next((one for one in self.batchwise if one.fits(shape, rows)), None)
+        if found is None:
+            raise TaskError(
+                f"random numbers of shape {shape} are drawn in a step, which a first look didn't show",
+                expected="draws for each sample, or the same for all",
+                fix="use parallel=none",
+            )
+        return (*shape[: found.dim], samples * found.each, *shape[found.dim + 1 :]), found
 
 
 def _along(few: tuple[int, ...], more: tuple[int, ...], rows: tuple[int, int]) -> Batchwise | None:
@@ -129,35 +148,57 @@ class WholeDraws(TorchDispatchMode):
             self.first, self.rows = 0, 1
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        drawing = Drawing.of(function, args, kwargs or {})
+        if drawing is None:
+            return function(*args, **(kwargs or {}))
+        return drawing.finished(args, self._cut(drawing))
+
+    def _cut(self, drawing: Drawing) -> Tensor:
+        """This rank's part of what is drawn for the whole batch."""
+        shape, found = self.pattern.whole(drawing.shape, self.rows, self.samples)
+        drawn = drawing.draw(shape)
+        return drawn if found is None else drawn.narrow(found.dim, self.first * found.each, self.rows * found.each)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One call of an operator that draws, and how to repeat it; it holds none of the call's tensors.
+
+    Attributes:
+        name: of the operator.
+        shape: of what it draws.
+        draw: `shape` -> as much drawn in the same way.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    draw: Callable[[tuple[int, ...]], Tensor]
+
+    @classmethod
+    def of(cls, function: Any, args: Any, kwargs: dict[str, Any]) -> Drawing | None:
+        """What the call of an operator draws; None if it is no operator of which that is known."""
         if torch.Tag.nondeterministic_seeded not in function.tags:
-            return function(*args, **kwargs)
+            return None
         name = function.overloadpacket.__name__
         if name == "native_dropout":
-            return self._dropout(function, *args)
-        if name.endswith("_like"):
-            return self._cut(args[0].shape, lambda shape: function(args[0].new_empty(shape), *args[1:], **kwargs))
-        if name.endswith("_"):
-            drawn = self._cut(args[0].shape, lambda shape: function(args[0].new_empty(shape), *args[1:], **kwargs))
-            return args[0].copy_(drawn)
+            x, *rest = args
+            if rest[1] is False:  # in evaluation
+                return None
+            like = {"dtype": x.dtype, "device": x.device}
+            return cls(name, tuple(x.shape), lambda shape: function(torch.ones(shape, **like), *rest)[1])
+        if name.endswith(("_like", "_")):
+            x, *rest = args
+            like = {"dtype": x.dtype, "device": x.device}
+            return cls(name, tuple(x.shape), lambda shape: function(torch.empty(shape, **like), *rest, **kwargs))
         size = next((place for place, value in enumerate(args) if isinstance(value, list | tuple)), None)
         if size is None:
-            return function(*args, **kwargs)
-        return self._cut(args[size], lambda shape: function(*args[:size], list(shape), *args[size + 1 :], **kwargs))
+            return None
+        before, after = args[:size], args[size + 1 :]
+        return cls(name, tuple(args[size]), lambda shape: function(*before, list(shape), *after, **kwargs))
 
-    def _dropout(self, function: Any, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-        keep = self._cut(x.shape, lambda shape: function(x.new_ones(shape), p, train)[1])
-        return x * keep / (1 - p if p < 1 else math.inf), keep
-
-    def _cut(self, shape: Sequence[int], draw: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-        if tuple(shape) in self.pattern.single:
-            return draw(tuple(shape))
-        found = next((one for one in self.pattern.batchwise if one.fits(shape, self.rows)), None)
-        if found is None:
-            raise TaskError(
-                f"random numbers of shape {tuple(shape)} are drawn in a step, which a first look didn't show",
-                expected="draws for each sample, or the same for all",
-                fix="use parallel=none",
-            )
-        whole = draw((*shape[: found.dim], self.samples * found.each, *shape[found.dim + 1 :]))
-        return whole.narrow(found.dim, self.first * found.each, self.rows * found.each)
+    def finished(self, args: Any, drawn: Tensor) -> Any:
+        """What the call would have returned, had it drawn that."""
+        if self.name == "native_dropout":
+            p = args[1]
+            return args[0] * drawn / (1 - p if p < 1 else math.inf), drawn
+        return args[0].copy_(drawn) if self.name.endswith("_") else drawn

@@ -13,7 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hotloop.errors import PlanError
+from hotloop.errors import PlanError, TrainingError
 from hotloop.parallel.beats import Beats
 from hotloop.parallel.world import ALONE, World
 
@@ -144,6 +144,7 @@ def joined(seat: Seat, device: str, say: Callable[[str], None]) -> Iterator[Join
     beats = Beats(own, seat.launch, seat.rank, seat.ranks, say)
     try:
         with beats.beating():
+            check_sums(World(seat.rank, seat.ranks), device)
             yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _agent_began())
             dist.barrier()  # whoever is ready first stays until the last word of the others has come through
     finally:
@@ -153,6 +154,25 @@ def joined(seat: Seat, device: str, say: Callable[[str], None]) -> Iterator[Join
 def _agent_began() -> float:
     parent = psutil.Process().parent()
     return time.time() if parent is None else parent.create_time()
+
+
+def check_sums(world: World, device: str) -> None:
+    """Adds numbers up whose sum is known; torch's gloo has once averaged wrongly without a word.
+
+    Raises:
+        TrainingError: the sum is another.
+    """
+    number = torch.arange(1, 6, dtype=torch.float64)
+    for kind in dict.fromkeys(("cpu", device)):
+        total = ((world.rank + 1) * number).to(kind)
+        dist.all_reduce(total)
+        expected = world.ranks * (world.ranks + 1) // 2 * number
+        if not torch.equal(total.cpu(), expected):
+            raise TrainingError(
+                f"torch.distributed adds up wrongly on {kind}: {total.tolist()}",
+                expected=f"{expected.tolist()}, the sum over {world.ranks} ranks",
+                fix="use another version of torch, or parallel=none",
+            )
 
 
 def _keep_to_loopback() -> None:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hotloop.parallel.waiting import Meter
+
 
 class WholeNorms(TorchFunctionMode):
     """Has `F.batch_norm` in training normalise over the whole batch, of which this rank has some rows.
@@ -21,11 +23,12 @@ class WholeNorms(TorchFunctionMode):
     Args:
         samples: of the whole batch.
         counts: whether the rank's rows belong to the batch; one without any computes along on a row of another's.
+        meter: of the rank's waiting: at the first norm of a step, which comes before all else that is common.
     """
 
-    def __init__(self, samples: int, counts: bool) -> None:
+    def __init__(self, samples: int, counts: bool, meter: Meter) -> None:
         super().__init__()
-        self.samples, self.counts = samples, counts
+        self.samples, self.counts, self.meter = samples, counts, meter
 
     def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not F.batch_norm:
@@ -47,7 +50,7 @@ class WholeNorms(TorchFunctionMode):
             return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         if self.samples * x[0, 0].numel() == 1:  # what torch says of one process' batch
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-        mean, variance, count = moments(x, self.counts)
+        mean, variance, count = moments(x, self.counts, self.meter)
         if running_mean is not None and running_var is not None:
             _follow(running_mean, mean, momentum)
             _follow(running_var, variance * (count / (count - 1)), momentum)
@@ -57,16 +60,16 @@ class WholeNorms(TorchFunctionMode):
         return (normal if bias is None else normal + bias.view(shape)).to(x.dtype)
 
 
-def moments(x: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
+def moments(x: Tensor, counts: bool, meter: Meter) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance (channels,) of x (rows, channels, ...) over all ranks, and what they are means over, 0-dim."""
     wide = torch.promote_types(x.dtype, torch.float32)
     own = (x if counts else x[:0]).to(wide)
     over = [0, *range(2, x.ndim)]
     number = own.new_tensor([own.numel() / own.shape[1]])
-    *total, count = _Total.apply(torch.cat([own.sum(over), number])).split([x.shape[1], 1])
+    *total, count = _Total.apply(torch.cat([own.sum(over), number]), meter).split([x.shape[1], 1])
     mean = total[0] / count
     distance = own - mean.view(1, -1, *[1] * (x.ndim - 2))
-    return mean, _Total.apply((distance * distance).sum(over)) / count, count.detach()
+    return mean, _Total.apply((distance * distance).sum(over), meter) / count, count.detach()
 
 
 def _follow(running: Tensor, now: Tensor, momentum: float) -> None:
@@ -78,11 +81,13 @@ class _Total(torch.autograd.Function):
     """The sum over the ranks, of which each has a gradient: that of the whole is the sum of these."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor) -> Tensor:
+    def forward(ctx: Any, own: Tensor, meter: Meter) -> Tensor:
         total = own.clone()
-        dist.all_reduce(total)
+        ctx.meter = meter
+        with meter.waiting():
+            dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _Total.apply(gradient.contiguous())
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Total.apply(gradient.contiguous(), ctx.meter), None

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hotloop.parallel.waiting import Meter
+
 
 class Whole(nn.Module):
     """A model together with its objective as one module, so that all that the Task does with the model is inside.
@@ -41,8 +43,8 @@ _BUFFERS_STAY: dict[str, Any] = {
 """Each rank works its buffers out by itself: the first rank's in their stead would hide that they differ."""
 
 
-class Summed:
-    """Runs a module whose gradients, once backward is through, are the sums of those of all ranks.
+class Own:
+    """Runs a module on the rank's rows; what becomes of its gradients is the affair of whoever asks.
 
     Attributes:
         counts: 0-dim bool tensor, or bool: whether the rank's part counts at all; the gradients of one that doesn't,
@@ -50,12 +52,8 @@ class Summed:
     """
 
     def __init__(self, module: Whole) -> None:
+        self.module: nn.Module = module
         self.counts: Tensor | bool = True
-        # Looked for in vain at each step: torch warns where all that it is told to look for is there.
-        module.never = nn.Parameter(next(module.parameters()).new_zeros(()).float())
-        # A parameter may take part on one rank alone, or on none: then it must be found, at the price of a look.
-        self.module = DistributedDataParallel(module, find_unused_parameters=True, **_BUFFERS_STAY)
-        self.module.register_comm_hook(self, _summed)
 
     def __call__(self, batch: Any) -> Any:
         return self.module(batch)
@@ -64,14 +62,40 @@ class Summed:
         """All parameters whole on each rank, as they always are."""
         return nullcontext()
 
+    def leave_out(self, gradient: Tensor) -> Tensor:
+        """A gradient of the rank's, zeros in place if it doesn't count."""
+        if self.counts is False:
+            return gradient.zero_()
+        return gradient if self.counts is True else gradient.masked_fill_(~self.counts, 0)
+
+
+class Summed(Own):
+    """Its gradients, once backward is through, are the sums of those of all ranks.
+
+    Args:
+        meter: of the time from a sum's first gradients on their way to its last ones back.
+    """
+
+    def __init__(self, module: Whole, meter: Meter) -> None:
+        super().__init__(module)
+        self.meter = meter
+        # Looked for in vain at each step: torch warns where all that it is told to look for is there.
+        module.never = nn.Parameter(next(module.parameters()).new_zeros(()).float())
+        # A parameter may take part on one rank alone, or on none: then it must be found, at the price of a look.
+        engine = DistributedDataParallel(module, find_unused_parameters=True, **_BUFFERS_STAY)
+        engine.register_comm_hook(self, _summed)
+        self.module = engine
+
 
 def _summed(owner: Summed, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Adds up a bucket of gradients over the ranks; torch's own hooks divide by their number."""
-    gradients = bucket.buffer()
-    if owner.counts is False:
-        gradients.zero_()
-    elif isinstance(owner.counts, Tensor):
-        gradients.masked_fill_(~owner.counts, 0)
+    gradients = owner.leave_out(bucket.buffer())
+    owner.meter.begin()
     work = dist.all_reduce(gradients, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+
+    def arrived(future: torch.futures.Future[Any]) -> Tensor:
+        owner.meter.end()
+        return future.value()[0]
+
+    return work.get_future().then(arrived)

@@ -30,7 +30,7 @@ def begin(settings: dict[str, Any]) -> None:
     """
     atexit.register(_remind_of_interrupt)  # the first to be registered is the last to run
     plain = PlainProfiler()
-    sys.meta_path.insert(0, AfterImport("torch", lambda: _watch(settings), before=lambda: plain.stop("torch")))
+    sys.meta_path.insert(0, AfterImport("torch", lambda: watch(settings), before=lambda: plain.stop("torch")))
     process = os.getpid()
     atexit.register(lambda: _leave_plain(settings["out"], plain) if os.getpid() == process else None)
     plain.begin()
@@ -88,7 +88,7 @@ def _leave_plain(path: str, plain: PlainProfiler) -> None:
     write(path, Facts(lines=plain.lines(Sites()), notes=[note]).as_dict())
 
 
-def _watch(settings: dict[str, Any]) -> None:
+def watch(settings: dict[str, Any]) -> None:
     """torch is there: the watch begins."""
     from hotloop.profiling.compiled import Compilations
     from hotloop.profiling.observing import observers
@@ -102,17 +102,17 @@ def _watch(settings: dict[str, Any]) -> None:
             write(settings["out"], facts.as_dict())
 
     compilations = Compilations()
-    watch = Watch(
+    watching = Watch(
         settings["steps"],
         Sites(),
         publish,
         lambda watch: observers(watch, settings["trace"]),
         compilations=compilations,
     )
-    sys.meta_path.insert(0, AfterImport("torch._inductor.compile_fx", watch.note_compilations))
-    watch.install()
-    os.register_at_fork(after_in_child=watch.abandon)
-    atexit.register(watch.close)
+    sys.meta_path.insert(0, AfterImport("torch._inductor.compile_fx", watching.note_compilations))
+    watching.install()
+    os.register_at_fork(after_in_child=watching.abandon)
+    atexit.register(watching.close)
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

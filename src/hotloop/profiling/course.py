@@ -33,6 +33,9 @@ _STRAYED = 10
 _PREFERRED = 3
 """So many, if no optimizer was seen before."""
 
+_SHORT_MS = 10.0
+"""A step above it is not a hundredth longer for what it finds cold."""
+
 _SETTLED = 8
 """So many steps measured are kept, whatever loop comes next."""
 
@@ -120,13 +123,17 @@ class Course:
         """Whether a backward may end a step, as far as is known."""
         return self._found and (self._anchor is None or self._anchor.what == "backward")
 
-    def happened(self, event: Event) -> None:
-        """Something that may end a step is done."""
+    def happened(self, event: Event, at: Any = None) -> None:
+        """Something that may end a step is done.
+
+        Args:
+            at: the clock's mark of it; now if None.
+        """
         self.facts.trained += 1
         if not self._found:
             return
         if self._anchor is None:
-            self._end_early(event)
+            self._end_early(event, at)
             self._finder.saw(event)
             self._anchor = self._finder.anchor()
             if self._anchor is not None and ends_step(self._anchor, event):
@@ -137,7 +144,7 @@ class Course:
                 self._begin_early()
         elif ends_step(self._anchor, event):
             self._strayed = 0
-            self.boundary()
+            self.boundary(at)
         else:
             self._stray(event)
 
@@ -150,13 +157,13 @@ class Course:
         if self.step is None and self._anchor is None and not self.measured() and len(self._early) < _HOPELESS:
             self._next_step("early")
 
-    def _end_early(self, event: Event) -> None:
+    def _end_early(self, event: Event, at: Any) -> None:
         """Keeps what happened up to an event, in case that the script ends before its step is known."""
         if self.step is None or not self.is_early:
             self._first = event if not self._early else self._first
             return
         self._early.append((event, self.step))
-        self._end_step()
+        self._end_step(at)
         self.facts.steps = []
 
     def make_do(self) -> None:
@@ -219,13 +226,13 @@ class Course:
             self.observers = self._observers_of()
         self._next_step("warm-up")
 
-    def boundary(self) -> None:
-        """A step ends here, and the next begins."""
+    def boundary(self, at: Any = None) -> None:
+        """A step has ended, at a mark of the clock's or now, and the next begins."""
         self.trains()
         if self.step is None:
             self._begin_measuring()
             return
-        self._end_step()
+        self._end_step(at)
         self.settle()
         self._stage.between()
         kind = self._next_kind()
@@ -243,7 +250,12 @@ class Course:
             self.facts.warm_up_s = watched_s
         if not self._left or (self.measured() >= _SETTLED and watched_s > _LONGEST_S):
             return None
-        return self._left.pop(0)
+        return "settling" if self._left[0] == "clean" and self._is_disturbed() else self._left.pop(0)
+
+    def _is_disturbed(self) -> bool:
+        """Whether the next step finds Python's caches cold, by what was replaced for the last one, and is so short to tell."""
+        last = self.facts.steps[-1]
+        return last.kind in (*CLOSE, "clocked") and last.ms < _SHORT_MS
 
     def measured(self) -> int:
         """Steps whose times count."""
@@ -262,13 +274,12 @@ class Course:
         else:
             self._began = self.timeline.clock.mark()
 
-    def _end_step(self) -> None:
+    def _end_step(self, at: Any = None) -> None:
         step = self.step
         assert step is not None
-        if self.timeline.on:
-            marks = self.timeline.end()
-        else:
-            marks = [(self._began, "unattributed"), (self.timeline.clock.mark(), "unattributed")]
+        at = self.timeline.clock.mark() if at is None else at
+        whole: list[tuple[Any, Phase]] = [(self._began, "unattributed"), (at, "unattributed")]
+        marks = self.timeline.end(at) if self.timeline.on else whole
         step.cpu_ms = self.cores.end(clean=step.kind == "clean")
         step.flags += self._stage.flags()
         self.end_close_watch(drop=not self._is_usual(step) and step.kind != "whole")

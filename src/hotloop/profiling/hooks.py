@@ -80,6 +80,9 @@ class Listener:
     def mine(self) -> bool:
         return False
 
+    def hears_backwards(self) -> bool:
+        return self.mine()
+
     def backward_began(self, args: tuple, kwargs: dict) -> Any: ...
     def backward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
     def backward_over(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
@@ -107,9 +110,8 @@ class Always:
     def install(self) -> None:
         heard, patches = self._listener, self._patches
         loading = around(heard.mine, heard.loading_began, heard.loading_ended)
-        patches.put(
-            torch.autograd, "_engine_run_backward", around(heard.mine, heard.backward_began, heard.backward_ended)
-        )
+        backward = around(heard.hears_backwards, heard.backward_began, heard.backward_ended)
+        patches.put(torch.autograd, "_engine_run_backward", backward)
         patches.put(_BaseDataLoaderIter, "__next__", loading)
         patches.put(DataLoader, "__iter__", loading)
         patches.put(torch, "save", around(heard.mine, heard.saving_began, heard.saving_ended))

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from hotloop.profiling.hooks import around
 from hotloop.profiling.patches import Patches
@@ -26,6 +26,7 @@ class _Loader:
 
     Attributes:
         inner: class of what makes the samples.
+        makes: its method that does.
         drawn, row_sum: batches, and samples in them, in the step that is on.
         steps, rows: how many steps drew from it, and samples in each.
     """
@@ -33,18 +34,22 @@ class _Loader:
     def __init__(self, iterator: Any, where: str, sites: Sites) -> None:
         dataset = _innermost(iterator._dataset)
         self.inner = type(dataset)
+        together = iterator._auto_collation
+        whole = together and hasattr(dataset, "__getitems__") and _gives_batches(iterator._dataset)
+        self.makes = "__getitems__" if whole else "__getitem__"
         self.drawn = self.row_sum = self.steps = 0
         self.rows: deque[int] = deque(maxlen=_MOST_SAMPLES)
         self.sample_s: list[float] = []
         self.record: dict[str, Any] = {
             "where": where,
             "dataset": self.inner.__name__,
-            "sample_where": _place(dataset, sites),
+            "sample_where": _place(dataset, self.makes, sites),
             "samples": _length(iterator._dataset),
-            "batch_size": getattr(iterator._index_sampler, "batch_size", None),
+            "batch_size": getattr(iterator._index_sampler, "batch_size", None) if together else None,
             "workers": iterator._num_workers,
             "pinned": bool(iterator._pin_memory),
             "sample_ms": None,
+            "at_once": whole or not together,
         }
 
 
@@ -63,10 +68,17 @@ class Loaders:
         self._loaders: dict[tuple[Any, ...], _Loader] = {}
         self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._patches = Patches()
-        self._timed: _Loader | None = None
+        self._counted = True
+        self._latest: tuple[Callable[[], Any], _Loader | None] = lambda: None, None
 
-    def begin(self, *, timed: bool) -> None:
-        """A step begins."""
+    def begin(self, *, timed: bool, counted: bool = True) -> None:
+        """A step begins.
+
+        Args:
+            timed: whether samples are timed in it.
+            counted: whether they are counted.
+        """
+        self._counted = counted
         for loader in self._loaders.values():
             loader.drawn = loader.row_sum = 0
         if timed:
@@ -87,12 +99,15 @@ class Loaders:
 
     def drew(self, loader: Any, batch: Any) -> bool:
         """Something was asked of a loader or of its iterator; whether that was a batch."""
-        if isinstance(loader, DataLoader):
-            return False
-        known = self._known(loader)
+        latest, known = self._latest
+        if latest() is not loader:
+            if isinstance(loader, DataLoader):
+                return False
+            known = self._known(loader)
+            self._latest = ref(loader), known
         if known is not None:
             known.drawn += 1
-            known.row_sum += _rows(batch) or 0
+            known.row_sum += (_rows(batch) or 0) if self._counted else 0
         return True
 
     def samples_per_step(self) -> float | None:
@@ -122,11 +137,11 @@ class Loaders:
         return known
 
     def _time_samples(self) -> None:
-        """Times `__getitem__` of data sets that are read in this process."""
+        """Times the calls of data sets that are read in this process."""
         for loader in self._loaders.values():
-            here = loader.record["workers"] == 0 and hasattr(loader.inner, "__getitem__")
+            here = loader.record["workers"] == 0 and hasattr(loader.inner, loader.makes)
             if here and len(loader.sample_s) < _MOST_SAMPLES:
-                self._patches.put(loader.inner, "__getitem__", self._timing(loader))
+                self._patches.put(loader.inner, loader.makes, self._timing(loader))
 
     def _timing(self, loader: _Loader) -> Callable[[Any], Any]:
         def ended(token: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
@@ -147,8 +162,15 @@ def _innermost(dataset: Any) -> Any:
     return dataset
 
 
-def _place(dataset: Any, sites: Sites) -> str:
-    for name in ("__getitem__", "__iter__"):
+def _gives_batches(dataset: Any) -> bool:
+    """Whether a loader asks it for all samples of a batch in one call; a subset hands that on to what is inside."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _place(dataset: Any, makes: str, sites: Sites) -> str:
+    for name in (makes, "__iter__"):
         code = getattr(inspect.unwrap(getattr(type(dataset), name, None) or (lambda: None)), "__code__", None)
         if code is not None and code.co_name == name:
             return sites.place(code.co_filename, code.co_firstlineno)

@@ -18,15 +18,19 @@ def scaled(
     walls: Mapping[tuple[str, Phase], float],
     modules: Iterable[ModuleTime],
     phases: Mapping[Phase, float],
+    traced: Mapping[Phase, float] | None = None,
 ) -> list[OperatorTime]:
     """Operators with the times that they would have without the profiler, the longest first.
 
     Those of a module shrink by what it takes by the clock over what it took while traced, others so far that they fit into
-    their phase. Times of a device's kernels stay as they are, and nothing grows.
+    their phase. A phase that took less time while traced, though a profiler only adds to it, was held up by other programs
+    in the steps that the clocks measured, and so were its operators: they grow as it did. Times of a device's kernels stay
+    as they are.
 
     Args:
         walls: own ms of each module and phase while traced, by name and phase; `""` outside of modules.
         modules, phases: as the clocks measured them.
+        traced: ms of each phase while traced, with all that lies between its operators.
     """
     clocked = {(one.name, phase): own for one in modules for phase, own in _own(one)}
     factors = {key: _ratio(clocked[key], wall) for key, wall in walls.items() if clocked.get(key)}
@@ -42,6 +46,18 @@ def scaled(
         return _ratio(phases[one.phase], total[one.phase]) if phases.get(one.phase) else outside
 
     found = [one if one.device != "cpu" else one.model_copy(update={"ms": one.ms * factor(one)}) for one in operators]
+    shrunk: dict[Phase, float] = defaultdict(float)
+    for one in found:
+        shrunk[one.phase] += one.ms if one.device == "cpu" else 0.0
+    grown = {
+        phase: max(1.0, phases.get(phase, 0.0) / (ms * shrunk[phase] / total[phase]))
+        for phase, ms in (traced or {}).items()
+        if ms and shrunk[phase]
+    }
+    found = [
+        one if one.device != "cpu" else one.model_copy(update={"ms": one.ms * grown.get(one.phase, 1.0)})
+        for one in found
+    ]
     return sorted(found, key=lambda one: -one.ms)
 
 

@@ -94,7 +94,8 @@ class _Inside:
     def records(self) -> dict[str, list[Any]]:
         self._watch.facts.turned = self._tracer.turned()
         clock, tracer, step_ms = self.modules.clock, self._tracer, self._step_ms()
-        operators = scaled(tracer.operators(), tracer.walls(), clock.times(step_ms), _phases(self._watch))
+        walls, phases = tracer.walls(), _phases(self._watch)
+        operators = scaled(tracer.operators(), walls, clock.times(step_ms), phases, tracer.phases())
         own = clock.own()
         if self._watch.facts.device != "cpu" and operators:
             own = on_device(own, operators, alone=tracer.alone)

@@ -91,6 +91,7 @@ class Tracer:
         self._trail = Trail(is_own, current_phase, turn)
         self._sums: dict[_Key, _Sum] = defaultdict(_Sum)
         self._walls: dict[tuple[Name | None, Phase], int] = defaultdict(int)
+        self._traced: dict[Phase, int] = defaultdict(int)
         self._grounds: list[dict[tuple[Phase, Phase], int]] = []
         self._steps = 0
         self._fused: dict[Name, set[Name | None]] = defaultdict(set)
@@ -176,6 +177,10 @@ class Tracer:
             for (module, phase), ns in self._walls.items()
         }
 
+    def phases(self) -> dict[Phase, float]:
+        """Milliseconds that each phase took in a traced step, with all that lies between its operators."""
+        return {phase: ns / max(1, self._steps) / 1e6 for phase, ns in self._traced.items()}
+
     def turned(self) -> list[tuple[Phase, Phase, float]]:
         """As `Facts.turned`: the median over the steps, since few are traced and one may be held up."""
         pairs = {pair for step in self._grounds for pair in step if pair[0] != pair[1]}
@@ -213,6 +218,7 @@ class Tracer:
     def _note_walls(self, reader: Reader, events: list[Event]) -> None:
         self._grounds.append(defaultdict(int))
         for mark, start, end in reader.segments():
+            self._traced[mark.ran] += end - start
             if not mark.deep:
                 self._walls[mark.module, mark.ran] += end - start
                 self._grounds[-1][mark.ground, mark.phase] += end - start

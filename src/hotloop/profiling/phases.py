@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,9 @@ if sys.platform == "linux":
 _MOST_MARKS = 20_000
 """In one step; what comes then belongs to the phase it is in, so that memory stays bounded."""
 
+
+_QUEUED = Path("/proc/thread-self/schedstat")
+"""Of Linux: nanoseconds that this thread ran, that it stood ready while others had the cores, and how often it ran."""
 
 _DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
 """Phases that a step is in where nothing else is seen."""
@@ -39,36 +43,47 @@ class Clock(Protocol):
 
 
 class Instant(NamedTuple):
-    """Of a thread: the time, its own CPU time, and how often it gave up its core to wait."""
+    """Of a thread: the time, its own CPU time, how often it gave up its core to wait, and how long others kept it from one."""
 
     wall_s: float
     cpu_s: float
     waits: int
+    queued_s: float = 0.0
 
 
 class HostClock:
-    """The process's own time, and that in which the thread ran."""
+    """The process's own time, and that in which one thread ran."""
+
+    def __init__(self) -> None:
+        self._switches, self._queued_s = -1, 0.0
 
     def mark(self) -> Instant:
-        return Instant(time.perf_counter(), *_used())
+        if sys.platform != "linux":  # where nobody counts waits
+            return Instant(time.perf_counter(), time.thread_time(), 0)
+        now, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD)
+        switches = used.ru_nvcsw + used.ru_nivcsw
+        if switches != self._switches:  # only then it can have queued, and to ask takes longer than all the rest
+            self._switches, self._queued_s = switches, _queued_s()
+        return Instant(now, used.ru_utime + used.ru_stime, used.ru_nvcsw, self._queued_s)
 
     def ms(self, first: Instant, last: Instant) -> float:
         return (last.wall_s - first.wall_s) * 1e3
 
     def idle_ms(self, first: Instant, last: Instant) -> float:
         """A thread that others kept from its core doesn't wait for anything."""
-        return max(0.0, self.ms(first, last) - (last.cpu_s - first.cpu_s) * 1e3) if last.waits > first.waits else 0.0
+        ran_s = last.cpu_s - first.cpu_s + last.queued_s - first.queued_s
+        return max(0.0, self.ms(first, last) - ran_s * 1e3) if last.waits > first.waits else 0.0
 
     def passed(self, mark: Instant) -> bool:
         return True
 
 
-def _used() -> tuple[float, int]:
-    """CPU seconds and waits of this thread; nothing is known of waits on systems that don't count them."""
-    if sys.platform != "linux":
-        return time.thread_time(), 0
-    usage = resource.getrusage(resource.RUSAGE_THREAD)
-    return usage.ru_utime + usage.ru_stime, usage.ru_nvcsw
+def _queued_s() -> float:
+    """Seconds in which this thread could have run; 0 where the system doesn't say."""
+    try:
+        return int(_QUEUED.read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 class DeviceClock:
@@ -147,10 +162,10 @@ class Timeline:
             self._stack[-1] = phase
             self._mark(phase)
 
-    def end(self) -> list[tuple[Any, Phase]]:
-        """Ends the step: the marks, each with the phase that began there; the last is the end."""
+    def end(self, at: Any = None) -> list[tuple[Any, Phase]]:
+        """Ends the step, at a mark of the clock's or now: the marks, each with the phase that began there; the last is the end."""
         self.on = False
-        self._marks.append((self.clock.mark(), "unattributed"))
+        self._marks.append((self.clock.mark() if at is None else at, "unattributed"))
         marks, self._marks = self._marks, []
         return marks
 

@@ -22,6 +22,7 @@ from hotloop.profiling.habits import Graphs, is_loss
 from hotloop.profiling.hooks import Always, Closely, Listener, mark_ms
 from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
+from hotloop.profiling.pauses import Pauses
 from hotloop.profiling.phases import clock_for
 from hotloop.profiling.schedule import CLOSE, Kind
 from hotloop.profiling.sites import Sites
@@ -82,10 +83,11 @@ class Watch(Listener):
         self._publish = publish
         self._always, self._closely = Always(self), Closely(self, self.timeline)
         self._loaders, self._optimizers, self._graphs = Loaders(sites), Optimizers(sites), Graphs(sites)
+        self._pauses = Pauses(self._graphs, lambda: self._course.step)
         self._thread: int | None = None
-        self._backwards = self._forwards = self._modes = 0
-        self._evaluating_since: float | None = None
-        self._close = self._busy = False
+        self._backwards = self._forwards = 0
+        self._close = self._busy = self._updates_inside = False
+        self._hears = True
         self._called: list[int] = []
         self._published = time.monotonic()
 
@@ -185,8 +187,8 @@ class Watch(Listener):
     def begin(self, kind: Kind) -> Phase:
         """A step begins."""
         self._graphs.on, self._optimizers.on = kind == "habits", kind == "instrumented"
-        self._loaders.begin(timed=kind == "habits")
         self._forwards, self._called, self._close = 0, [], kind in CLOSE
+        self._loaders.begin(timed=kind == "habits", counted=self._close)
         if self._close:
             self._course.mark_ms = self._course.mark_ms or mark_ms(self.timeline.clock)
             self._closely.install()
@@ -198,13 +200,15 @@ class Watch(Listener):
 
     def ready(self) -> None:
         """All that watch it closely have begun."""
-        if self._course.wants_backwards():
+        wanted = self._course.wants_backwards()
+        self._hears = self._close or wanted or self._updates_inside
+        if wanted:
             self._always.wrap_backward()
 
     def flags(self) -> list[str]:
         """What has happened in the step that doesn't in every one."""
         self._always.unwrap_backward()
-        self._end_evaluation()
+        self._pauses.trains()
         return self._loaders.drawn()
 
     def end(self) -> None:
@@ -223,9 +227,9 @@ class Watch(Listener):
             self._publish(self._collect())
             self._published = time.monotonic()
 
-    def _event(self, event: Event) -> None:
+    def _event(self, event: Event, at: Any) -> None:
         with self._own_work():
-            self._course.happened(event)
+            self._course.happened(event, at)
             self._after_boundary()
 
     @contextmanager
@@ -247,12 +251,16 @@ class Watch(Listener):
         """Whether this is the thread that trains, and not in something of the watch's own."""
         return not (self.closed or self._busy) and self._thread in (None, threading.get_ident())
 
+    def hears_backwards(self) -> bool:
+        """In a step of which the end alone is noted, a backward that doesn't end it tells nothing."""
+        return (self._hears or self._pauses.evaluating) and self.mine()
+
     def _trains(self) -> None:
         """From the first backward or update on, its thread is the one that's watched."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._course.trains()
-        self._end_evaluation()
+        self._pauses.trains()
 
     @_safe
     def backward_began(self, args: tuple, kwargs: dict) -> Any:
@@ -278,7 +286,8 @@ class Watch(Listener):
     @_safe
     def backward_over(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         if done and not self._backwards and not self._optimizers.inside and self._course.wants_backwards():
-            self._event(Event("backward", self.sites.caller(4)))
+            at = self.timeline.clock.mark()
+            self._event(Event("backward", self.sites.caller(4)), at)
 
     @_safe
     def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
@@ -293,9 +302,11 @@ class Watch(Listener):
         if torch.compiler.is_compiling() or not self.mine():
             return
         self.timeline.leave()
-        if self._optimizers.ended(optimizer) and not self._backwards:
+        at = self.timeline.clock.mark()  # what is done from here on is the watch's own
+        outermost, self._updates_inside = self._optimizers.ended(optimizer), self._updates_inside or self._backwards > 0
+        if outermost and not self._backwards:
             where = self.sites.caller(4)
-            self._event(Event("update", where, self._optimizers.number(optimizer, where)))
+            self._event(Event("update", where, self._optimizers.number(optimizer, where)), at)
 
     @_safe
     def loading_began(self, args: tuple, kwargs: dict) -> Any:
@@ -304,7 +315,7 @@ class Watch(Listener):
     @_safe
     def loading_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self.timeline.leave()
-        if done and self._loaders.drew(args[0], result):
+        if done and self._loaders.drew(args[0], result) and self.timeline.on:
             self.timeline.turn(self._making())
 
     @_safe
@@ -316,35 +327,15 @@ class Watch(Listener):
     def saving_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self.timeline.leave()
         if token is not None:
-            self._apart("checkpoint", time.perf_counter() - token)
+            self._pauses.note("checkpoint", time.perf_counter() - token)
 
     @_safe
     def mode_began(self, args: tuple, kwargs: dict) -> Any:
-        self._modes += 1
+        self._pauses.mode_began()
 
     @_safe
     def mode_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
-        self._modes = max(0, self._modes - 1)
-        if self._modes:
-            return
-        training = kwargs.get("mode", args[1] if len(args) > 1 else True)
-        if training:
-            self._end_evaluation()
-        elif self._evaluating_since is None:
-            self._evaluating_since = time.perf_counter()
-            self._graphs.begin_evaluation()
-
-    def _end_evaluation(self) -> None:
-        if self._evaluating_since is not None:
-            self._apart("evaluation", time.perf_counter() - self._evaluating_since)
-            self._evaluating_since = None
-            self._graphs.end_evaluation()
-
-    def _apart(self, what: str, seconds: float) -> None:
-        step = self._course.step
-        if step is not None:
-            step.flags += [what] if what not in step.flags else []
-            step.apart_ms[what] = step.apart_ms.get(what, 0.0) + seconds * 1e3
+        self._pauses.mode_ended(training=kwargs.get("mode", args[1] if len(args) > 1 else True))
 
     @_safe
     def no_grad_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:

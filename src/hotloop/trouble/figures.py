@@ -50,8 +50,8 @@ class _Finder:
         self._done = False
         self._samples = 0
 
-    def __call__(self, batch: Any, samples: int, computed: Computed) -> None:
-        finite = math.isfinite(float(computed.loss))
+    def __call__(self, batch: Any, samples: int, computed: Computed | None) -> None:
+        finite = computed is None or math.isfinite(float(computed.loss))
         if not finite and not self._done:
             self._done = True
             self.watch.note_batch(batch)

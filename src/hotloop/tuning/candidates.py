@@ -34,6 +34,11 @@ def compiled_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[C
     return _feasible(ways, facts, hardware, base)
 
 
+def rewriting_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
+    """What may make a compiled plan faster still, where there are images."""
+    return _feasible([{"rewrites": "all"}] if facts.convolutions else [], facts, hardware, base)
+
+
 def _feasible(changes: Iterable[Change], facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
     return [change for change in changes if not violations(base.with_axes(**change), facts, hardware)]
 

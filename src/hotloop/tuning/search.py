@@ -19,7 +19,7 @@ from hotloop.rng import preserved
 from hotloop.task import Task
 from hotloop.tuning.bounds import compiling_gains, operations
 from hotloop.tuning.budget import COLD_COMPILE_S, Budget
-from hotloop.tuning.candidates import combined, compiled_changes, eager_changes, without
+from hotloop.tuning.candidates import combined, compiled_changes, eager_changes, rewriting_changes, without
 from hotloop.verdicts import TRUSTED, Parity, Timing
 
 BASELINE = "baseline"
@@ -116,7 +116,18 @@ class Search:
             )
             return
         # A compiler writes the update its own way.
-        self._race([plan.with_axes(**changes[0], optimizer=self.base.optimizer)], budget.racing_s / 4)
+        compiled = plan.with_axes(**changes[0], optimizer=self.base.optimizer)
+        self._race([compiled, *self._rewritten(compiled, won)], budget.racing_s / 4)
+
+    def _rewritten(self, compiled: Plan, won: float) -> list[Plan]:
+        """The compiled plan with its step rewritten, if this run is long enough for another compilation.
+
+        Rewrites know the usual order of dimensions.
+        """
+        compiled = compiled.with_axes(layout=self.base.layout)
+        changes = without(rewriting_changes(self.facts, self.hardware, compiled), self.fixed)
+        worth = self.time_limit_s is not None or won >= 2 * COLD_COMPILE_S
+        return [compiled.with_axes(**change) for change in changes if worth]
 
     def _race(self, plans: Sequence[Plan], seconds: float) -> list[Timing | None]:
         """Races plans against the baseline; what was raced before keeps its costs of starting."""

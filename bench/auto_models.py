@@ -1,0 +1,182 @@
+"""Does `plan="auto"` pay on networks that nobody here had in mind? Ten of transformers, against the baseline.
+
+    .venv-bench/bin/python -m bench.auto_models                       about an hour; Ctrl-C, and the same command goes on
+    .venv-bench/bin/python -m bench.auto_models bert vit --seconds 20
+
+For each network, in a process of its own: `tune` looks for the fastest plan that is proven equal. Then the baseline, what
+the rules of `auto` say without any search, and what was found race once more, since the winner of a search owes a part
+of its figure to luck. What `tune` raced and left out stands below each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.claim import write_claim
+from bench.speed.journal import Journal, Row
+from bench.speed.table import rows as table
+from bench.speed.workloads import HOME
+from bench.zoo import NAMES
+from hotloop.errors import HotloopError
+from hotloop.files import write_atomic
+from hotloop.plan import BASELINE, Plan
+from hotloop.probe import machine
+
+STEPS = 50_000
+"""Of the run that plans are chosen for."""
+
+LIMIT_S = 1500
+"""For one network."""
+
+FOUND, RULES = "tuned", "auto"
+
+
+def raced(name: str, seconds: float) -> dict[str, Any]:
+    """One network: the search, and the race after it."""
+    import hotloop
+    from bench.zoo import SAMPLES, task
+
+    epochs = STEPS * 16 // SAMPLES
+    searched = hotloop.tune(task(name, epochs), time_limit=f"{2 * seconds:g}s", progress=False)
+    plan = Plan(**searched.plan(searched.winner or searched.baseline).plan)
+    rivals: list[Any] = ["baseline", RULES]
+    if plan != BASELINE:
+        rivals.append(plan)
+    verdict = hotloop.race(task(name, epochs), rivals, time_limit=f"{seconds:g}s", progress=False)
+    return {"searched": searched.model_dump(), "verdict": verdict.model_dump(), "plan": plan.brief()}
+
+
+def in_own_process(name: str, seconds: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.auto_models", name, "--seconds", str(seconds), "--one"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"failure": f"not done within {LIMIT_S} s"}
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return {"failure": lines[-1][:300] if lines else f"ended with {done.returncode}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def timings(row: Row) -> dict[str, Row]:
+    """What a network's last race found: of `auto`'s rules, and of what `tune` found; of the baseline where it kept that."""
+    plans = row["verdict"]["plans"]
+    found = next((one for one in plans if one["name"] not in ("baseline", RULES)), None)
+    return {RULES: next(one for one in plans if one["name"] == RULES), FOUND: found or plans[0]}
+
+
+def gain(row: Row, which: str) -> tuple[float, float, float]:
+    """Times as fast as the baseline, with the interval; exactly 1 where the baseline was kept."""
+    one = timings(row)[which]
+    if one["name"] == row["verdict"]["baseline"] or Plan(**one["plan"]) == BASELINE:
+        return 1.0, 1.0, 1.0
+    if one["ratio"] is None or one["ratio_low"] is None:
+        return math.nan, math.nan, math.nan
+    return one["ratio"], one["ratio_low"], one["ratio_high"]
+
+
+def geometric_mean(found: Sequence[Row], which: str) -> tuple[float, float, float]:
+    """Over the networks; its interval from theirs, which are independent, on the scale of logarithms."""
+    gains = [each for row in found if not math.isnan((each := gain(row, which))[0])]
+    if not gains:
+        return math.nan, math.nan, math.nan
+    middle = sum(math.log(value) for value, _, _ in gains) / len(gains)
+    below = math.hypot(*(math.log(value / low) for value, low, _ in gains)) / len(gains)
+    above = math.hypot(*(math.log(high / value) for value, _, high in gains)) / len(gains)
+    return math.exp(middle), math.exp(middle - below), math.exp(middle + above)
+
+
+def markdown(measured: Sequence[Row]) -> str:
+    done = [row for row in measured if not row.get("failure")]
+    cells = [
+        [row["model"], f"{row['verdict']['plans'][0]['step_ms']:.3g} ms", _text(gain(row, RULES)), _plan(row, RULES)]
+        + [_text(gain(row, FOUND)), row["plan"]]
+        for row in done
+    ]
+    means = ["**geometric mean**", "", _text(geometric_mean(done, RULES)), "", _text(geometric_mean(done, FOUND)), ""]
+    head = ("network", "baseline's step", "auto's rules", "plan", "found by tune", "plan")
+    parts = ["Times as fast as the baseline, with 99 % intervals.\n", *table(head, [*cells, means]), ""]
+    parts += [f"- {row['model']}: {row['failure']}" for row in measured if row.get("failure")]
+    return "\n".join([*parts, "\n## What was raced and left out\n", *_left_out(done)]) + "\n"
+
+
+def _plan(row: Row, which: str) -> str:
+    return Plan(**timings(row)[which]["plan"]).brief()
+
+
+def _text(gained: tuple[float, float, float]) -> str:
+    value, low, high = gained
+    return "not measured" if math.isnan(value) else f"{value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _left_out(done: Sequence[Row]) -> Iterator[str]:
+    for row in done:
+        searched = row["searched"]
+        for one in searched["plans"]:
+            if one["name"] in (searched["baseline"], searched["winner"]):
+                continue
+            ratio = (
+                _text((one["ratio"], one["ratio_low"] or math.nan, one["ratio_high"] or math.nan))
+                if one["ratio"]
+                else ""
+            )
+            why = one["failure"] or ", ".join(filter(None, [one["verdict"], one["parity"]])) or "behind"
+            yield f"- {row['model']}, {one['name']}: {ratio} {why}"
+
+
+def slower(measured: Sequence[Row]) -> list[str]:
+    """Networks on which a plan that would be taken is surely slower than the baseline."""
+    done = [row for row in measured if not row.get("failure")]
+    return [f"{row['model']} ({which})" for row in done for which in (RULES, FOUND) if gain(row, which)[2] < 1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help="some of " + ", ".join(NAMES))
+    parser.add_argument("--seconds", type=float, default=60, help="of the last race; the search's take twice that")
+    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
+    parser.add_argument("--journal", type=Path, default=HOME / "auto-models.jsonl")
+    parser.add_argument("--record", action="store_true", help="write a claim")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := [name for name in options.models if name not in NAMES]:
+        parser.error(f"{', '.join(unknown)}: the networks are {', '.join(NAMES)}")
+    if options.one:
+        print(json.dumps(raced(options.models[0], options.seconds)))
+        return 0
+    try:
+        setup = {"seconds": options.seconds, "versions": machine.versions(None)}
+        journal = Journal(options.journal, resume=not options.fresh, setup=setup)
+    except HotloopError as error:
+        parser.error(str(error))
+    try:
+        for name in options.models or NAMES:
+            if not journal.has({"model": name}):
+                journal.add({"model": name}, **in_own_process(name, options.seconds))
+                print(
+                    f"{name}: {journal.rows[-1].get('failure') or journal.rows[-1]['plan']}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    except KeyboardInterrupt:
+        print(f"stopped; what was measured is in {journal.path}: the same command goes on", file=sys.stderr)
+        return 130
+    text = markdown(journal.rows)
+    print(text)
+    if options.record:
+        command = f"python -m bench.auto_models --seconds {options.seconds:g}"
+        folder = write_claim("auto-models", command, BASELINE, {"models": journal.rows})
+        write_atomic(folder / "README.md", text)
+        print(folder, file=sys.stderr)
+    return 1 if slower(journal.rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

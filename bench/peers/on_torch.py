@@ -1,0 +1,41 @@
+"""What the peers on PyTorch share: data as tensors, and how the trained network is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from bench.speed.data import load
+from bench.speed.job import Evaluate, Job
+from bench.speed.models import loss_module
+from bench.speed.workloads import Workload
+
+ROWS = 256
+
+
+def tensors(workload: Workload) -> list[Tensor]:
+    """x, y, and those of the test data: images float32 (N, C, H, W), texts int64 (N, T)."""
+    data = load(workload.data).prepared()
+    return [torch.from_numpy(part) for part in (data.x, data.y, data.test_x, data.test_y)]
+
+
+@torch.no_grad()
+def judged(model: nn.Module, job: Job) -> tuple[float, float]:
+    """Loss on the first training samples, accuracy on test samples."""
+    x, y, test_x, test_y = tensors(job.workload)
+    few, few_y, test_x, test_y = x[job.few], y[job.few], test_x[job.tested], test_y[job.tested]
+    model.eval()
+    loss_of = loss_module(job.workload.name)()
+    losses = [float(loss_of(model(a), b)) * len(b) for a, b in _batches(few, few_y)]
+    right = [int((model(a).argmax(-1) == b).sum()) for a, b in _batches(test_x, test_y)]
+    return sum(losses) / len(few), sum(right) / test_y.numel()
+
+
+def _batches(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(x.split(ROWS), y.split(ROWS), strict=True)
+
+
+def judging(model: nn.Module, job: Job) -> Evaluate:
+    return lambda: judged(model, job)

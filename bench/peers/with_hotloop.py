@@ -1,0 +1,63 @@
+"""hotloop, as `hotloop train` runs it: under `--plan auto`, after `--tune`, or under axes that are named.
+
+python -m bench.peers.with_hotloop W4 --epochs 3 auto|tune|baseline|compile=package,threads=1
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import hotloop
+from bench.peers.on_torch import judging
+from bench.speed.job import Evaluate, Job, main
+from bench.speed.marks import Marks
+from hotloop.seeking import remembered_or_tuned
+from hotloop.taskfile import Loaded, load_task
+from hotloop.training import start
+from hotloop.wanted import Wanted
+
+
+class Counting:
+    """A callback of `fit`, which hears of spans of about a tenth of a second; the end is asked for as by Ctrl-C."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks, self.step = marks, 0
+
+    def __call__(self, view: hotloop.View) -> None:
+        steps, self.step = view.step - self.step, view.step
+        if steps and not self.marks.step(steps):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def planned(job: Job, loaded: Loaded) -> dict[str, Any]:
+    asked = job.options[0] if job.options else "auto"
+    if asked == "tune":
+        plan, said = remembered_or_tuned(loaded, Wanted.of("auto", {}))
+        job.marks.report(event="said", line=said)
+        return {"plan": plan}
+    if "=" in asked:
+        return {"plan": "baseline", "axes": dict(pair.split("=") for pair in asked.split(","))}
+    return {"plan": asked}
+
+
+def train(job: Job) -> Evaluate:
+    loaded = load_task("bench.speed.tasks:task", {"name": job.workload.name, "epochs": str(job.epochs)})
+    with tempfile.TemporaryDirectory() as folder:
+        run, _ = start(
+            loaded,
+            run=Path(folder) / "run",
+            callbacks=[Counting(job.marks)],
+            # In turns with others, most of the time that goes by is theirs: it must not make checkpoints due.
+            checkpoint_every="1000h" if job.marks.in_turns else "auto",
+            say=lambda line: job.marks.report(event="said", line=line),
+            **planned(job, loaded),
+        )
+        job.marks.report(event="plan", plan=run.plan.model_dump(exclude_none=True), brief=run.plan.brief())
+        return judging(hotloop.load_model(run), job)
+
+
+if __name__ == "__main__":
+    main(train)

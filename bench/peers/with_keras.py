@@ -1,0 +1,76 @@
+"""Keras 3 on torch or on JAX: `compile` and `fit` with nothing turned on or off but the progress bar."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from bench.speed.data import load
+from bench.speed.job import LR, Evaluate, Job, main
+from bench.speed.marks import Marks
+
+
+def layers(name: str) -> list[Any]:
+    from keras import layers as of
+
+    small = [
+        of.Conv2D(10, 3, padding="same", activation="relu"),
+        of.MaxPooling2D(2),
+        of.Flatten(),
+        of.Dense(100, activation="relu"),
+        of.Dense(10),
+    ]
+    tutorial = [
+        of.Conv2D(32, 3, activation="relu"),
+        of.Conv2D(64, 3, activation="relu"),
+        of.MaxPooling2D(2),
+        of.Dropout(0.25),
+        of.Flatten(),
+        of.Dense(128, activation="relu"),
+        of.Dropout(0.5),
+        of.Dense(10),
+    ]
+    relu = "relu"
+    return {
+        "W1": small,
+        "W2": small,
+        "W3": tutorial,
+        "W4": [of.Flatten(), of.Dense(128, activation=relu), of.Dense(10)],
+        "W5": [of.Flatten(), of.Dense(2048, activation=relu), of.Dense(2048, activation=relu), of.Dense(10)],
+    }[name]
+
+
+def counting(marks: Marks) -> Any:
+    import keras
+
+    class Counting(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if not marks.step():
+                self.model.stop_training = True
+
+    return Counting()
+
+
+def train(job: Job) -> Evaluate:
+    os.environ["KERAS_BACKEND"] = job.options[0] if job.options else "torch"
+    import keras
+
+    keras.utils.set_random_seed(0)
+    data = load(job.workload.data).prepared()
+    x, test_x = (part.transpose(0, 2, 3, 1) for part in (data.x, data.test_x))
+    model = keras.Sequential([keras.Input(x.shape[1:]), *layers(job.workload.name)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.Adam(LR), loss=loss)
+    callbacks = [counting(job.marks)]
+    model.fit(x, data.y, batch_size=job.workload.batch, epochs=job.epochs, callbacks=callbacks, verbose=0)
+
+    def evaluate() -> tuple[float, float]:
+        model.compile(loss=loss, metrics=["accuracy"])
+        few = model.evaluate(x[job.few], data.y[job.few], verbose=0)
+        return float(few[0]), float(model.evaluate(test_x[job.tested], data.test_y[job.tested], verbose=0)[1])
+
+    return evaluate
+
+
+if __name__ == "__main__":
+    main(train)

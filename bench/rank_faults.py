@@ -1,0 +1,169 @@
+"""Real faults of real ranks and workers, again and again. Takes about half an hour for 20 repetitions.
+
+    OMP_NUM_THREADS=1 python -m bench.rank_faults                          20 repetitions of each fault
+    OMP_NUM_THREADS=1 python -m bench.rank_faults --repetitions 1
+    OMP_NUM_THREADS=1 python -m bench.rank_faults --record --rows /tmp/rows.jsonl    # in pieces; call it again
+
+The Task and the troubles are those of tests/multi/test_faults.py (three ranks) and tests/multi/test_asynchronous.py (three
+workers); here they come on a rank and in a step that are drawn. What must be so:
+
+killed      the line names the rank, the ranks start again, and the end is bitwise that of a run without a fault
+stopped     for 20 s: a line says for whom the others wait, and the end is bitwise the same
+exception   the rank's own error ends the training in one line; resumed, the end is bitwise the same
+memory      the same, and the error says that memory ran out
+worker killed, worker stopped    the others go on, and each sample counts once
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hotloop
+from bench.claim import write_claim
+from hotloop.asynchronous.processes import ProcessCrew
+from hotloop.errors import HotloopError
+from hotloop.run import Run
+from tests.multi import test_asynchronous as workers
+from tests.multi import test_faults as ranks
+from tests.resuming import disagreements
+
+STEPS = 24
+"""Of the ranks' whole training."""
+STOPPED_S = 20
+TROUBLES: dict[str, Callable[[], Any]] = {
+    "killed": ranks.kill,
+    "stopped": partial(ranks.stop, STOPPED_S),
+    "exception": ranks.raise_error,
+    "memory": ranks.allocate,
+}
+SIGNALS = {"worker killed": signal.SIGKILL, "worker stopped": signal.SIGSTOP}
+FAULTS = (*TROUBLES, *SIGNALS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=Path, help="a file to which each fault is written, and from which to go on")
+    parser.add_argument("--at-most", type=int, help="faults in this call")
+    parser.add_argument("--record", action="store_true", help="write a claim")
+    options = parser.parse_args()
+    rows = [json.loads(line) for line in options.rows.open()] if options.rows and options.rows.is_file() else []
+    done = {(row["repetition"], row["fault"]) for row in rows}
+    left = [(number, fault) for number in range(options.repetitions) for fault in FAULTS if (number, fault) not in done]
+    with tempfile.TemporaryDirectory() as folder:
+        whole = ranks.fit(Path(folder) / "whole", ranks.task(), progress=False).path
+        for number, fault in left[: options.at_most]:
+            draws = random.Random(f"{options.seed} {number} {fault}")
+            rows.append(
+                {"repetition": number, "fault": fault, **one(Path(folder) / f"{fault} {number}", fault, draws, whole)}
+            )
+            print(json.dumps(rows[-1]), flush=True)
+            if options.rows:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    if options.at_most is not None and len(left) > options.at_most:
+        print("call it again to go on")
+        return 0
+    record = {fault: summary([row for row in rows if row["fault"] == fault]) for fault in FAULTS}
+    print(json.dumps(record, indent=2))
+    if options.record:
+        command = f"python -m bench.rank_faults --repetitions {options.repetitions} --seed {options.seed} --record"
+        figures = {"stopped_s": STOPPED_S, "faults": record, "rows": rows}
+        print(write_claim("rank-faults", command, ranks.PLAN, figures))
+    return 1 if any(row["problems"] for row in rows) else 0
+
+
+def one(folder: Path, fault: str, draws: random.Random, whole: Path) -> dict[str, Any]:
+    """One training with one fault: where it came, how long it took, and what wasn't as it must be."""
+    began = time.monotonic()
+    folder.mkdir()
+    found = of_ranks(folder, fault, draws, whole) if fault in TROUBLES else of_workers(fault, draws)
+    return {**found, "seconds": round(time.monotonic() - began, 1)}
+
+
+def of_ranks(folder: Path, fault: str, draws: random.Random, whole: Path) -> dict[str, Any]:
+    # A first rank that is stopped can't speak for the others, nor for itself.
+    culprit, step = draws.randrange(fault == "stopped", ranks.PLAN.ranks or 1), draws.randint(2, STEPS)
+    marker, run, error = folder / "marker", folder / "run", ""
+    given = ranks.task(TROUBLES[fault], marker, culprit, step)
+    with heard(folder / "said") as said:
+        try:
+            ranks.fit(run, given)
+        except HotloopError as raised:
+            error = str(raised)
+            hotloop.fit(given, run=run, resume=True, progress=False)
+    lines = said()
+    must = {
+        "killed": f"rank {culprit} was killed (SIGKILL): all 3 start again from the last checkpoint (1 of 3)" in lines,
+        "stopped": f"waiting for rank {culprit}: no sign of life" in lines and f"rank {culprit} goes on" in lines,
+        "exception": error.startswith(f"rank {culprit}: ") and "ValueError: the culprit has had enough" in error,
+        "memory": error.startswith(f"rank {culprit}: step {step} ") and "ran out of memory" in error,
+    }
+    problems = [] if must[fault] else [f"it said {error or lines!r}"]
+    problems += [] if marker.exists() else ["the fault never came"]
+    problems += ["a traceback"] if "Traceback" in lines else []
+    problems += disagreements(whole, run)
+    resumed = [event["step"] for event in Run.open(run).journal() if event["event"] == "resume"]
+    return {"rank": culprit, "step": step, "resumed_from": resumed, "problems": problems}
+
+
+def of_workers(fault: str, draws: random.Random) -> dict[str, Any]:
+    victim, updates, lines = draws.randrange(3), draws.randint(1, 20), list[str]()
+    problems = []
+    with workers.trained_by(3, workers.task(step_s=0.02), lines.append) as program:
+        crew = program.feed.crew
+        assert isinstance(crew, ProcessCrew)
+        program.advance(updates)
+        os.kill(crew.pids()[victim], SIGNALS[fault])
+        for _ in range(2):
+            counted = workers.an_epoch(program)["samples"], sorted(program.feed.ledger.counted)
+            if counted != (workers.SAMPLES, list(range(-(-workers.SAMPLES // workers.BATCH)))):
+                problems.append(f"counted {counted}")
+    if fault == "worker killed" and not any(
+        line.startswith(f"worker {victim} was killed by SIGKILL") for line in lines
+    ):
+        problems.append(f"it said {lines}")
+    return {"worker": victim, "update": updates, "problems": problems}
+
+
+@contextmanager
+def heard(path: Path) -> Iterator[Callable[[], str]]:
+    """Keeps what this process and its forks write to stderr in a file; the function given reads it."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield lambda: path.read_text(errors="replace")
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How often a fault was put right, and how long such a training took."""
+    seconds = sorted(row["seconds"] for row in rows)
+    return {
+        "n": len(rows),
+        "as_it_must_be": sum(not row["problems"] for row in rows),
+        "seconds": {"least": seconds[0], "median": seconds[len(seconds) // 2], "most": seconds[-1]} if rows else None,
+        "problems": [problem for row in rows for problem in row["problems"]],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

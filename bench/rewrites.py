@@ -1,0 +1,117 @@
+"""What each rewrite of the step brings, in networks that no other bench has: compiled with it, against compiled without.
+
+python -m bench.rewrites                    all networks, each rewrite; a compilation for each, so some minutes
+python -m bench.rewrites --networks lenet --rewrites all --seconds 20
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hotloop
+from bench.claim import write_claim
+from hotloop.lowering import lower
+from hotloop.measuring import Entrant, measure
+from hotloop.parity import prove
+from hotloop.plan import Plan
+from hotloop.verdicts import Timing
+
+_CLASSES = 10
+PACKAGE = Plan(compile="package")
+
+
+def lenet() -> nn.Sequential:
+    """As in LeCun et al. (Gradient-based learning applied to document recognition, 1998), with ReLU and max pooling."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, _CLASSES)),
+    )
+
+
+def small_vgg() -> nn.Sequential:
+    """Two blocks of two convolutions each, on colour images (after Simonyan and Zisserman, 2015)."""
+    layers: list[nn.Module] = []
+    for given, made in ((3, 16), (16, 32)):
+        layers += [nn.Conv2d(given, made, 3, padding=1), nn.ReLU(inplace=True)]
+        layers += [nn.Conv2d(made, made, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 64, 64), nn.ReLU(), nn.Linear(64, _CLASSES))
+
+
+class Residual(nn.Module):
+    """A stem of convolution, normalisation, ReLU and pooling, and one residual block (after He et al., 2016)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(True))
+        self.pool = nn.MaxPool2d(2)
+        self.block = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(True))
+        self.head = nn.Linear(16, _CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.pool(self.stem(images))
+        return self.head((x + self.block(x)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], int]] = {
+    "lenet": (lenet, (1, 28, 28), 32),
+    "small_vgg": (small_vgg, (3, 32, 32), 32),
+    "residual": (Residual, (3, 32, 32), 32),
+}
+"""How each is made, the shape of its images, and its batch size."""
+
+
+def task_of(name: str, samples: int = 2048, batch_size: int | None = None) -> hotloop.Task:
+    """A network on made-up images with a class that can be learned."""
+    model, shape, usual = NETWORKS[name]
+    images = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(1))
+    return hotloop.Task(
+        name=name,
+        model=model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        data=(images, images.flatten(1)[:, :_CLASSES].argmax(1)),
+        batch_size=batch_size or usual,
+        seed=0,
+    )
+
+
+def measured(name: str, which: list[str], seconds: float) -> list[dict[str, Any]]:
+    """Each rewrite of one network: how many times as fast as without it, with the 99 % interval, and its parity."""
+    plans = {rewrites: PACKAGE.with_axes(rewrites=rewrites) for rewrites in ["none", *which]}
+    task = task_of(name)
+    entrants = [Entrant(key, lambda plan=plan: lower(task, plan), plan) for key, plan in plans.items()]  # type: ignore[misc]
+    found = measure(entrants, "none", steps=100_000, time_limit_s=seconds)
+    return [_row(task, name, one, plans[one.name]) for one in found.plans]
+
+
+def _row(task: hotloop.Task, name: str, timing: Timing, plan: Plan) -> dict[str, Any]:
+    figures = timing.model_dump(include={"step_ms", "ratio", "ratio_low", "ratio_high", "verdict", "failure"})
+    row = {"network": name, "rewrites": timing.name, **figures}
+    if timing.failure is None:
+        row["parity"] = prove(task, [plan])[0].parity
+    print(row, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--rewrites", default="pool_first,pool_as_max,conv_as_gemm,all")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of racing, for each network")
+    given = parser.parse_args()
+    rows = [
+        row for name in given.networks.split(",") for row in measured(name, given.rewrites.split(","), given.seconds)
+    ]
+    print(
+        write_claim("rewrites", "python -m bench.rewrites", PACKAGE, {"threads": torch.get_num_threads(), "rows": rows})
+    )
+
+
+if __name__ == "__main__":
+    main()

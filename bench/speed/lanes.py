@@ -1,0 +1,61 @@
+"""Who runs: each peer's script, and which workloads it has no spelling of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.speed.workloads import Workload
+
+OURS = "hotloop"
+TUTORIAL = "tutorial"
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One peer.
+
+    Attributes:
+        name: in tables.
+        module: its script in `bench.peers`.
+        options: for the script.
+        needs: packages of its own.
+        written: which workloads it has a spelling of: `all`, `images`, or `small` for those on Fashion-MNIST.
+        large: whether it takes part in a short bench of the large networks, whose steps last seconds.
+    """
+
+    name: str
+    module: str
+    options: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    written: str = "all"
+    large: bool = True
+
+    def missing(self, workload: Workload, *, short: bool = False) -> str:
+        """Why the peer doesn't run that workload; empty if it does."""
+        if short and not workload.grey and not self.large:
+            return "left to --full, or to --peers"
+        if self.written == "small" and not workload.grey:
+            return "no spelling of this network without PyTorch in bench/peers"
+        if self.written == "images" and not workload.data.startswith(("fashion", "images")):
+            return "texts have no transform"
+        return ""
+
+
+PEERS = (
+    Lane(TUTORIAL, "tutorial"),
+    Lane("lightning", "with_lightning", needs=("lightning",)),
+    Lane("accelerate", "with_accelerate", needs=("accelerate",), large=False),
+    Lane("jax-scan", "with_jax", ("scan",), needs=("jax",), written="small"),
+    Lane("jax-step", "with_jax", ("step",), needs=("jax",), written="small"),
+    Lane("keras-jax", "with_keras", ("jax",), needs=("keras", "jax"), written="small"),
+    Lane("skorch", "with_skorch", needs=("skorch",), large=False),
+    Lane("keras-torch", "with_keras", ("torch",), needs=("keras",), written="small"),
+    Lane("transform", "transform", written="images", large=False),
+    Lane("torch.compile", "compiled"),
+)
+"""The tutorial's loop is the first, since it says how long windows are; whoever takes long to start is the last."""
+
+
+def ours(plan: str, name: str = OURS) -> Lane:
+    """hotloop under a plan, see `bench/peers/with_hotloop.py`."""
+    return Lane(name, "with_hotloop", (plan,))

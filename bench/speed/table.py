@@ -1,0 +1,118 @@
+"""A summary as Markdown: for the terminal, the record and the README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bench.speed.lanes import OURS, TUTORIAL
+from bench.speed.ratios import Mean
+from bench.speed.summary import RUN_S, Line, Summary
+from bench.speed.workloads import WORKLOADS
+from hotloop.measuring.statistics import Ratio
+
+_HEAD = (
+    "peer",
+    "step",
+    "hotloop is times as fast (95 %)",
+    "first step after",
+    f"run of {RUN_S / 60:.0f} min",
+    "peak memory",
+    "train loss",
+    "test accuracy",
+)
+
+
+def markdown(found: Summary) -> str:
+    """A table for each workload, one over all, and what hotloop lost."""
+    parts = [part for workload in found.lines for part in _workload(found, workload)]
+    return "\n".join([*parts, *_overall(found), *_lost(found)]) + "\n"
+
+
+def _workload(found: Summary, workload: str) -> Iterator[str]:
+    yield f"## {workload}: {WORKLOADS[workload].title}\n"
+    lines = [line for line in found.lines[workload] if not line.missing]
+    lines.sort(key=lambda line: line.step_ms or 0.0)
+    yield from rows(_HEAD, [_cells(line) for line in lines])
+    yield ""
+    for line in found.lines[workload]:
+        if line.missing:
+            yield f"- not run: {line.name}: {line.missing}"
+        if line.other_result:
+            yield f"- **another result**: the loss of {line.name} is far above that of the tutorial's loop"
+    yield from (f"- {line.name} ran `{line.plan}`" for line in lines if line.plan)
+    if limit := _limit(found, workload):
+        yield f"- {limit}"
+    yield ""
+
+
+def _cells(line: Line) -> list[str]:
+    return [
+        line.name,
+        f"{line.step_ms:.3g} ms",
+        ratio_text(line.ratio) if line.ratio else "1" if line.name.startswith(OURS) else "",
+        f"{line.startup_s:.1f} s",
+        f"{line.run_s:.0f} s" if line.run_s else "",
+        f"{line.peak_mb:.0f} MB" if line.peak_mb else "",
+        "" if line.train_loss is None else f"{line.train_loss:.3f}",
+        "" if line.test_accuracy is None else f"{line.test_accuracy:.3f}",
+    ]
+
+
+def _limit(found: Summary, workload: str) -> str:
+    """How far the step is from the machine's measured roofline."""
+    limit, line = found.limits.get(workload), found.line(workload, found.ours)
+    if not limit or not limit["least_ms"] or line is None or not line.step_ms:
+        return ""
+    return (
+        f"the roofline measured on this machine allows {limit['least_ms']:.3g} ms ({limit['flops'] / 1e9:.3g} GFLOP, "
+        f"{limit['bytes'] / 1e6:.3g} MB): {line.name} reaches {limit['least_ms'] / line.step_ms:.0%} of it"
+    )
+
+
+def _overall(found: Summary) -> Iterator[str]:
+    yield "## Over all\n"
+    yield "Geometric means of how many times as fast hotloop is in the steady state, with 95 % intervals.\n"
+    cells = [[name, mean_text(small), mean_text(large)] for name, (small, large) in found.means.items()]
+    yield from rows(("peer", "W1 to W5", "W6 to W9"), cells)
+    yield ""
+
+
+def _lost(found: Summary) -> Iterator[str]:
+    """Every figure in which another is ahead."""
+    yield "## Where hotloop is behind\n"
+    lost = [text for workload in found.lines for text in behind(found, workload)]
+    yield from lost or ["Nowhere, in what was measured."]
+
+
+def behind(found: Summary, workload: str) -> Iterator[str]:
+    own = found.line(workload, found.ours)
+    if own is None or own.step_ms is None:
+        yield f"- {workload}: hotloop wasn't measured: {own.missing if own else 'it was not run'}"
+        return
+    for line in found.lines[workload]:
+        if line.name.startswith(OURS):
+            continue
+        if line.ratio and line.ratio.median < 1:
+            yield f"- {workload}, step: {line.name} is {1 / line.ratio.median:.2f} times as fast ({ratio_text(line.ratio)})"
+        if line.run_s and own.run_s and line.run_s < own.run_s:
+            yield f"- {workload}, run of {RUN_S / 60:.0f} min: {line.name} {line.run_s:.0f} s, hotloop {own.run_s:.0f} s"
+        if line.name == TUTORIAL and line.peak_mb and own.peak_mb and own.peak_mb > line.peak_mb:
+            yield f"- {workload}, memory: {own.peak_mb - line.peak_mb:.0f} MB more than the tutorial's loop"
+
+
+def ratio_text(ratio: Ratio) -> str:
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.median:.2f} ({ratio.pairs} pairs)"
+    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def mean_text(mean: Mean | None) -> str:
+    return "" if mean is None else f"{mean.value:.2f} ({mean.low:.2f} to {mean.high:.2f}), {mean.of} of them"
+
+
+def rows(head: Sequence[str], cells: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """Lines of a Markdown table."""
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + " --- |" * len(head)
+    yield from ("| " + " | ".join(map(str, row)) + " |" for row in cells)

@@ -1,0 +1,25 @@
+"""The workloads as Tasks: what a user of hotloop writes."""
+
+from __future__ import annotations
+
+import torch
+
+import hotloop
+from bench.speed.data import load
+from bench.speed.job import LR
+from bench.speed.models import build, loss_module
+from bench.speed.workloads import WORKLOADS
+
+
+def task(name: str, epochs: int = 1) -> hotloop.Task:
+    workload = WORKLOADS[name]
+    data = load(workload.data).prepared()
+    return hotloop.Task(
+        model=lambda: build(name),
+        loss=loss_module(name)(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=LR),
+        data=(data.x, data.y),
+        batch_size=workload.batch,
+        epochs=epochs,
+        name=name,
+    )

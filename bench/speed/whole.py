@@ -1,0 +1,120 @@
+"""A whole run, from the process's start to the end of training: the tutorial's loop, its rivals, and hotloop with a warm
+and a cold cache, in turn."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from bench.speed.data import samples
+from bench.speed.journal import Journal, Row
+from bench.speed.lanes import OURS, TUTORIAL, Lane, ours
+from bench.speed.running import Failed, Marked, Peer, command
+from bench.speed.table import ratio_text, rows
+from bench.speed.turns import Session, in_turns, step_times
+from bench.speed.workloads import Workload
+from hotloop.measuring.statistics import ratio_of
+
+Tell = Callable[[str], None]
+
+LONGEST = 20.0
+"""Times what the tutorial's loop should take, after which a run is ended."""
+
+COLD = "cold"
+
+
+def caches(folder: Path) -> dict[str, str]:
+    """Where a process keeps what it compiled and found."""
+    return {"XDG_CACHE_HOME": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+
+
+def lanes_of(peers: Sequence[Lane], plans: Sequence[str]) -> list[Lane]:
+    """hotloop twice for each plan, with caches that are empty, and that a run before has filled."""
+    return [*peers, *(ours(plan, f"{OURS} {plan}, {state}") for plan in plans for state in (COLD, "warm"))]
+
+
+def epochs_for(workload: Workload, seconds: float, cache: Path) -> int:
+    """So many that the tutorial's loop takes that long here."""
+
+    def begin(name: str) -> Peer:
+        return Peer(command(name, workload.name, (), 1000), caches(cache))
+
+    marked = in_turns([TUTORIAL], begin, Session(60.0, rounds=4))[TUTORIAL]
+    if not marked.windows:
+        raise Failed(f"{TUTORIAL}: {marked.failure}")
+    step_s = statistics.median(step_times(vars(marked)))
+    return max(1, round(seconds / (step_s * samples(workload.data) / workload.batch)))
+
+
+def whole_runs(
+    workload: Workload, lanes: Sequence[Lane], seconds: float, rounds: int, cache: Path, journal: Journal, tell: Tell
+) -> None:
+    """Runs each lane so many times, and writes each run to the journal as it ends."""
+    known = journal.of(kind="whole", workload=workload.name)
+    epochs = known[0]["epochs"] if known else epochs_for(workload, seconds, cache)
+    tell(f"{workload.name}: {epochs} epochs")
+    for number in range(rounds):
+        for lane in lanes[:: -1 if number % 2 else 1]:
+            key = {"kind": "whole", "workload": workload.name, "lane": lane.name, "round": number}
+            if lane.missing(workload) or journal.has(key):
+                continue
+            if lane.name.endswith("warm") and not journal.has({**key, "round": 0}):
+                _run(workload, lane, epochs, cache, LONGEST * seconds)
+            marked = _run(workload, lane, epochs, cache, LONGEST * seconds)
+            journal.add(key, epochs=epochs, **vars(marked))
+            tell(f"{workload.name} {lane.name}: {marked.failure or f'{marked.total_s:.1f} s'}")
+
+
+def _run(workload: Workload, lane: Lane, epochs: int, cache: Path, limit_s: float) -> Marked:
+    with tempfile.TemporaryDirectory(prefix="cold-") as empty:
+        place = Path(empty) if lane.name.endswith(COLD) else cache
+        peer = Peer(command(lane.module, workload.name, lane.options, epochs), caches(place), in_turns=False)
+        try:
+            peer.begin(limit_s)
+            peer.end(limit_s, ordered=False)
+        except Failed as error:
+            peer.marked.failure = str(error)
+        finally:
+            peer.close()
+    return peer.marked
+
+
+def whole_table(found: Sequence[Row]) -> str:
+    """Seconds of whole runs, and how many times as fast as the tutorial's loop they were, round by round."""
+    return "\n".join(
+        line for workload in dict.fromkeys(row["workload"] for row in found) for line in _of(workload, found)
+    )
+
+
+def _of(workload: str, found: Sequence[Row]) -> Iterator[str]:
+    own = [row for row in found if row["workload"] == workload]
+    runs = {row["lane"]: [] for row in own}
+    for row in own:
+        runs[row["lane"]].append(row)
+    times = {lane: {row["round"]: row["total_s"] for row in each if row["total_s"]} for lane, each in runs.items()}
+    yield f"## {workload}, whole runs of {own[0]['epochs']} epochs\n"
+    cells = []
+    for lane, each in times.items():
+        common = sorted(each.keys() & times.get(TUTORIAL, {}).keys())
+        if not common:
+            cells.append([lane, runs[lane][-1]["failure"] or "", "", "", "", ""])
+            continue
+        against = ratio_of([times[TUTORIAL][n] for n in common], [each[n] for n in common], 0.95)
+        last = runs[lane][-1]
+        cells.append(
+            [
+                lane,
+                f"{statistics.median(each.values()):.1f} s",
+                ratio_text(against),
+                f"{last['startup_s']:.1f} s",
+                f"{last['test_accuracy']:.4f}",
+                last["plan"] or "",
+            ]
+        )
+    yield from rows(
+        ("peer", "whole run", "times as fast as the tutorial's loop", "first step after", "test accuracy", "plan"),
+        cells,
+    )
+    yield ""

@@ -1,0 +1,200 @@
+"""Which linear layers of a model can be split over ranks, found by following its forward with torch.fx.
+
+Columns of one layer and rows of a later one, with nothing between them that looks at more than a column (or a head) at a
+time, need one sum over the ranks, after the rows (Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from hotloop.errors import blame
+
+_POINTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Hardtanh, nn.Hardswish),
+    *(nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Identity, nn.Dropout),
+)
+_FUNCTIONS = {
+    *(F.relu, F.relu6, F.gelu, F.silu, F.mish, F.elu, F.leaky_relu, F.hardtanh, F.hardswish, F.hardsigmoid, F.softplus),
+    *(F.tanh, F.sigmoid, F.logsigmoid, F.dropout, F.softmax, F.scaled_dot_product_attention),
+    *(torch.relu, torch.tanh, torch.sigmoid, torch.softmax, torch.square, torch.exp, torch.clamp, torch.dropout),
+    *(torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.matmul, torch.transpose, torch.permute),
+    *(torch.reshape, torch.flatten),
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.matmul),
+}
+_METHODS = {
+    *(
+        "relu",
+        "tanh",
+        "sigmoid",
+        "softmax",
+        "square",
+        "exp",
+        "clamp",
+        "pow",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "matmul",
+    ),
+    *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "float", "to", "type_as"),
+    *("masked_fill",),
+}
+_SIZES = ("size", "dim", "shape", "dtype", "device", "ndim")
+"""What may be asked of any value, since a split one answers as the whole would."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear layers that are split together, by name.
+
+    Attributes:
+        columns: whose outputs are spread over the ranks.
+        rows: whose inputs are.
+    """
+
+    columns: tuple[str, ...]
+    rows: str
+
+
+@dataclass
+class Found:
+    """What can be split, and why the other linear layers stay whole on each rank, by name."""
+
+    groups: list[Group] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
+
+
+def splittable(model: nn.Module, ranks: int) -> Found:
+    """Follows the forward of a model, or of its parts where that of the whole can't be followed; fx may leave marks on it."""
+    found = Found()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            found.whole[name] = "its projections are one packed weight"
+    for path, graph in _graphs(model, "", found):
+        _Walk(model, path, graph, ranks, found).take()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not _within(name, found):
+            found.whole.setdefault(name, "no other linear layer follows it with pointwise operations alone between")
+    return found
+
+
+def _within(name: str, found: Found) -> bool:
+    """Whether a layer is split, or belongs to something that is named already."""
+    named = {one for group in found.groups for one in (*group.columns, group.rows)} | found.whole.keys()
+    return any(name == one or name.startswith(f"{one}.") for one in named)
+
+
+def _graphs(module: nn.Module, path: str, found: Found) -> Iterator[tuple[str, fx.Graph]]:
+    """The graphs of the largest parts whose forward can be followed, with their names."""
+    if not any(isinstance(one, nn.Linear) for one in module.modules()) or path in found.whole:
+        return
+    try:
+        yield path, _Tracer().trace(module)
+    except Exception as error:  # whatever a forward does with a stand-in for its tensors
+        for name, child in module.named_children():
+            inside = f"{path}.{name}" if path else name
+            if isinstance(child, nn.Linear):
+                found.whole[inside] = f"the forward that calls it can't be followed ({blame(error)})"
+            yield from _graphs(child, inside, found)
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # so that a mask may be cut to a size
+
+
+class _Walk:
+    """Looks for groups in one graph, from each linear layer back to those that feed it."""
+
+    def __init__(self, model: nn.Module, path: str, graph: fx.Graph, ranks: int, found: Found) -> None:
+        self.model, self.path, self.graph, self.ranks, self.found = model, path, graph, ranks, found
+        self._calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
+        self._holders = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
+        self._taken: set[fx.Node] = set()
+
+    def take(self) -> None:
+        for node in self.graph.nodes:
+            if self._module(node, nn.Linear) is not None and node not in self._taken:
+                self._try(node)
+
+    def _try(self, rows: fx.Node) -> None:
+        """Notes the group that ends in this layer, or why it is none."""
+        between: set[fx.Node] = set()
+        columns: list[fx.Node] = []
+        if not self._back(rows.all_input_nodes[0], between, columns) or not columns:
+            return
+        columns = [node for node in self.graph.nodes if node in columns]  # in the order of the forward
+        if why := self._hindrance([*columns, rows], between, rows):
+            self.found.whole |= {self._name(node): why for node in (*columns, rows)}
+            return
+        self._taken |= {*columns, rows}
+        self.found.groups.append(Group(tuple(self._name(node) for node in columns), self._name(rows)))
+
+    def _back(self, value: Any, between: set[fx.Node], columns: list[fx.Node]) -> bool:
+        """Collects what leads to a value, as far as the next linear layers; False if something else is on the way."""
+        if not isinstance(value, fx.Node) or value in between or value in columns:
+            return True
+        if value in self._taken:
+            return False
+        if self._module(value, nn.Linear) is not None:
+            columns.append(value)
+            return True
+        known: Any = {"call_function": _FUNCTIONS, "call_method": _METHODS}.get(value.op, ())
+        if self._module(value, _POINTWISE) is None and value.target not in known:
+            return False
+        between.add(value)
+        return all(self._back(one, between, columns) for one in value.all_input_nodes if not self._is_fixed(one))
+
+    def _hindrance(self, layers: list[fx.Node], between: set[fx.Node], rows: fx.Node) -> str:
+        """Why these layers can't be split together; empty if they can."""
+        modules = [self._module(node, nn.Linear) for node in layers]
+        for node, module in zip(layers, modules, strict=True):
+            assert module is not None
+            if type(module) is not nn.Linear:
+                return f"{self._name(node)!r} is a {type(module).__name__}, and no plain Linear"
+            if self._calls[str(node.target)] > 1:
+                return f"{self._name(node)!r} is called more than once"
+            if any(self._holders[id(value)] > 1 for value in module.parameters()):
+                return f"{self._name(node)!r} shares its weight with another module"
+        for node in (*between, *layers[:-1]):
+            for user in node.users:
+                if user not in between and user is not rows and not self._is_fixed(user):
+                    return f"what {self._name(layers[0])!r} gives is used by {user.name!r}, too"
+        width = modules[-1].in_features if modules[-1] is not None else 0
+        uneven = [one.out_features for one in modules[:-1] if one is not None and one.out_features != width]
+        if uneven or width % self.ranks:
+            return f"{(uneven or [width])[0]} columns can't be dealt evenly to {self.ranks} ranks"
+        return ""
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        """Whether it is a size, or follows from sizes, numbers and buffers alone: nothing that gradients go to."""
+        if node.op == "get_attr":
+            return str(node.target) not in dict(self._part.named_parameters(remove_duplicate=False))
+        if node.op == "call_method" and node.target in _SIZES:
+            return True
+        if node.op == "call_function" and node.target is getattr:
+            return node.args[1] in _SIZES
+        given = node.all_input_nodes
+        return node.op in ("call_function", "call_method") and bool(given) and all(map(self._is_fixed, given))
+
+    @property
+    def _part(self) -> nn.Module:
+        return self.model.get_submodule(self.path)
+
+    def _module(self, node: fx.Node, kinds: Any) -> Any:
+        """The module that a node calls, if it is of such a kind."""
+        module = self._part.get_submodule(str(node.target)) if node.op == "call_module" else None
+        return module if isinstance(module, kinds) else None
+
+    def _name(self, node: fx.Node) -> str:
+        return f"{self.path}.{node.target}" if self.path else str(node.target)

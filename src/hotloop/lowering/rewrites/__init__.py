@@ -1,0 +1,45 @@
+"""The rewrites axis: equal forms of parts of a captured step that a compiler makes faster programs of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.fx import GraphModule
+
+from hotloop.errors import PlanError
+from hotloop.lowering.rewrites.conv_as_gemm import convolution_as_product
+from hotloop.lowering.rewrites.pool_as_max import pooling_as_maximum
+from hotloop.lowering.rewrites.pool_first import relu_after_pooling
+from hotloop.lowering.rewrites.walking import straightened
+
+REWRITES: dict[str, Callable[[GraphModule], int]] = {
+    "pool_first": relu_after_pooling,
+    "pool_as_max": pooling_as_maximum,
+    "conv_as_gemm": convolution_as_product,
+}
+"""Each changes a graph and says how often it could; they apply from first to last."""
+
+EXPECTED = {
+    "pool_first": "a ReLU whose result is max pooled and nothing else",
+    "conv_as_gemm": "a 2d convolution of the data itself, with at most 32 weights in a filter",
+    "pool_as_max": "a 2d max pooling whose windows touch, don't overlap, and take in the whole image",
+}
+EXPECTED["all"] = "; or ".join(EXPECTED.values())
+
+
+def rewrite(graph: GraphModule, which: str) -> dict[str, int]:
+    """Applies one rewrite, or all, to a captured step; returns how often each found something.
+
+    Raises:
+        PlanError: there is nothing in the step that it applies to.
+    """
+    straightened(graph)
+    found = {name: REWRITES[name](graph) for name in (REWRITES if which == "all" else (which,))}
+    if not any(found.values()):
+        raise PlanError(
+            f"rewrites={which} finds nothing in this step that it applies to",
+            expected=f"{EXPECTED[which]}",
+            fix="choose rewrites=none",
+        )
+    graph.recompile()
+    return found

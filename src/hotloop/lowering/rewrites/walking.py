@@ -1,0 +1,96 @@
+"""What rewrites of a captured graph have in common: looking at its nodes, and putting others in their place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+aten = torch.ops.aten
+
+
+def calls(graph: GraphModule, target: Any) -> list[Node]:
+    """The calls of one operation, from first to last."""
+    return graph.graph.find_nodes(op="call_function", target=target)
+
+
+def operand(node: Node, place: int = 0) -> Any:
+    """What an operation takes at a place: a node, where that is a tensor."""
+    return node.args[place]
+
+
+def value_of(node: Any) -> FakeTensor:
+    """The tensor without content that a node gives."""
+    return node.meta["val"]
+
+
+def argument(node: Node, name: str) -> Any:
+    """An argument of an operation by its name in the schema, its default where it isn't given."""
+    target: Any = node.target
+    for place, known in enumerate(target._schema.arguments):
+        if known.name == name:
+            given = node.args[place] if place < len(node.args) else None
+            return node.kwargs.get(name, known.default_value) if given is None else given
+    raise AssertionError(f"{node.target} has no {name}")
+
+
+def pair(value: Sequence[int]) -> tuple[int, int]:
+    """What torch takes as one number for both dimensions, or one for each."""
+    return value[0], value[-1]
+
+
+def is_plain(image: Tensor) -> bool:
+    """Whether it is a batch of images of real numbers, in the usual order of dimensions."""
+    return image.ndim == 4 and image.dtype in (torch.float32, torch.float64) and image.is_contiguous()
+
+
+def part(node: Node, place: int) -> Node | None:
+    """What takes one of several results of an operation; None if nothing does."""
+    return next((user for user in node.users if operand(user, 1) == place), None)
+
+
+def written(graph: GraphModule, before: Node, function: Callable[..., Any], *inputs: Node) -> Any:
+    """Puts the operations of `function` on what `inputs` give before a node; returns the nodes of its results."""
+    values = [value_of(node) for node in inputs]
+    with values[0].fake_mode, torch.no_grad():
+        traced = make_fx(lambda *given: function(*given))(*values).graph
+    places = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+    with graph.graph.inserting_before(before):
+        return graph.graph.graph_copy(traced, places)
+
+
+def replaced(graph: GraphModule, node: Node, by: Node) -> None:
+    """Gives all users of a node another in its place, and takes it out."""
+    node.replace_all_uses_with(by)
+    graph.graph.erase_node(node)
+
+
+def dropped(graph: GraphModule, node: Node) -> None:
+    """Takes out an operation whose results nothing uses any more."""
+    for result in list(node.users):
+        graph.graph.erase_node(result)
+    graph.graph.erase_node(node)
+
+
+def straightened(graph: GraphModule) -> None:
+    """Takes out what stands between operations and does nothing: `detach`, and that a new value is changed in place."""
+    for node in calls(graph, aten.detach.default):
+        replaced(graph, node, operand(node))
+    for node in calls(graph, aten.relu_.default):
+        given = operand(node)
+        if given.op == "call_function" and _is_new(given) and list(given.users) == [node]:
+            node.target = aten.relu.default
+    graph.recompile()
+
+
+def _is_new(node: Node) -> bool:
+    """Whether an operation gives memory that nothing else has."""
+    whole = operand(node) if node.target is operator.getitem else node
+    schema = getattr(whole.target, "_schema", None)
+    return schema is not None and not any(one.alias_info for one in schema.returns)

@@ -1,0 +1,53 @@
+"""What a loop does now and then beside its steps: evaluation and checkpoints, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hotloop.profiling.facts import StepFact
+from hotloop.profiling.habits import Graphs
+
+
+class Pauses:
+    """Notes them of the step in which they happen.
+
+    Args:
+        step: that is on.
+    """
+
+    def __init__(self, graphs: Graphs, step: Callable[[], StepFact | None]) -> None:
+        self._graphs, self._step = graphs, step
+        self._modes = 0
+        self._evaluating_since: float | None = None
+
+    @property
+    def evaluating(self) -> bool:
+        return self._evaluating_since is not None
+
+    def mode_began(self) -> None:
+        """A module is put into training or evaluation mode, and with it those inside of it."""
+        self._modes += 1
+
+    def mode_ended(self, *, training: bool) -> None:
+        self._modes = max(0, self._modes - 1)
+        if self._modes:
+            return
+        if training:
+            self.trains()
+        elif not self.evaluating:
+            self._evaluating_since = time.perf_counter()
+            self._graphs.begin_evaluation()
+
+    def trains(self) -> None:
+        """An evaluation is over, if one is on."""
+        if self._evaluating_since is not None:
+            self.note("evaluation", time.perf_counter() - self._evaluating_since)
+            self._evaluating_since = None
+            self._graphs.end_evaluation()
+
+    def note(self, what: str, seconds: float) -> None:
+        step = self._step()
+        if step is not None:
+            step.flags += [what] if what not in step.flags else []
+            step.apart_ms[what] = step.apart_ms.get(what, 0.0) + seconds * 1e3

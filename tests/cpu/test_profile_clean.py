@@ -1,0 +1,152 @@
+"""What a clean step is spared: backwards that tell nothing, and caches that are cold from the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from hotloop.profiles import Phase
+from hotloop.profiling import course
+from hotloop.profiling.course import Course
+from hotloop.profiling.schedule import CLOSE, Kind, order
+from hotloop.profiling.watcher import Watch
+from tests.cpu.watching import watched
+
+STEPS = 24
+DISTURBING = {*CLOSE, "clocked"}
+
+
+class Quiet:
+    """A stage on which nothing happens."""
+
+    def begin(self, kind: Kind) -> Phase:
+        return "python"
+
+    def ready(self) -> None: ...
+    def flags(self) -> list[str]:
+        return []
+
+    def end(self) -> None: ...
+    def between(self) -> None: ...
+
+
+class Even:
+    """A clock by which all steps take the same time: it goes on whenever it is looked at."""
+
+    def __init__(self, ms: float) -> None:
+        self._each_ms, self._now_ms = ms, 0.0
+
+    def mark(self) -> float:
+        self._now_ms += self._each_ms
+        return self._now_ms
+
+    def ms(self, first: float, last: float) -> float:
+        return last - first
+
+    def idle_ms(self, first: float, last: float) -> float:
+        return 0.0
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+
+def kinds(ms: float) -> list[str]:
+    """Of all steps after the warm-up, each of so many milliseconds."""
+    one = Course(STEPS, Quiet(), list, found=False)
+    one.timeline.clock = Even(ms)
+    while not one.over:
+        one.boundary()
+    return [step.kind for step in one.facts.steps if step.kind != "warm-up"]
+
+
+def cold(found: list[str]) -> list[tuple[str, str]]:
+    """Clean steps right after one that was disturbed."""
+    return [pair for pair in pairwise(found) if pair[0] in DISTURBING and pair[1] == "clean"]
+
+
+def test_no_short_clean_step_follows_a_disturbed_one() -> None:
+    found = kinds(1.0)
+    assert cold(found) == []
+    planned = order(STEPS)
+    assert [kind for kind in found if kind != "settling"] == [kind for kind in planned if kind != "settling"]
+    assert all(pair != ("settling", "settling") for pair in pairwise(found))
+
+
+def test_long_steps_need_not_settle() -> None:
+    assert kinds(50.0) == order(STEPS)
+
+
+def test_steps_that_do_not_settle_are_seen(monkeypatch) -> None:
+    monkeypatch.setattr(course, "_SHORT_MS", 0.0)
+    assert cold(kinds(1.0))
+
+
+def plain(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net(torch.randn(8, 4)).pow(2).mean().backward()
+    optimizer.step()
+
+
+def by_hand(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net(torch.randn(8, 4)).pow(2).mean().backward()
+    with torch.no_grad():
+        for value in net.parameters():
+            value -= 0.01 * value.grad
+
+
+def inside(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    other = torch.optim.SGD([net.bias], lr=0.01)  # updates while the backward is on, which ends no step
+    handle = net.bias.register_post_accumulate_grad_hook(lambda value: other.step())
+    plain(net, optimizer)
+    handle.remove()
+
+
+def evaluating(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net.eval()  # until the next backward, since nobody says that it is over
+    plain(net, optimizer)
+
+
+Steps = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def heard(step: Steps, monkeypatch) -> set[str]:
+    """Kinds of steps of which a backward is heard."""
+    found: set[str] = set()
+    began = Watch.backward_began
+
+    def noted(watch: Watch, args: tuple, kwargs: dict) -> object:
+        found.add(watch._course.step.kind if watch._course.step is not None else "")
+        return began(watch, args, kwargs)
+
+    def loop() -> None:
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(90):
+            step(net, optimizer)
+
+    monkeypatch.setattr(Watch, "backward_began", noted)
+    assert watched(loop).steps == STEPS
+    return found
+
+
+def test_backwards_of_clean_steps_tell_nothing(monkeypatch) -> None:
+    found = heard(plain, monkeypatch)
+    assert "instrumented" in found and not found & {"clean", "settling", "clocked"}
+
+
+@pytest.mark.parametrize("step", [by_hand, inside, evaluating], ids=lambda step: step.__name__)
+def test_backwards_that_tell_something_are_heard_in_clean_steps(step: Steps, monkeypatch) -> None:
+    assert {"clean", "instrumented"} <= heard(step, monkeypatch)
+
+
+def test_hearing_all_backwards_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr(Watch, "hears_backwards", Watch.mine)
+    assert "clean" in heard(plain, monkeypatch)
+
+
+def test_hearing_none_but_those_that_are_watched_closely_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr(Watch, "hears_backwards", lambda watch: watch._close and watch.mine())
+    assert not [step for step in (inside, evaluating) if "clean" in heard(step, monkeypatch)]

@@ -1,0 +1,159 @@
+"""What is noted of loaders: who makes the samples, and which loader a batch came from, at little cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+
+from hotloop.profiles import LoaderUse
+from hotloop.profiling import loaders as module
+from hotloop.profiling.loaders import Loaders
+from hotloop.profiling.schedule import CLOSE
+from hotloop.profiling.sites import Sites
+from hotloop.profiling.watcher import Watch
+from tests.cpu.watching import watched
+
+COUNT, BATCH = 32, 8
+
+
+class Single(Dataset):
+    """Makes one sample at a call."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, at: Any) -> torch.Tensor:
+        return torch.ones(4)
+
+
+class Many(Single):
+    """Makes all samples of a batch at a call."""
+
+    def __getitems__(self, rows: list[int]) -> list[torch.Tensor]:
+        return list(torch.ones(len(rows), 4))
+
+
+class Batches(Single):
+    """Is asked for a whole batch by a loader that puts nothing together."""
+
+    def __getitem__(self, at: Any) -> torch.Tensor:
+        return torch.ones(len(at), 4)
+
+
+def of_batches(data: Dataset) -> DataLoader:
+    sampler = BatchSampler(RandomSampler(range(COUNT)), BATCH, drop_last=True)
+    return DataLoader(data, sampler=sampler, batch_size=None)
+
+
+def training(loader: DataLoader) -> Callable[[], None]:
+    def loop() -> None:
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(20):
+            for inputs in loader:
+                net(inputs).pow(2).mean().backward()
+                optimizer.step()
+
+    return loop
+
+
+MAKERS = {
+    "one by one": (DataLoader(Single(), BATCH), "__getitem__", BATCH, False),
+    "many at a call": (DataLoader(Many(), BATCH), "__getitems__", BATCH, True),
+    "many, through a subset": (DataLoader(Subset(Many(), range(COUNT)), BATCH), "__getitems__", BATCH, True),
+    "a subset of single ones": (DataLoader(Subset(Single(), range(COUNT)), BATCH), "__getitem__", BATCH, False),
+    "a chain that asks one by one": (DataLoader(ConcatDataset([Many()]), BATCH), "__getitem__", BATCH, False),
+    "whole batches": (of_batches(Batches()), "__getitem__", None, True),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_makes_the_samples_is_known_and_timed(kind: str) -> None:
+    loader, makes, batch_size, at_once = MAKERS[kind]
+    (use,) = watched(training(loader)).loaders
+    assert isinstance(use, LoaderUse) and (use.batch_size, use.at_once) == (batch_size, at_once)
+    inner = {"Single": Single, "Many": Many, "Batches": Batches}[use.dataset]
+    assert use.sample_where.endswith(f":{getattr(inner, makes).__code__.co_firstlineno}")
+    assert use.sample_ms is not None and use.sample_ms > 0
+
+
+def drawn_from(one: Loaders, asked: dict[str, Any], rounds: int) -> list[list[str]]:
+    """By which loaders each step was fed: the first in each of them, the second in every other."""
+    sets = [TensorDataset(torch.ones(count, 4)) for count in (rounds, rounds + 1)]
+    first, second = (iter(DataLoader(data)) for data in sets)
+    found = []
+    for number in range(rounds):
+        one.begin(timed=False)
+        for iterator in (first, second)[: 1 + number % 2]:
+            asked["now"] = iterator
+            assert one.drew(iterator, next(iterator))
+        found.append(one.drawn())
+        one.end()
+    assert not one.drew(DataLoader(sets[0]), first), "making an iterator draws nothing"
+    return found
+
+
+def test_a_batch_counts_for_the_loader_that_it_came_from() -> None:
+    expected = [["loader 0"], ["loader 0", "loader 1"]] * 2
+    assert drawn_from(Loaders(Sites()), {}, 4) == expected
+
+
+def test_a_loader_that_is_taken_for_the_latest_is_seen(monkeypatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(module, "ref", lambda loader: lambda: asked["now"])
+    assert drawn_from(Loaders(Sites()), asked, 4) == [["loader 0"]] * 4
+
+
+def lookups(monkeypatch) -> int:
+    """How often it is looked up which loader one is, in an epoch of eight batches."""
+    calls = []
+    known = Loaders._known
+    monkeypatch.setattr(Loaders, "_known", lambda self, iterator: calls.append(1) or known(self, iterator))
+    one = Loaders(Sites())
+    one.begin(timed=False)
+    iterator = iter(DataLoader(TensorDataset(torch.ones(8, 4))))
+    for batch in iterator:
+        one.drew(iterator, batch)
+    return len(calls)
+
+
+def test_a_loader_is_looked_up_once(monkeypatch) -> None:
+    assert lookups(monkeypatch) == 1
+
+
+def test_looking_up_each_time_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr(module, "ref", lambda loader: lambda: None)
+    assert lookups(monkeypatch) == 8
+
+
+def kinds_counted(monkeypatch) -> set[str]:
+    """Kinds of steps whose samples are counted."""
+    watches: list[Watch] = []
+    kinds: set[str] = set()
+    rows = module._rows
+
+    def counted(batch: Any) -> int | None:
+        step = watches[0]._course.step if watches else None
+        kinds.add(step.kind if step is not None else "early")
+        return rows(batch)
+
+    monkeypatch.setattr(module, "_rows", counted)
+    profile = watched(training(DataLoader(Single(), BATCH)), observers=lambda watch: watches.append(watch) or [])
+    assert profile.samples_per_step == BATCH
+    return kinds
+
+
+def test_samples_are_counted_in_steps_that_are_watched_closely_alone(monkeypatch) -> None:
+    kinds = kinds_counted(monkeypatch)
+    assert "instrumented" in kinds and kinds <= set(CLOSE)
+
+
+def test_counting_samples_in_a_clean_step_is_seen(monkeypatch) -> None:
+    begin = Loaders.begin
+    monkeypatch.setattr(Loaders, "begin", lambda self, *, timed, counted=True: begin(self, timed=timed))
+    assert "clean" in kinds_counted(monkeypatch)

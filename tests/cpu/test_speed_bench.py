@@ -1,0 +1,250 @@
+"""The bench against peers: turns, journals and tables, with peers that compute nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import auto_models
+from bench.speed.data import Data, lay_down, load
+from bench.speed.journal import Journal
+from bench.speed.lanes import OURS, PEERS, TUTORIAL, Lane
+from bench.speed.marks import Marks
+from bench.speed.ratios import geometric_mean, ratio
+from bench.speed.running import Marked, Peer
+from bench.speed.summary import summary
+from bench.speed.table import markdown
+from bench.speed.turns import WARMING, Session, grouped, in_turns
+from bench.speed.whole import whole_runs, whole_table
+from bench.speed.workloads import WORKLOADS
+from hotloop.errors import HotloopError
+
+PEER = """
+import sys, time
+from bench.speed.job import main
+
+kind = sys.argv[2]
+
+def train(job):
+    if kind == "never":
+        time.sleep(600)
+    for number in range(100_000 if job.marks.in_turns else 10):
+        if kind == "breaks" and number == 3:
+            raise ValueError("out of luck")
+        time.sleep(1e-3)
+        if not job.marks.step(3 if kind == "spans" else 1):
+            break
+    return lambda: (0.5, 0.9)
+
+main(train)
+"""
+
+
+def begun(kind: str, *, in_turns: bool = True) -> Peer:
+    return Peer([sys.executable, "-c", PEER, "W4", kind], {}, in_turns=in_turns)
+
+
+def session(names: list[str], **options: float) -> dict[str, Marked]:
+    return in_turns(names, begun, Session(**{"budget_s": 60, "rounds": 4, "window_s": 0.01, **options}))
+
+
+def test_all_peers_train_the_same_steps_in_each_window() -> None:
+    found = session(["plain", "other"])
+    steps = [[steps for steps, _ in found[name].windows] for name in ("plain", "other")]
+    assert steps[0] == steps[1] and len(steps[0]) == 4 and len(set(steps[0])) == 1
+    assert found["plain"].train_loss == 0.5 and found["plain"].test_accuracy == 0.9
+    assert all(one.failure is None and one.peak_bytes and one.startup_s for one in found.values())
+    # The first step and the windows that warm up are trained, and count nowhere else.
+    assert found["other"].steps == 1 + (WARMING + 4) * steps[1][0]
+
+
+def test_a_peer_that_runs_several_steps_at_once_does_not_run_ahead() -> None:
+    found = session(["plain", "spans"])
+    assert abs(found["plain"].steps - found["spans"].steps - _calibration(found["plain"], 4)) < 3
+
+
+def _calibration(marked: Marked, rounds: int) -> int:
+    """Steps that the first peer took to find how long windows are."""
+    return marked.steps - 1 - (WARMING + rounds) * marked.windows[0][0]
+
+
+def test_who_breaks_or_never_starts_is_left_out_and_named() -> None:
+    found = session(["plain", "breaks", "never"], budget_s=6)
+    assert "out of luck" in (found["breaks"].failure or "")
+    assert "first step within" in (found["never"].failure or "")
+    assert found["plain"].windows and found["plain"].failure is None
+
+
+def test_whoever_holds_a_workload_alone_is_compared_with_us_in_each_group() -> None:
+    names = [TUTORIAL, OURS, "a", "b"]
+    assert grouped(names, 12, OURS) == [names]
+    assert grouped(names, 3, OURS) == [[TUTORIAL, OURS, "a"], ["b", OURS]]
+
+
+def test_marks_wait_for_the_device_before_they_look_at_the_clock(tmp_path: Path) -> None:
+    waited = []
+    orders = tmp_path / "orders"
+    orders.write_text('{"steps": 2}\n{}\n')
+    with orders.open() as given, (tmp_path / "reports").open("w") as reports:
+        marks = Marks(reports, given, sync=lambda: waited.append(marks.done))
+        assert [marks.step() for _ in range(3)] == [True, True, False]
+    assert waited == [1, 3]
+    events = [json.loads(line)["event"] for line in (tmp_path / "reports").read_text().splitlines()]
+    assert events == ["first", "window"]
+
+
+def lanes(**seconds: float) -> dict[str, dict]:
+    """Marked windows of eight rounds, all of one length, of a step that takes so many seconds."""
+    made = {}
+    for name, step_s in seconds.items():
+        windows = [(10, 10 * step_s)] * 8
+        marked = Marked(1.0, windows, 80, 10**9, 0.5, 0.9, plan="compile=step" if name == OURS else None)
+        made[name] = asdict(marked)
+    return made
+
+
+def row(workload: str = "W4", **seconds: float) -> dict:
+    return {"kind": "session", "workload": workload, "session": 0, "group": 0, "lanes": lanes(**seconds)}
+
+
+def test_ratios_are_of_windows_that_lie_side_by_side() -> None:
+    """The second session was on a machine of a quarter of the speed; that must not show."""
+    rows = [row(tutorial=4e-3, hotloop=1e-3), row(tutorial=16e-3, hotloop=4e-3)]
+    found = ratio(rows, TUTORIAL, OURS)
+    assert found is not None and found.median == pytest.approx(4) and found.pairs == 16
+    assert ratio([row(tutorial=1.0), row(hotloop=1.0)], TUTORIAL, OURS) is None
+
+
+def test_a_geometric_mean_counts_each_workload_once() -> None:
+    found = geometric_mean([([8.0] * 20, [1.0] * 20), ([2.0] * 8, [1.0] * 8), ([], [])])
+    assert found is not None and found.value == pytest.approx(4) and found.of == 2
+    noisy = np.random.default_rng(1).lognormal(math.log(3), 0.2, 12)
+    wide = geometric_mean([(noisy, np.ones(12))])
+    assert wide is not None and wide.low < wide.value < wide.high
+
+
+def test_the_table_says_where_hotloop_is_behind() -> None:
+    rows = [row(tutorial=4e-3, hotloop=1e-3, lightning=8e-3, **{"jax-scan": 5e-4})]
+    rows[0]["lanes"]["lightning"]["train_loss"] = 2.0
+    rows[0]["lanes"][TUTORIAL]["peak_bytes"] = 9 * 10**8
+    missing = {("W4", "skorch"): "skorch isn't installed"}
+    limits = {"W4": {"least_ms": 0.5, "flops": 1e9, "bytes": 1e6}}
+    found = summary(rows, limits, missing, OURS)
+    text = markdown(found)
+    best = found.best_peer("W4")
+    assert best is not None and best.name == "jax-scan"
+    assert "jax-scan is 2.00 times as fast" in text and "100 MB more than the tutorial's loop" in text
+    assert "not run: skorch: skorch isn't installed" in text
+    assert "the loss of lightning is far above" in text and "hotloop ran `compile=step`" in text
+    assert "reaches 50% of it" in text
+    # A run of two minutes: start-up, and the steps that the tutorial's loop does meanwhile.
+    line = found.line("W4", OURS)
+    assert line is not None and line.run_s == pytest.approx(1 + 120 / 4)
+
+
+def test_nothing_is_behind_where_hotloop_is_ahead() -> None:
+    found = summary([row(tutorial=4e-3, hotloop=1e-3)], {}, {}, OURS)
+    assert "Nowhere, in what was measured." in markdown(found)
+
+
+def test_a_peer_that_failed_is_listed_with_the_reason() -> None:
+    rows = [row(tutorial=4e-3, hotloop=1e-3)]
+    rows[0]["lanes"]["skorch"] = asdict(Marked(failure="ended with 1: no luck"))
+    assert "not run: skorch: ended with 1: no luck" in markdown(summary(rows, {}, {}, OURS))
+
+
+def test_a_journal_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "journal.jsonl"
+    first = Journal(path, resume=True, setup={"torch": "1"})
+    first.add({"workload": "W1", "session": 0}, lanes={})
+    with path.open("a") as file:
+        file.write('{"workload": "W2", "sess')  # killed while it wrote
+    again = Journal(path, resume=True, setup={"torch": "1"})
+    assert again.has({"workload": "W1", "session": 0}) and not again.has({"workload": "W2"})
+    again.add({"workload": "W2", "session": 0}, lanes={})
+    assert [one["workload"] for one in Journal(path, resume=True).rows] == ["W1", "W2"]
+    assert Journal(path, resume=False, setup={"torch": "1"}).rows == []
+
+
+def test_a_journal_of_other_versions_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path, resume=True, setup={"torch": "1"})
+    with pytest.raises(HotloopError, match="--fresh"):
+        Journal(path, resume=True, setup={"torch": "2"})
+
+
+def test_whole_runs_go_on_where_they_were_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun_runs = []
+
+    def command(module: str, workload: str, options: object, epochs: int) -> list[str]:
+        begun_runs.append(module)
+        return [sys.executable, "-c", PEER, workload, "plain", "--epochs", str(epochs)]
+
+    monkeypatch.setattr("bench.speed.whole.command", command)
+    journal = Journal(tmp_path / "journal.jsonl", resume=True)
+    peers = [Lane(TUTORIAL, "tutorial"), Lane("hotloop auto, warm", "ours")]
+    key = {"kind": "whole", "workload": "W4", "lane": TUTORIAL, "round": 0}
+    journal.add(key, epochs=3, **asdict(Marked(total_s=1.0, startup_s=0.5, test_accuracy=0.9)))
+    whole_runs(WORKLOADS["W4"], peers, 1.0, 1, tmp_path, journal, lambda line: None)
+    assert begun_runs == ["ours", "ours"]  # once to fill the cache, once for the figure
+    assert [one["lane"] for one in journal.rows] == [TUTORIAL, "hotloop auto, warm"]
+    assert journal.rows[1]["total_s"] > 0 and journal.rows[1]["test_accuracy"] == 0.9
+    assert "hotloop auto, warm" in whole_table(journal.rows)
+
+
+def test_data_are_laid_down_once_and_read_back(tmp_path: Path) -> None:
+    lay_down("text-64", tmp_path)
+    first = load("text-64", tmp_path)
+    (tmp_path / "data" / "text-64" / "x.npy").touch()
+    assert first.x.shape == first.y.shape and (first.x[:, 1:] == first.y[:, :-1]).all()
+    images = Data(
+        np.arange(256, dtype=np.uint8).reshape(1, 16, 16), np.zeros(1), np.zeros((1, 16, 16), np.uint8), np.zeros(1)
+    )
+    prepared = images.prepared().x
+    assert prepared.shape == (1, 1, 16, 16) and abs(prepared.mean()) < 1e-6 and abs(prepared.std() - 1) < 1e-6
+
+
+def test_each_workload_names_who_cannot_run_it() -> None:
+    jax = next(peer for peer in PEERS if peer.name == "jax-scan")
+    skorch = next(peer for peer in PEERS if peer.name == "skorch")
+    assert skorch.missing(WORKLOADS["W6"], short=True) and not skorch.missing(WORKLOADS["W6"])
+    assert jax.missing(WORKLOADS["W6"]) and not jax.missing(WORKLOADS["W1"])
+    assert WORKLOADS["W9"].together(17e9) == 4 and WORKLOADS["W9"].together(1e9) == 2
+    assert sum(workload.budget_s for workload in WORKLOADS.values()) < 28 * 60
+
+
+def timing(name: str, plan: dict, ratio: float | None, width: float = 0.1) -> dict:
+    bounds = {"ratio_low": None, "ratio_high": None}
+    if ratio is not None:
+        bounds = {"ratio_low": ratio - width, "ratio_high": ratio + width}
+    figures = {"name": name, "plan": plan, "step_ms": 1.0, "ratio": ratio, "verdict": "slower", "parity": None}
+    return {**figures, **bounds, "failure": None}
+
+
+def stranger(model: str, rules: float, found: float | None) -> dict:
+    """A network with what a race found of the rules' plan, and of what `tune` found, if that isn't the baseline."""
+    plans = [timing("baseline", {}, 1.0), timing("auto", {"optimizer": "fused"}, rules)]
+    plans += [] if found is None else [timing("threads=1", {"threads": 1}, found)]
+    searched = [timing("baseline", {}, 1.0), timing("threads=1", {"threads": 1}, found), timing("lost", {}, 0.7)]
+    winner = "baseline" if found is None else "threads=1"
+    return {
+        "model": model,
+        "plan": winner,
+        "verdict": {"baseline": "baseline", "plans": plans},
+        "searched": {"baseline": "baseline", "winner": winner, "plans": searched},
+    }
+
+
+def test_the_gain_on_strangers_counts_kept_baselines_as_one() -> None:
+    measured = [stranger("bert", 0.5, 4.0), stranger("vit", 2.0, None)]
+    value, low, high = auto_models.geometric_mean(measured, auto_models.FOUND)
+    assert value == pytest.approx(2) and low < value < high
+    text = auto_models.markdown([*measured, {"model": "t5", "failure": "it broke"}])
+    assert "vit, lost: 0.70" in text and "t5: it broke" in text
+    assert auto_models.slower(measured) == ["bert (auto)"]
