@@ -37,12 +37,12 @@ endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test bench lint format clean
+.PHONY: help demo test test-all bench lint format clean
 
 help: ## show this list
 	@echo "hotloop: trains your PyTorch network as fast as your hardware allows, and proves it"
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "The first call makes $(VENV) and installs everything there, which takes a few minutes. On Linux torch comes with"
 	@echo "several GB of CUDA libraries; without an NVIDIA GPU, its CPU build spares you those:"
@@ -54,11 +54,14 @@ demo: $(RUN_STAMP) ## train a small network on Fashion-MNIST, then look at its m
 
 # Two at a time, each with one thread of its own: two threads on a core that is in use wait for each other. Who comes
 # to the end of his half first takes over tests of the other's.
-test: $(DEV_STAMP) ## run all tests
+test: $(DEV_STAMP) ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 bench: $(BENCH_STAMP) ## hotloop beside what you would pick instead, half an hour; ARGS="--help" says what else
 	@$(BENCH_VENV)/bin/python -m bench.speed $(ARGS)
+
+test-all: $(DEV_STAMP) ## run these tests and those left out for their length
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
 lint: $(DEV_STAMP) ## check style and types
 	$(BIN)/ruff check

@@ -38,6 +38,10 @@ RUNS += [(name, COMPILED["step"]) for name in FAMILIES] + [("cnn", COMPILED["for
 RUNS += [("mlp", Plan(compile="step", optimizer="fused"))]
 RUNS += [(name, Plan(accumulation=3)) for name in ("mlp", "residual", "lstm", "gpt")]
 RUNS += [("mlp", Plan(accumulation=3, compile=how)) for how in ("forward", "step")]
+MORE = {(name, COMPILED["step"]) for name in ("gpt", "residual", "vae")} | {
+    ("mlp", Plan(accumulation=3, compile="forward"))
+}
+"""What takes long to compile, and shows of further families what others show too."""
 
 
 def changed(plan: Plan) -> str:
@@ -69,7 +73,13 @@ def assert_equal_within_rounding(state: State, expected: State) -> None:
     assert state.schedule["last_epoch"] == expected.schedule["last_epoch"]
 
 
-@pytest.mark.parametrize(("name", "plan"), RUNS, ids=[f"{name}-{changed(plan)}" for name, plan in RUNS])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(name, plan, id=f"{name}-{changed(plan)}", marks=[pytest.mark.more] * ((name, plan) in MORE))
+        for name, plan in RUNS
+    ],
+)
 def test_it_runs_as_the_baseline_does_and_its_state_round_trips(
     name: str, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
