@@ -148,5 +148,20 @@ def test_hearing_all_backwards_is_seen(monkeypatch) -> None:
 
 
 def test_hearing_none_but_those_that_are_watched_closely_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__)  # put back: the fault leaves an evaluation open
     monkeypatch.setattr(Watch, "hears_backwards", lambda watch: watch._close and watch.mine())
     assert not [step for step in (inside, evaluating) if "clean" in heard(step, monkeypatch)]
+
+
+def test_a_watch_that_ends_in_an_evaluation_leaves_nothing_behind() -> None:
+    call = nn.Module.__call__
+
+    def loop() -> None:
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(12):
+            plain(net, optimizer)
+        net.eval()
+
+    watched(loop)
+    assert nn.Module.__call__ is call

@@ -130,6 +130,7 @@ class Watch(Listener):
         if self.closed:
             return
         self.closed = True
+        self._pauses.trains()  # nothing stays installed of an evaluation that is on
         self._course.end_whole()
         self._course.make_do()
         self._end_close_watch()
@@ -213,6 +214,7 @@ class Watch(Listener):
 
     def end(self) -> None:
         """A step has ended."""
+        self._graphs.end_evaluation()  # which may stand on what is removed here
         self._closely.remove()
         self._loaders.end()
         if self._close and not self._course.is_early:
