@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from hotloop.errors import PlanError, TaskError
 from hotloop.launch import ranks_of
 from hotloop.parallel.beats import Beats
 from hotloop.parallel.draws import Batchwise, Drawn, Pattern, WholeDraws
-from hotloop.parallel.joining import LAUNCHED, Seat
+from hotloop.parallel.joining import LAUNCHED, Joined, Seat
 from hotloop.parallel.waiting import Meter, Spent, Waits, told
 from hotloop.parallel.world import ALONE, World, is_loss
 from hotloop.plan import Plan
 from hotloop.taking_part import taking_part
+from hotloop.training import _cut_short
 
 TORCHRUN = {
     "RANK": "3",
@@ -114,6 +117,23 @@ def test_a_seat_is_what_torchrun_says() -> None:
     for broken in ({"MASTER_PORT": "x"}, {"WORLD_SIZE": ""}):
         with pytest.raises(PlanError, match="RANK and WORLD_SIZE are in the environment"):
             Seat.here(TORCHRUN | broken)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "age_s", "goes_on"),
+    [(1, 10, True), (0, 10, False), (1, 1000, False)],  # the agents began 100 s ago
+)
+def test_a_run_is_gone_on_with_if_restarted_agents_have_begun_it(
+    tmp_path: Path, restarts: int, age_s: float, goes_on: bool
+) -> None:
+    """One of the same name that was there before is not theirs."""
+    ranks: Any = Joined(store=object(), restarts=restarts, since=time.time() - 100)  # type: ignore[arg-type]
+    assert _cut_short(ranks, tmp_path) is None
+    (tmp_path / "run.json").touch()
+    made = time.time() - age_s
+    os.utime(tmp_path / "run.json", (made, made))
+    assert (_cut_short(ranks, tmp_path) == str(tmp_path)) is goes_on
+    assert _cut_short(ranks, None) is None
 
 
 def test_ranks_without_a_plan_for_them_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:

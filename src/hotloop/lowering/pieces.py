@@ -241,7 +241,7 @@ def _failing(objective: Objective, leaves: tuple[Tensor, ...]) -> str:
     try:
         with _quiet():
             torch.export.export(objective, leaves, strict=False)
-    except Exception:
+    except Exception:  # the same as before: here it only matters where
         return repr(inside[-1]) if inside and inside[-1] else "the model's own forward"
     finally:
         for hook in hooks:
