@@ -51,6 +51,18 @@ class CompiledStep(EagerStep):
         self._told = False
         self._seen: list[Any] = []
 
+    def make_ready(self, batch: Any, samples: int) -> None:
+        """Compiles the step for batches like this one, after two eager steps.
+
+        Raises:
+            PlanError: it can't be captured, compiled or recorded.
+        """
+        self(batch, samples, 0)  # the optimizer makes its state in its first step
+        first = hyper_of(self.optimizer)
+        self(batch, samples, 1)
+        later = hyper_of(self.optimizer)
+        self.prepare(batch, {place for place in later if later[place] != first[place] or place.endswith("/lr")})
+
     def prepare(self, batch: Any, varying: set[str]) -> None:
         """Captures and compiles; the eager step must have run once, so that the optimizer's state is there.
 
@@ -205,16 +217,11 @@ def built(captured: Captured, how: str, device: torch.device) -> Runner:
 
 
 def _compiled(captured: Captured, how: str, device: torch.device) -> Runner:
+    options = _OPTIONS | _known_to_compilers()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own parts to each other
-            if how == "package":
-                return _packaged(captured, device)
-            from torch._inductor.compile_fx import compile_fx
-
-            with torch.no_grad():
-                compiled: Any = compile_fx(captured.graph, captured.examples, config_patches=_OPTIONS)
-            return lambda flat: compiled(*flat)
+            return (_packaged if how == "package" else _called)(captured, device, options)
     except Exception as error:
         raise PlanError(
             f"the captured step can't be compiled: {blame(error)}",
@@ -223,7 +230,21 @@ def _compiled(captured: Captured, how: str, device: torch.device) -> Runner:
         ) from error
 
 
-def _packaged(captured: Captured, device: torch.device) -> Runner:
+def _known_to_compilers() -> dict[str, Any]:
+    """Spares torch a trial of 5 s: each compiler that takes its headers knows AVX2 and AVX-512, but perhaps not AMX."""
+    plain = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and not torch.cpu._is_amx_tile_supported()
+    return {"cpp.vec_isa_ok": True} if plain else {}
+
+
+def _called(captured: Captured, device: torch.device, options: dict[str, Any]) -> Runner:
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad():
+        compiled: Any = compile_fx(captured.graph, captured.examples, config_patches=options)
+    return lambda flat: compiled(*flat)
+
+
+def _packaged(captured: Captured, device: torch.device, options: dict[str, Any]) -> Runner:
     """A package of the step, made once and kept in the user's cache folder; loading it takes milliseconds."""
     from torch._inductor.package import load_package, package_aoti
 
@@ -231,7 +252,7 @@ def _packaged(captured: Captured, device: torch.device) -> Runner:
     if not path.is_file():
         with redirect_stdout(io.StringIO()):
             files: Any = torch._inductor.aot_compile(
-                captured.graph, tuple(captured.examples), options={**_OPTIONS, "aot_inductor.package": True}
+                captured.graph, tuple(captured.examples), options={**options, "aot_inductor.package": True}
             )
             archive = io.BytesIO()
             package_aoti(archive, files)

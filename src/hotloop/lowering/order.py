@@ -14,20 +14,13 @@ from hotloop.data.order import Parted
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
-from hotloop.lowering.compiled import CompiledStep
 from hotloop.lowering.facts import facts_of
-from hotloop.lowering.graphs import GraphedStep
-from hotloop.lowering.handwritten import ArraysStep
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout
-from hotloop.lowering.local import LocalStep
 from hotloop.lowering.precision import in_precision
 from hotloop.lowering.program import Program
 from hotloop.lowering.residency import resident
 from hotloop.lowering.served import served
-from hotloop.lowering.shared import SharedStep, TowersStep
-from hotloop.lowering.spread import TensorStep
-from hotloop.lowering.staged import StagedStep
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.telling import During, Say, in_lines
 from hotloop.lowering.threads import with_threads
@@ -102,19 +95,39 @@ def making_ready(plan: Plan) -> Iterator[None]:
         ) from error
 
 
-_SHARED = {"towers": TowersStep, "local": LocalStep, "tensor": TensorStep}
-
-
 def _step(parts: Ingredients) -> EagerStep:
-    if parts.plan.engine == "arrays":
+    """Imports what the plan needs and no more: torch's compiler and its parts for ranks take seconds to import."""
+    plan = parts.plan
+    if plan.engine == "arrays":
+        from hotloop.lowering.handwritten import ArraysStep
+
         return ArraysStep(parts)
     if parts.relayed:
+        from hotloop.lowering.staged import StagedStep
+
         return StagedStep(parts)
-    if parts.plan.ranked:
-        return _SHARED.get(parts.plan.parallel, SharedStep)(parts)
-    if parts.plan.graphs != "none":
+    if plan.ranked:
+        return _ranked(parts)
+    if plan.graphs != "none":
+        from hotloop.lowering.graphs import GraphedStep
+
         return GraphedStep(parts)
-    return EagerStep(parts) if parts.plan.compile == "none" else CompiledStep(parts)
+    if plan.compile != "none":
+        from hotloop.lowering.compiled import CompiledStep
+
+        return CompiledStep(parts)
+    return EagerStep(parts)
+
+
+def _ranked(parts: Ingredients) -> EagerStep:
+    if parts.plan.parallel == "tensor":
+        from hotloop.lowering.spread import TensorStep
+
+        return TensorStep(parts)
+    from hotloop.lowering.local import LocalStep
+    from hotloop.lowering.shared import SharedStep, TowersStep
+
+    return {"towers": TowersStep, "local": LocalStep}.get(parts.plan.parallel, SharedStep)(parts)
 
 
 def _checked(program: Program) -> Program:

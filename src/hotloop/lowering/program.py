@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from hotloop.data.feed import Feed
 from hotloop.data.tree import batch_length, to_device
 from hotloop.errors import CheckpointError
-from hotloop.lowering.capture import hyper_of
-from hotloop.lowering.compiled import CompiledStep
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
 from hotloop.parallel.waiting import Spent
@@ -135,15 +133,10 @@ class Program:
         Raises:
             PlanError: it can't be captured, compiled or recorded.
         """
-        step, before = self._step, self.state()
-        assert isinstance(step, CompiledStep)
+        before = self.state()
         self.model.train()
         with self._around():
-            step(batch, samples, 0)  # the optimizer makes its state in its first step
-            first = hyper_of(step.optimizer)
-            step(batch, samples, 1)
-            later = hyper_of(step.optimizer)
-            step.prepare(batch, {place for place in later if later[place] != first[place] or place.endswith("/lr")})
+            self._step.make_ready(batch, samples)
         self.restore(before)
 
     def seed_all(self) -> None:

@@ -167,6 +167,9 @@ class EagerStep:
         """The forward pass of an evaluation; None where another rank has what came of it."""
         return self.parts.task.compute(self.parts.model, batch)
 
+    def make_ready(self, batch: Any, samples: int) -> None:
+        """Trains on such a batch as often as it takes to compile or record what follows; here there is nothing to do."""
+
     def rebind(self) -> None:
         """Notes that a State was restored, and tensors of the optimizer's state replaced."""
 

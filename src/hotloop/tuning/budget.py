@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-_SHARE = 0.03
+_SHARE = 0.02
 """Of the run under the baseline, for racing, at most; a race ends once the fastest is known."""
 
 _LEAST_S, _MOST_S = 1.5, 60.0

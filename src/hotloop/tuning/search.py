@@ -17,7 +17,7 @@ from hotloop.plan import Plan
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.task import Task
-from hotloop.tuning.bounds import compiling_gains, operations
+from hotloop.tuning.bounds import compiling_gains, makeup
 from hotloop.tuning.budget import COLD_COMPILE_S, Budget
 from hotloop.tuning.candidates import combined, compiled_changes, eager_changes, rewriting_changes, without
 from hotloop.verdicts import TRUSTED, Parity, Timing
@@ -29,6 +29,9 @@ _PROVING_STEPS = 250
 
 _GLANCE_S = 0.2
 """For a first idea of the baseline's step, and for a baseline that nothing is raced against."""
+
+_REALISED = 0.7
+"""Of what compiling could win, so that it's rarely tried in vain."""
 
 _PROVED = 2
 """Plans at most that a proof is tried for."""
@@ -107,27 +110,32 @@ class Search:
         base = self.timings[BASELINE]
         timing = self.timings.get(plan.brief(), base)
         assert timing.step_ms is not None and base.step_ms is not None
-        gains = compiling_gains(operations(self._lowered(timing.name, plan)), timing.step_ms / 1e3)
-        won = budget.after(base.step_ms / timing.step_ms).wins_s(gains)
+        gains = compiling_gains(makeup(self._lowered(timing.name, plan)), timing.step_ms / 1e3)
+        won = _REALISED * budget.after(base.step_ms / timing.step_ms).wins_s(gains)
         if self.time_limit_s is None and won < COLD_COMPILE_S:
             self.notes.append(
-                f"no compilation was tried: it could win {won:.0f} s of this run at most, and takes about"
+                f"no compilation was tried: it would win about {won:.0f} s of this run, and takes about"
                 f" {COLD_COMPILE_S:.0f} s"
             )
             return
         # A compiler writes the update its own way.
         compiled = plan.with_axes(**changes[0], optimizer=self.base.optimizer)
-        self._race([compiled, *self._rewritten(compiled, won)], budget.racing_s / 4)
+        rewritten = self._rewritten(compiled)
+        if self.time_limit_s is not None or won >= 2 * COLD_COMPILE_S:
+            self._race([compiled, *rewritten], budget.racing_s / 4)
+        elif not self._ran(rewritten, budget):  # there is time for one; that nothing can be rewritten shows before it
+            self._race([compiled], budget.racing_s / 4)
 
-    def _rewritten(self, compiled: Plan, won: float) -> list[Plan]:
-        """The compiled plan with its step rewritten, if this run is long enough for another compilation.
+    def _ran(self, plans: Sequence[Plan], budget: Budget) -> bool:
+        """Races them if there are any, and says whether one of them could be run."""
+        timings = self._race(plans, budget.racing_s / 4) if plans else []
+        return any(timing is not None and timing.failure is None for timing in timings)
 
-        Rewrites know the usual order of dimensions.
-        """
+    def _rewritten(self, compiled: Plan) -> list[Plan]:
+        """The compiled plan with its step rewritten; rewrites know the usual order of dimensions."""
         compiled = compiled.with_axes(layout=self.base.layout)
         changes = without(rewriting_changes(self.facts, self.hardware, compiled), self.fixed)
-        worth = self.time_limit_s is not None or won >= 2 * COLD_COMPILE_S
-        return [compiled.with_axes(**change) for change in changes if worth]
+        return [compiled.with_axes(**change) for change in changes]
 
     def _race(self, plans: Sequence[Plan], seconds: float) -> list[Timing | None]:
         """Races plans against the baseline; what was raced before keeps its costs of starting."""
