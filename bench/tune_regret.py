@@ -55,8 +55,11 @@ class Place:
         self.runs = 0
 
     def command(self, *arguments: str) -> tuple[list[str], dict[str, str]]:
+        temporary = self.folder / "tmp"  # where compilers keep headers that they have read
+        temporary.mkdir(parents=True, exist_ok=True)
         environment = {
             **os.environ,
+            "TMPDIR": str(temporary),
             "XDG_CACHE_HOME": str(self.folder),
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
         }
