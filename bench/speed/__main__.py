@@ -52,6 +52,9 @@ FULL_BUDGET = 3.0
 STEPS = 50_000
 """Of the run that hotloop's `auto` is asked to plan; the bench ends it before."""
 
+RULES = "auto"
+"""hotloop's plan where nothing else is asked for; a small network's is then looked for by `tune`."""
+
 WHOLE_PEERS = (TUTORIAL, "lightning")
 
 
@@ -65,7 +68,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("workloads", nargs="*", help="some of " + ", ".join(WORKLOADS))
     parser.add_argument("--peers", help="some of " + ", ".join(peer.name for peer in PEERS))
-    parser.add_argument("--plans", help="of hotloop: auto, tune, baseline or axis=value,...; separated by /")
+    parser.add_argument(
+        "--plans",
+        help="of hotloop: auto, tune, baseline or axis=value,...; separated by /; default tune for small networks, else auto",
+    )
     parser.add_argument("--full", action="store_true", help=f"{FULL_SESSIONS} sessions of each workload, resumable")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier --full or --whole-run measured")
     parser.add_argument("--minutes", type=float, help="for all workloads asked for; default 28 for all nine")
@@ -96,8 +102,13 @@ def absent(lane: Lane) -> str:
 
 def own_lanes(plans: str | None) -> list[Lane]:
     """hotloop's lanes; the first is what the others are compared with."""
-    asked = (plans or "auto").split("/")
+    asked = (plans or RULES).split("/")
     return [ours(plan, OURS if not number else f"{OURS}:{plan}") for number, plan in enumerate(asked)]
+
+
+def searching(lane: Lane) -> Lane:
+    """hotloop as `train --tune` runs it, in place of the rules of `auto`: of large networks that takes too long here."""
+    return replace(lane, options=("tune",))
 
 
 def measure(
@@ -137,7 +148,9 @@ def sessions(
         for workload in workloads:
             budget_s = share * workload.budget_s
             rounds = options.rounds or (24 if options.full else 12)
-            measure(workload, lanes, Session(budget_s, rounds), number, journal, is_short(options))
+            looking = workload.grey and not options.plans
+            own = [searching(lane) if looking and lane.name == OURS else lane for lane in lanes]
+            measure(workload, own, Session(budget_s, rounds), number, journal, is_short(options))
 
 
 def is_short(options: argparse.Namespace) -> bool:

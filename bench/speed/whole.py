@@ -26,8 +26,14 @@ COLD = "cold"
 
 
 def caches(folder: Path) -> dict[str, str]:
-    """Where a process keeps what it compiled and found."""
-    return {"XDG_CACHE_HOME": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    """Where a process keeps what it compiled and found, headers included."""
+    temporary = folder / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    return {
+        "XDG_CACHE_HOME": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TMPDIR": str(temporary),
+    }
 
 
 def lanes_of(peers: Sequence[Lane], plans: Sequence[str]) -> list[Lane]:
