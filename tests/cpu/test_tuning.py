@@ -53,9 +53,11 @@ class Races:
         for part in entrant.name.split():
             ratio *= self.speeds.get(part, 1.0)
         self.raced.append(entrant.name)
+        entrant.lower()
+        assert entrant.plan is not None
         return Timing(
             name=entrant.name,
-            plan=entrant.lower().parts.plan.model_dump(),
+            plan=entrant.plan.model_dump(),
             step_ms=STEP_MS / ratio,
             ratio=ratio,
             ratio_low=0.99 * ratio,
@@ -80,6 +82,7 @@ def searching(monkeypatch: pytest.MonkeyPatch, races: Races, steps: int = 100_00
     base = placed(Plan(), "cpu")
     facts, hardware = told(task)
     hardware = replace(hardware, compiler=None) if not given.pop("compiler", False) else hardware
+    hardware = replace(hardware, processor=replace(hardware.processor, threads=given.pop("threads", 1)))
     monkeypatch.setattr(module, "measure", races)
     monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
     facts = facts.model_copy(update={"steps": steps})
@@ -220,6 +223,22 @@ def test_where_there_is_time_for_one_compilation_it_is_the_rewritten_step(
     races = Races(compile__package=2.0, rewrites__all=2.0)
     assert searching(monkeypatch, races, steps=steps, compiler=True).run() == "compile=package rewrites=all"
     assert [name for name in races.raced if "compile" in name] == raced
+
+
+@pytest.mark.parametrize(
+    ("speed", "steps", "alone"), [(4.0, 200_000, True), (1.5, 200_000, False), (4.0, 16_000, False)]
+)
+def test_a_short_compiled_step_races_on_one_thread_too_where_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, speed: float, steps: int, alone: bool
+) -> None:
+    """A step of 10 ms / 4 is too short to share, of 10 / 1.5 it isn't; 160 s leave time for two compilations."""
+    lowered = module.lower
+    monkeypatch.setattr(module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    monkeypatch.setattr(module, "makeup", lambda program: HALF)
+    races = Races(compile__package=speed)
+    search = searching(monkeypatch, races, steps=steps, compiler=True, threads=2, task=family("mlp"))
+    search.run()
+    assert ("threads=1" in races.raced[-1] and "compile=package" in races.raced[-1]) is alone
 
 
 def test_a_step_with_nothing_to_rewrite_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,13 @@ def rewriting_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[
     return _feasible([{"rewrites": "all"}] if facts.convolutions else [], facts, hardware, base)
 
 
+def thread_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
+    """One thread for a compiled step on a CPU, where there are more."""
+    device = device_of(base, hardware)
+    alone = device is None or device.is_accelerator or base.threads == 1 or hardware.processor.threads == 1
+    return [] if alone else _feasible([{"threads": 1}], facts, hardware, base)
+
+
 def _feasible(changes: Iterable[Change], facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
     return [change for change in changes if not violations(base.with_axes(**change), facts, hardware)]
 

@@ -19,7 +19,14 @@ from hotloop.rng import preserved
 from hotloop.task import Task
 from hotloop.tuning.bounds import compiling_gains, makeup
 from hotloop.tuning.budget import COLD_COMPILE_S, Budget
-from hotloop.tuning.candidates import combined, compiled_changes, eager_changes, rewriting_changes, without
+from hotloop.tuning.candidates import (
+    combined,
+    compiled_changes,
+    eager_changes,
+    rewriting_changes,
+    thread_changes,
+    without,
+)
 from hotloop.verdicts import TRUSTED, Parity, Timing
 
 BASELINE = "baseline"
@@ -29,6 +36,9 @@ _PROVING_STEPS = 250
 
 _GLANCE_S = 0.2
 """For a first idea of the baseline's step, and for a baseline that nothing is raced against."""
+
+_SHORT_MS = 5.0
+"""A step's, for which threads may cost more than they save."""
 
 _REALISED = 0.7
 """Of what compiling could win, so that it's rarely tried in vain."""
@@ -122,9 +132,19 @@ class Search:
         compiled = plan.with_axes(**changes[0], optimizer=self.base.optimizer)
         rewritten = self._rewritten(compiled)
         if self.time_limit_s is not None or won >= 2 * COLD_COMPILE_S:
-            self._race([compiled, *rewritten], budget.racing_s / 4)
+            raced = self._race([compiled, *rewritten], budget.racing_s / 8)
+            self._on_one_thread(raced, won, budget)
         elif not self._ran(rewritten, budget):  # there is time for one; that nothing can be rewritten shows before it
             self._race([compiled], budget.racing_s / 4)
+
+    def _on_one_thread(self, raced: Sequence[Timing | None], won: float, budget: Budget) -> None:
+        """Races the best compiled plan on one thread too, where its step is too short to share and there is time for it."""
+        able = [timing for timing in raced if timing is not None and timing.step_ms is not None]
+        best = min(able, key=lambda timing: timing.step_ms or 0.0, default=None)
+        if best is None or (best.step_ms or 0.0) > _SHORT_MS or won < 3 * COLD_COMPILE_S:
+            return
+        changes = without(thread_changes(self.facts, self.hardware, Plan(**best.plan)), self.fixed)
+        self._race([Plan(**best.plan).with_axes(**change) for change in changes], budget.racing_s / 8)
 
     def _ran(self, plans: Sequence[Plan], budget: Budget) -> bool:
         """Races them if there are any, and says whether one of them could be run."""
