@@ -93,8 +93,9 @@ LOOPS: dict[str, Callable[[Callable[[], float]], Loop]] = {
 class ThreadClock(HostClock):
     """CPU time of the thread, where others share the machine."""
 
-    def mark(self) -> Instant:
-        return super().mark()._replace(wall_s=time.thread_time())
+    def mark(self, *, idle: bool = True) -> Instant:
+        now = time.thread_time()
+        return super().mark(idle=idle)._replace(wall_s=now)
 
 
 CLOCKS = {"wall": (HostClock, time.perf_counter), "cpu": (ThreadClock, time.thread_time)}

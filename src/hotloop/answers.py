@@ -49,7 +49,7 @@ def evaluate_weights(
         DataError: there is no such part.
         CheckpointError: the weights are another model's.
     """
-    with preserved(program.device):
+    with preserved(*program.devices):
         program.restore_weights(chosen.state)
         program.position = chosen.state.position
         name, source = choose_data(program.parts, on, data)

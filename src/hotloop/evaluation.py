@@ -62,7 +62,7 @@ def batches(program: Program, source: Source, world: World = ALONE) -> Iterator[
         size = min(evaluation_batch_size(source, roles.batch_size), len(source))
         order = Dealt(len(source), size, roles.seed, shuffle=False, rank=world.rank, ranks=world.ranks)
     feed = open_feed(source, order, treatment, workers=program.parts.plan.workers, endless=False)
-    streams = Streams(roles.seed, program.device)
+    streams = Streams(roles.seed, *program.devices)
     try:
         for number, (batch, samples) in enumerate(feed.epoch(0)):
             streams.reseed("evaluate", world.rank + number * world.ranks)

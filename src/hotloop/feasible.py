@@ -87,8 +87,12 @@ def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
 
 def device_of(plan: Plan, hardware: Hardware) -> Device | None:
     """The machine's device of the plan's name; `cuda` without a number is the first of its kind."""
-    alike = (device for device in hardware.devices if plan.device == device.kind)
-    return hardware.device(plan.device) or next(alike, None)
+    return _named(plan.device, hardware)
+
+
+def _named(name: str, hardware: Hardware) -> Device | None:
+    alike = (device for device in hardware.devices if name == device.kind)
+    return hardware.device(name) or next(alike, None)
 
 
 def _absent(plan: Plan, hardware: Hardware) -> Violation:
@@ -127,6 +131,41 @@ def _written_out(case: Case) -> Iterator[Violation]:
     if case.facts.closure:
         reason = f"{case.facts.optimizer} calls the loss itself, as often as it likes"
         yield Violation(("engine",), reason, "use engine=eager")
+
+
+# --- placement
+
+
+_IN_ONE_PLACE = {
+    "engine": "array operations are on one device",
+    "compile": "what is compiled is a step on one device",
+    "graphs": "what is recorded is a step on one device",
+    "parallel": "a rank has one device",
+}
+"""Why an axis is not for modules on devices of their own."""
+
+
+def _apart(case: Case) -> Iterator[Violation]:
+    plan, hardware = case.plan, case.hardware
+    if plan.placement is None:
+        return
+    for axis, reason in _IN_ONE_PLACE.items():
+        plain = getattr(BASELINE, axis)
+        if getattr(plan, axis) != plain:
+            yield Violation((axis, "placement"), reason, f"use {axis}={plain}, or placement=none")
+    there = ", ".join(device.name for device in hardware.devices)
+    for module, name in plan.placement.items():
+        if _named(name, hardware) is None:
+            yield Violation(
+                ("placement",), f"there is no {name} for {module!r}: this machine has {there}", "use one of these"
+            )
+    kinds = {name.partition(":")[0] for name in (case.device.name, *plan.placement.values())}
+    if plan.precision in ("bf16", "fp16") and len(kinds) > 1:
+        reason = f"autocast would have to be the same on {' and '.join(sorted(kinds))}"
+        yield Violation(("precision", "placement"), reason, "use precision=fp32, or devices of one kind")
+    if case.facts.closure:
+        reason = f"{case.facts.optimizer} takes all parameters for one vector, which is on one device"
+        yield Violation(("placement",), reason, "use placement=none, or another optimizer")
 
 
 # --- precision, layout
@@ -268,6 +307,7 @@ def _pieces(case: Case) -> Iterator[Violation]:
 RULES: tuple[Rule, ...] = (
     *RULES_OF_RANKS,
     _written_out,
+    _apart,
     _arithmetic,
     _images,
     _resident,

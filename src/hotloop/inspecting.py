@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ from hotloop.counting import limits_of, with_limit_shares
 from hotloop.diagnosing import diagnose
 from hotloop.errors import PlanError
 from hotloop.feasible import violations
+from hotloop.launch import launch, ranks_of
 from hotloop.lowering.telling import Say
 from hotloop.measuring.crowding import crowding
 from hotloop.pacing import seconds
+from hotloop.parallel.joining import Seat
+from hotloop.parallel.world import World
 from hotloop.plan import Plan
 from hotloop.probe import probe
 from hotloop.profiles import Limits, Profile, Remedy, Threads
@@ -27,6 +32,7 @@ from hotloop.profiling.tasks import profile_task
 from hotloop.report.contest import watched
 from hotloop.rivals import Contest
 from hotloop.setting import machine_name, speed_versions
+from hotloop.taking_part import taking_part, to_start
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import Timing, Verdict
@@ -36,6 +42,7 @@ Progress = Callable[[str, float], None]
 
 UNTRIED = "whether PyTorch takes less time for this step, only a race says: --try, or hotloop race --plans arrays,auto"
 NO_PLAN = "a script has no plan that could be changed for it; make it a Task, and --try races what a plan can express"
+SHARED = "limits are those of the whole machine, which the ranks on it share"
 
 
 def profile(
@@ -56,6 +63,7 @@ def profile(
         task: a Task, or the path of a Python script that trains in any way it likes; it runs as it would alone.
         arguments: the script's own.
         plan: to run the Task with: a `Plan`, a TOML file, `auto`, `baseline` or `arrays`; default the baseline.
+            One for several ranks starts them as forks of this process.
         steps: how many are measured.
         stop_after: ends the script then, such as `60s`; default when it ends.
         trace: a file for the Chrome trace of a few steps.
@@ -69,16 +77,54 @@ def profile(
         HotloopError: the Task can't be run under the plan.
     """
     console = Console(stderr=True) if progress else Console(quiet=True)
-    with watched(console) as moved:
-        if not isinstance(task, Task):
-            refuse_for_script(plan=plan is not None, try_remedies=try_remedies)
-            limit_s = None if stop_after is None else seconds(stop_after, "stop-after")
+    if not isinstance(task, Task):
+        refuse_for_script(plan=plan is not None, try_remedies=try_remedies)
+        limit_s = None if stop_after is None else seconds(stop_after, "stop-after")
+        with watched(console) as moved:
             return inspected_script(
                 Path(task), arguments, steps=steps, stop_after_s=limit_s, trace=trace, progress=moved
             )
-        loaded, chosen = Loaded(task, None, {}), planned(task, Wanted.of(plan))
-        found = inspected(loaded, chosen, steps=steps, trace=trace, progress=moved)
-        return tried(loaded, found, chosen, time_limit=time_limit, progress=moved) if try_remedies else found
+    loaded, wanted = Loaded(task, None, {}), Wanted.of(plan)
+    refuse_for_ranks(wanted.plan, try_remedies=try_remedies)
+
+    def inspect() -> Profile:
+        with as_rank(wanted, console) as moved:
+            chosen = planned(task, wanted)
+            found = inspected(loaded, chosen, steps=steps, trace=trace, progress=moved)
+            return tried(loaded, found, chosen, time_limit=time_limit, progress=moved) if try_remedies else found
+
+    ranked = to_start(plan, {})
+    return inspect() if ranked is None else _of_forks(ranks_of(ranked), inspect)
+
+
+@contextmanager
+def as_rank(wanted: Wanted, console: Console) -> Iterator[Progress]:
+    """Joins the other ranks, if the plan is for some, of whom the first alone shows how far it is."""
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with (
+        taking_part(wanted.plan, say, wanted.plan.ranks) as ranks,
+        watched(console if ranks.world.first else Console(quiet=True)) as moved,
+    ):
+        yield moved
+
+
+def _of_forks(ranks: int, inspect: Callable[[], Profile]) -> Profile:
+    """What the first of so many ranks comes to, which are forks of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "profile.json"
+
+        def entry() -> None:
+            found = inspect()
+            if (seat := Seat.here()) is not None and seat.rank == 0:
+                file.write_text(found.model_dump_json(), encoding="utf-8")
+
+        launch(ranks, entry, lambda line: None, restarts=0)
+        if not file.exists():
+            raise KeyboardInterrupt  # it came to the ranks
+        return Profile.model_validate_json(file.read_text(encoding="utf-8"))
 
 
 def planned(task: Task, wanted: Wanted) -> Plan:
@@ -96,6 +142,26 @@ def refuse_for_script(*, plan: bool, try_remedies: bool) -> None:
         raise PlanError("a plan for a script", expected="a Task", fix=NO_PLAN)
     if try_remedies:
         raise PlanError("--try for a script", expected="a Task", fix=NO_PLAN)
+
+
+def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
+    """What can't be asked for of several processes.
+
+    Raises:
+        PlanError: that it was.
+    """
+    if plan.parallel == "async":
+        raise PlanError(
+            "a profile of parallel=async, whose server and workers take no step together",
+            expected="a step that one process takes, or ranks that share it",
+            fix="leave parallel out: a worker computes its gradients as one process does",
+        )
+    if plan.ranked and try_remedies:
+        raise PlanError(
+            f"--try with parallel={plan.parallel}, and a race is between plans of one process",
+            expected="a plan of one process",
+            fix="leave out --try, and compare by training: each epoch's line has its samples/s",
+        )
 
 
 def inspected_script(
@@ -123,12 +189,16 @@ def inspected(
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
-    """Profiles a loaded Task; see `profile`."""
+    """Profiles a loaded Task; see `profile`. Of several ranks, the first says what all saw, and the others what they did."""
     task = overridden(loaded.task, overrides)
     plan = placed(plan)
     progress("watching", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
     seen = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say)
+    if not World.of(plan).first:
+        return seen
+    if seen.ranks:  # which share the machine: what one of them leaves idle another may use
+        seen = seen.model_copy(update={"threads": None, "notes": [*seen.notes, SHARED]})
     found = _diagnosed(seen, progress)
     update = {
         "remedies": [_settable(one, task, plan) for one in found.remedies],

@@ -66,12 +66,13 @@ def command() -> list[str]:
     return [sys.executable, *([] if beside else ["-P"]), "-m", "hotloop", *sys.argv[1:]]
 
 
-def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say) -> tuple[str, int]:
-    """Runs `entry` as so many ranks, to its end; again from the last checkpoint, at most 3 times, if one is killed.
+def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, restarts: int = RESTARTS) -> tuple[str, int]:
+    """Runs `entry` as so many ranks, to its end; again from the last checkpoint, a few times, if one is killed.
 
     Args:
         entry: a command; or a function without arguments, called in forks of this process, so that it may be any.
         say: is told which rank was killed.
+        restarts: how often they start again, at most.
 
     Returns:
         The run that they trained in (empty if it never began), and the exit code: 0, or that of a training that was
@@ -79,11 +80,11 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say) -> tuple
 
     Raises:
         HotloopError: the error of the rank that failed first.
-        TrainingError: ranks were killed again and again.
+        TrainingError: ranks were killed, again and again if they may start again.
     """
     name = LAUNCHED + uuid.uuid4().hex[:8]
     with _store() as store, _quiet(), tempfile.TemporaryDirectory(prefix=name) as logs:
-        for attempt in range(RESTARTS + 1):
+        for attempt in range(restarts + 1):
             try:
                 with _forwarding():
                     _start(_config(f"{name}-{attempt}", ranks, store.port, logs), entry)
@@ -93,11 +94,10 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say) -> tuple
                 if cause[1].exitcode in STOPPED:
                     return run_in(store) or "", cause[1].exitcode
                 killed = _killed(*cause, logs)
-                if attempt == RESTARTS:
-                    raise TrainingError(
-                        f"{killed}, after {RESTARTS} new starts", fix="look for what kills it"
-                    ) from None
-            say(f"{killed}: all {ranks} start again from the last checkpoint ({attempt + 1} of {RESTARTS})")
+                if attempt == restarts:
+                    again = f", after {restarts} new starts" if restarts else ""
+                    raise TrainingError(f"{killed}{again}", fix="look for what kills it") from None
+            say(f"{killed}: all {ranks} start again from the last checkpoint ({attempt + 1} of {restarts})")
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -17,7 +17,7 @@ from hotloop.interrupts import REASONS, Interrupts, Stopped
 from hotloop.lowering import Program
 from hotloop.pacing import Cadence, Pace
 from hotloop.parallel.agreeing import check_in_step
-from hotloop.parallel.waiting import Waits, told
+from hotloop.parallel.waiting import Waits
 from hotloop.parallel.world import World
 from hotloop.records import EpochRecord
 from hotloop.rng import LateDraw, preserved
@@ -60,7 +60,7 @@ def train_loop(
     """
     interrupts = Interrupts(stop_after_s)  # the clock runs while data are prepared, too
     program = relower()
-    with preserved(program.device):
+    with preserved(*program.devices):
         loop = _Loop(program, run, relower, interrupts, callbacks, say)
         try:
             with loop.interrupts.listening():
@@ -93,7 +93,7 @@ class _Loop:
         self._saved: Position | None = None
         self._shown: tuple[EpochRecord, ...] = ()
         self._loss: float | None = None
-        self._waits = Waits(self.world)
+        self._waits = Waits(self.world, self.run.log, self.say)
         self._begin_epoch()
 
     @property
@@ -166,9 +166,7 @@ class _Loop:
             except Stopped as stopped:
                 reason, interrupted = stopped.reason, True
         self.run.mark(self.program.position.step)  # a span may have ended early, with its epoch
-        if shares := self._waits.shares(self.program.take_spent(), self._train_s):
-            self.run.log("ranks", **shares)
-            self.say(told(shares))
+        self._waits.tell(self.program.take_spent(), self._train_s, self._steps)
         self.run.log("stop", step=self.program.position.step, reason=reason)
         if final is not None:
             self.run.log("final", **final)
@@ -195,6 +193,7 @@ class _Loop:
         elapsed = time.perf_counter() - started
         self.pace.ran(outcome.steps, elapsed)
         self._train_s += elapsed
+        self._steps += outcome.steps
         self._samples += outcome.samples
         if not math.isfinite(sums["loss"]):
             raise self._nonfinite(self.program.position.step)
@@ -246,8 +245,7 @@ class _Loop:
         self.run.add_metrics(record)
         if self.steering.best(self.history) is record:
             self._note_best(record)
-        if line := self._waits.add(self.program.take_spent(), self._train_s):
-            self.say(line)
+        self._waits.note(record.epoch, self.program.take_spent(), self._train_s, self._steps)
         self._begin_epoch()
         self._tell("epoch")
         return True
@@ -323,7 +321,7 @@ class _Loop:
         return loss / weight if weight else self._loss
 
     def _begin_epoch(self) -> None:
-        self._read, self._train_s, self._samples = (0.0, 0.0), 0.0, 0
+        self._read, self._train_s, self._steps, self._samples = (0.0, 0.0), 0.0, 0, 0
 
     @property
     def _reserve_s(self) -> float:

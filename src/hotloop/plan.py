@@ -6,17 +6,74 @@ that it can be written, compared and kept anywhere.
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
 from hotloop.errors import PlanError
 
 Steps = Annotated[int, Field(ge=2)]
 """In one replay."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placement(Mapping[str, str]):
+    """Modules of a model, by name, and the devices that they are on; equal to a dict of the same.
+
+    As text `encoder=cuda:0,head=cuda:1`, in the order of the names.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, given: Any) -> Placement | None:
+        """What a user gave as a mapping, which may be nested as TOML's dotted keys are, or as text; None for no module.
+
+        Raises:
+            ValueError: it is neither, or it names a module twice.
+        """
+        pairs = sorted(_written(given) if isinstance(given, str) else _nested(given))
+        names = [name for name, _ in pairs]
+        if not all(map(all, pairs)) or len(set(names)) < len(names):
+            raise ValueError("modules, each once, and their devices, such as encoder=cuda:0,head=cuda:1")
+        return cls(tuple(pairs)) if pairs else None
+
+    def __getitem__(self, name: str) -> str:
+        return dict(self.pairs)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self.pairs))
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __hash__(self) -> int:
+        return hash(self.pairs)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={device}" for name, device in self.pairs)
+
+
+def _written(text: str) -> Iterator[tuple[str, str]]:
+    """The pairs of a text; what isn't a pair is an empty name."""
+    for pair in text.split(","):
+        name, _, device = pair.rpartition("=")  # no device has an equals sign in its name
+        yield name.strip(), device.strip()
+
+
+def _nested(given: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The pairs of a mapping; what is none, and no device, is an empty one."""
+    if isinstance(given, Mapping) and (given or not name):
+        for own, value in given.items():
+            yield from _nested(value, f"{name}.{own}".removeprefix("."))
+    else:
+        yield name, given.strip() if isinstance(given, str) else ""
 
 
 class Plan(BaseModel):
@@ -61,6 +118,9 @@ class Plan(BaseModel):
             `none`.
         workforce: what the workers of `async` are: `processes` of this machine, or actors of `ray`, which come back when
             they are killed.
+        placement: modules on devices of their own, by name, in one process: `{"encoder": "cuda:0", "head": "cuda:1"}`, or
+            as text `encoder=cuda:0,head=cuda:1`. The rest of the model, the data and the loss are on `device`; what a
+            placed module is called with and what it puts out are copied there and back.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -87,6 +147,11 @@ class Plan(BaseModel):
     staleness: int | None = Field(default=None, ge=0)
     correction: Literal["divide", "compensate", "both", "none"] = "divide"
     workforce: Literal["processes", "ray"] = "processes"
+    placement: Annotated[
+        Placement | None,
+        PlainValidator(lambda given: None if given is None else Placement.of(given)),
+        PlainSerializer(dict, when_used="unless-none"),
+    ] = None
 
     def __init__(self, **axes: Any) -> None:
         """Raises PlanError naming the axis and what it allows."""
@@ -106,7 +171,7 @@ class Plan(BaseModel):
 
     def brief(self) -> str:
         """The axes that differ from the baseline, on one line: `device=cuda:0 compile=step`."""
-        changed = [f"{axis}={value}" for axis, value in self.model_dump().items() if value != getattr(BASELINE, axis)]
+        changed = [f"{axis}={value}" for axis, value in self if value != getattr(BASELINE, axis)]
         return " ".join(changed) or "baseline"
 
     def to_toml(self) -> str:
@@ -156,5 +221,5 @@ def _explain(error: ValidationError) -> PlanError:
     elif first["type"].startswith("int_"):
         allowed = "a whole number"
     else:
-        allowed = limits.get("expected") or first["msg"].removeprefix("Input should be ")
+        allowed = limits.get("expected") or re.sub("^(Input should be|Value error,) ", "", first["msg"])
     return PlanError(f"{axis}={first['input']!r} in the plan", expected=str(allowed))

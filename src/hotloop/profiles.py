@@ -18,6 +18,7 @@ Phase = Literal[
     "update",
     "logging",
     "synchronisation",
+    "waiting",
     "communication",
     "python",
     "unattributed",
@@ -33,13 +34,22 @@ Phase = Literal[
 - `update`: the optimizer's step and zeroing of gradients, gradient clipping, schedule, average.
 - `logging`: metrics, printing, writing files and pictures.
 - `synchronisation`: waiting for a device, as `.item()` does.
-- `communication`: between processes.
+- `waiting`: of a rank, until the others have come to the same place.
+- `communication`: between processes, as far as nothing is computed meanwhile.
 - `python`: Python of the loop itself.
 - `unattributed`: the rest; never hidden.
 """
 
 Bound = Literal[
-    "input", "copy", "overhead", "memory bandwidth", "arithmetic", "synchronisation", "communication", "unknown"
+    "input",
+    "copy",
+    "overhead",
+    "memory bandwidth",
+    "arithmetic",
+    "synchronisation",
+    "waiting",
+    "communication",
+    "unknown",
 ]
 """What holds a step up; `overhead` is Python and launches."""
 
@@ -90,6 +100,7 @@ class OperatorTime(Record):
         dtype: of its first floating-point input, such as `float32`; empty if it has none.
         device: where it ran.
         flops, bytes: per step; None where unknown.
+        line_runs: how often that line ran in a step, as Python ran it; None where that wasn't seen.
         used: whether its result took part in a backward; None where that doesn't matter or isn't known.
         copies: from and to which device, such as `cpu>cuda:0`, for copies between devices; empty otherwise.
     """
@@ -105,6 +116,7 @@ class OperatorTime(Record):
     device: str = "cpu"
     flops: float | None = None
     bytes: float | None = None
+    line_runs: float | None = None
     used: bool | None = None
     copies: str = ""
 
@@ -253,6 +265,22 @@ class Overhead(Record):
     clean: int
 
 
+class RankTime(Record):
+    """One of the ranks that share a step.
+
+    Attributes:
+        step_ms: as it has it by its own clock.
+        phases: ms per step, which add up to that.
+        waiting_ms, communication_ms: per step, as a training counts them: with what goes on while the rank computes, and
+            with steps that only come now and then. None where torch sends by itself, which nobody counts.
+    """
+
+    step_ms: float | None
+    phases: dict[Phase, float] = Field(default_factory=dict)
+    waiting_ms: float | None = None
+    communication_ms: float | None = None
+
+
 class Remedy(Record):
     """What would help.
 
@@ -296,6 +324,9 @@ class Profile(Record):
         limit_ms: the least that this machine's measured limits allow for the step's arithmetic and memory traffic.
         flops, bytes: of a step.
         peak_memory_bytes: of the device, or of the process on the CPU.
+        ranks: each of those that share the step, by number; empty of one process. All else but `samples_per_step` is the
+            first rank's own.
+        slowest: the rank that the others wait for: it spends least in waiting and communication; None of one process.
         trace: file of the Chrome trace, if one was written.
         exit_code: of the script; None for a Task.
         stopped: why watching ended before the script did; empty if it didn't.
@@ -330,6 +361,8 @@ class Profile(Record):
     bound: Bound = "unknown"
     bound_evidence: list[str] = Field(default_factory=list)
     remedies: list[Remedy] = Field(default_factory=list)
+    ranks: list[RankTime] = Field(default_factory=list)
+    slowest: int | None = None
     peak_memory_bytes: int | None = None
     trace: str | None = None
     exit_code: int | None = None

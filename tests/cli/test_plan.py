@@ -128,6 +128,14 @@ WRONG = {
     "pieces": (("--set", "accumulation=6", *CPU), 1, ("a batch of 5 can't be cut into 6 pieces",)),
     "images": (("--set", "layout=channels_last", *CPU), 1, ("4 or 5 dimensions",)),
     "arrays compiled": (("--plan", "arrays", "--set", "compile=step", *CPU), 1, ("compile=step with engine=arrays",)),
+    "a placement without a module": (("--set", "placement=cuda:0", *CPU), 1, ("'cuda:0'", "such as encoder=cuda:0")),
+    "a placement nowhere": (("--set", "placement=head=cuda:7", *CPU), 1, ("no cuda:7 for 'head'", "cpu")),
+    "a module that isn't there": (("--set", "placement=head=cpu", *CPU), 1, ("'head'", "no such module")),
+    "a placement, compiled": (
+        ("--set", "placement=head=cpu", "--set", "compile=step", *CPU),
+        1,
+        ("compile=step with placement=head=cpu", "one device"),
+    ),
     "an axis twice": (("--set", "workers=1", "--workers", "2"), 2, ("workers is given as 1 and as 2",)),
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import pairwise
+from types import TracebackType
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from torch import nn
 from hotloop.profiles import Phase
 from hotloop.profiling import course
 from hotloop.profiling.course import Course
+from hotloop.profiling.observing import observers
 from hotloop.profiling.schedule import CLOSE, Kind, order
+from hotloop.profiling.sites import Sites
 from hotloop.profiling.watcher import Watch
 from tests.cpu.watching import watched
 
@@ -40,7 +44,7 @@ class Even:
     def __init__(self, ms: float) -> None:
         self._each_ms, self._now_ms = ms, 0.0
 
-    def mark(self) -> float:
+    def mark(self, *, idle: bool = True) -> float:
         self._now_ms += self._each_ms
         return self._now_ms
 
@@ -54,13 +58,18 @@ class Even:
         return True
 
 
-def kinds(ms: float) -> list[str]:
-    """Of all steps after the warm-up, each of so many milliseconds."""
-    one = Course(STEPS, Quiet(), list, found=False)
+def taken(ms: float, *, in_step: bool = False) -> list[str]:
+    """How all steps are watched, each of so many milliseconds."""
+    one = Course(STEPS, Quiet(), list, found=False, in_step=in_step)
     one.timeline.clock = Even(ms)
     while not one.over:
         one.boundary()
-    return [step.kind for step in one.facts.steps if step.kind != "warm-up"]
+    return [step.kind for step in one.facts.steps]
+
+
+def kinds(ms: float) -> list[str]:
+    """Those after the warm-up."""
+    return [kind for kind in taken(ms) if kind != "warm-up"]
 
 
 def cold(found: list[str]) -> list[tuple[str, str]]:
@@ -73,7 +82,21 @@ def test_no_short_clean_step_follows_a_disturbed_one() -> None:
     assert cold(found) == []
     planned = order(STEPS)
     assert [kind for kind in found if kind != "settling"] == [kind for kind in planned if kind != "settling"]
-    assert all(pair != ("settling", "settling") for pair in pairwise(found))
+
+
+def settled(found: list[str]) -> int:
+    """The least number of steps between one that was disturbed and the next clean one."""
+    since, least = [], []
+    for kind in found:
+        if kind == "clean" and since:
+            least.append(since.index(next(one for one in since if one in DISTURBING)))
+        since = [kind, *since]
+    return min(least)
+
+
+@pytest.mark.parametrize(("ms", "steps"), [(0.1, 4), (1.0, 4), (4.0, 2), (8.0, 1), (50.0, 0)])
+def test_short_steps_settle_for_longer(ms: float, steps: int) -> None:
+    assert settled(kinds(ms)) == steps
 
 
 def test_long_steps_need_not_settle() -> None:
@@ -81,8 +104,18 @@ def test_long_steps_need_not_settle() -> None:
 
 
 def test_steps_that_do_not_settle_are_seen(monkeypatch) -> None:
-    monkeypatch.setattr(course, "_SHORT_MS", 0.0)
+    monkeypatch.setattr(course, "_MOST_SETTLING", 0)
     assert cold(kinds(1.0))
+
+
+def test_of_ranks_no_clock_decides_how_a_step_is_watched(monkeypatch) -> None:
+    """Each has its own, and all must watch each step in the same way; what disturbed one must not make others wait."""
+    found = taken(1.0, in_step=True)
+    assert found == taken(50.0, in_step=True) != taken(50.0)
+    assert not [pair for pair in pairwise(found) if pair[0] in DISTURBING and pair[1] in ("clean", "instrumented")]
+    for name in ("LONGEST_S", "_WARM_S"):
+        monkeypatch.setattr(course, name, -1.0)
+    assert found == taken(1.0, in_step=True) != taken(1.0)
 
 
 def plain(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -124,7 +157,7 @@ def heard(step: Steps, monkeypatch) -> set[str]:
     def loop() -> None:
         net = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        for _ in range(90):
+        for _ in range(150):
             step(net, optimizer)
 
     monkeypatch.setattr(Watch, "backward_began", noted)
@@ -165,3 +198,58 @@ def test_a_watch_that_ends_in_an_evaluation_leaves_nothing_behind() -> None:
 
     watched(loop)
     assert nn.Module.__call__ is call
+
+
+def in_an_evaluation(kind: Kind) -> Watch:
+    """A watch whose step of that kind is on, and in it an evaluation."""
+    watch = Watch(STEPS, Sites(), lambda facts: None, lambda watch: observers(watch, None))
+    watch.install()
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    while watch._course.step is None or watch._course.step.kind != kind:
+        plain(net, optimizer)
+    net.eval()
+    return watch
+
+
+def abandoned(watch: Watch) -> None:
+    watch.abandon()
+
+
+def failed(watch: Watch) -> None:
+    watch.fail(ZeroDivisionError().with_traceback(trace()))
+    watch.remove()
+
+
+def trace() -> TracebackType | None:
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError as error:
+        return error.__traceback__
+
+
+ENDS = [(abandoned, "instrumented"), (failed, "instrumented"), (failed, "clocked"), (failed, "traced")]
+
+
+def left(end: Callable[[Watch], None], kind: Kind) -> list[str]:
+    """What a watch has left behind that ended within an evaluation in a step that is watched closely."""
+    call, run = nn.Module.__call__, torch.autograd._engine_run_backward
+    end(in_an_evaluation(kind))
+    found = [] if nn.Module.__call__ is call else ["modules"]
+    found += [] if torch.autograd._engine_run_backward is run else ["backward"]
+    return found + ([] if sys.gettrace() is None else ["tracing"])
+
+
+@pytest.mark.parametrize(("end", "kind"), ENDS)
+def test_a_watch_that_ends_in_an_evaluation_in_any_way_leaves_nothing_behind(
+    end: Callable[[Watch], None], kind: Kind
+) -> None:
+    assert left(end, kind) == []
+
+
+def test_taking_things_away_in_another_order_than_they_were_put_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr(nn.Module, "__call__", nn.Module.__call__)  # put back: the fault leaves a wrapper
+    monkeypatch.setattr(
+        Watch, "_remove_closely", lambda watch: (watch._closely.remove(), watch._graphs.end_evaluation())
+    )
+    assert left(abandoned, "instrumented") == ["modules"]

@@ -198,6 +198,48 @@ def test_results_are_bitwise_those_without_the_tracer() -> None:
         assert torch.equal(watched, alone)
 
 
+LIBRARY = """
+def each(values):
+    for value in values:
+        value.mul(2)
+"""
+
+
+def runs() -> dict[str, float | None]:
+    """How often lines ran: some that are a loop, and some that have a library go through one."""
+    library: dict[str, Any] = {}
+    exec(compile(LIBRARY, "library.py", "exec"), library)
+    layer, seen = nn.Linear(3, 3), tracer()
+    values = [torch.ones(3) for _ in range(9)]
+    seen.begin()
+    for value in values:
+        value.exp()  # LINE loop
+    [value + 1 for value in values]  # LINE comprehension
+    list(map(layer, values))  # LINE map
+    library["each"](values)  # LINE library
+    library["each"](list(layer.parameters()) * 4)  # LINE generator
+    seen.end()
+    marks = ("loop", "comprehension", "map", "library", "generator")
+    found = {one.where: one.line_runs for one in seen.operators()}
+    return {mark: found[line(mark)] for mark in marks}
+
+
+def check_runs(found: dict[str, float | None]) -> None:
+    assert found["loop"] == 9 and found["library"] == 1
+    assert found["comprehension"] >= 9 and found["map"] >= 9
+    assert found["generator"] == 1
+
+
+def test_a_line_runs_as_often_as_python_runs_it_whatever_a_library_does() -> None:
+    check_runs(runs())
+
+
+def test_counting_what_a_library_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotloop.profiling.following._SUSPENDED", 0)  # what goes on counts as called
+    with pytest.raises(AssertionError):
+        check_runs(runs())
+
+
 def numbers(count: int) -> Any:
     for number in range(count):
         yield torch.full((2,), float(number))

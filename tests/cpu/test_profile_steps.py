@@ -42,7 +42,7 @@ def line_of(text: str) -> str:
 def two_optimizers() -> None:
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other))
-    for _ in range(80):
+    for _ in range(120):
         loss = other(one(torch.randn(8, 4))).pow(2).mean()
         first.zero_grad()
         second.zero_grad()
@@ -54,7 +54,7 @@ def two_optimizers() -> None:
 def one_more_often() -> None:
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other))
-    for step in range(80):
+    for step in range(120):
         other(one(torch.randn(8, 4))).pow(2).mean().backward()
         first.step()  # one more often
         if step % 5 == 4:
@@ -72,14 +72,14 @@ def closure() -> None:
         loss.backward()
         return loss
 
-    for _ in range(80):
+    for _ in range(120):
         optimizer.step(evaluate)  # closure
 
 
 def accumulated() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(360):
+    for step in range(480):
         model(torch.randn(8, 4)).pow(2).mean().backward()
         if step % 4 == 3:
             optimizer.step()  # accumulated
@@ -88,7 +88,7 @@ def accumulated() -> None:
 
 def by_hand() -> None:
     weight = torch.randn(4, 1, requires_grad=True)
-    for _ in range(80):
+    for _ in range(120):
         loss = nn.functional.mse_loss(torch.randn(8, 4) @ weight, torch.zeros(8, 1))
         loss.backward()  # by hand
         with torch.no_grad():
@@ -98,7 +98,7 @@ def by_hand() -> None:
 
 def by_gradients() -> None:
     model = nn.Linear(4, 1)
-    for _ in range(80):
+    for _ in range(120):
         loss = model(torch.randn(8, 4)).pow(2).mean()
         found = torch.autograd.grad(loss, list(model.parameters()))  # by gradients
         for value, gradient in zip(model.parameters(), found, strict=True):
@@ -107,7 +107,7 @@ def by_gradients() -> None:
 
 def optimizers_made_anew() -> None:
     model = nn.Linear(4, 1)
-    for _ in range(90):
+    for _ in range(130):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         model(torch.randn(8, 4)).pow(2).mean().backward()
         optimizer.step()  # optimizers made anew
@@ -217,7 +217,7 @@ class _Counting:
     def __init__(self) -> None:
         self.now = 0
 
-    def mark(self) -> int:
+    def mark(self, *, idle: bool = True) -> int:
         self.now += 1
         return self.now
 

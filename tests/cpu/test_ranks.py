@@ -18,7 +18,7 @@ from hotloop.launch import ranks_of
 from hotloop.parallel.beats import Beats
 from hotloop.parallel.draws import Batchwise, Drawn, Pattern, WholeDraws
 from hotloop.parallel.joining import LAUNCHED, Joined, Seat
-from hotloop.parallel.waiting import Meter, Spent, Waits, told
+from hotloop.parallel.waiting import Meter, Spent, Waits
 from hotloop.parallel.world import ALONE, World, is_loss
 from hotloop.plan import Plan
 from hotloop.taking_part import taking_part
@@ -167,25 +167,60 @@ class Three(World):
         return [value, *next(self.others)]
 
 
+class Told:
+    """What is logged and said."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.lines: list[str] = []
+
+    def waits(self, *said: Any) -> Waits:
+        """Of the first of three ranks, the others of which say these pairs in turn."""
+        world = Three(0, 3, iter(said))
+        return Waits(world, lambda event, **fields: self.events.append((event, fields)), self.lines.append)
+
+
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
-    world = Three(0, 3, iter([(0.5, 2.5)] * 2))
-    assert Waits(world).add(Spent(3.0), 10.0) == "rank 1 is the slowest: others waited 25% of the epoch for it"
-    assert Waits(world).add(Spent(3.0), 13.0) == ""
-    assert Waits(ALONE).add(Spent(3.0), 1.0) == ""
+    told = Told()
+    others = Spent(0.5, 0.2), Spent(2.5, 0.2)
+    told.waits(others).note(1, Spent(3.0, 0.1), 10.0, 100)
+    assert told.lines == ["rank 1 is the slowest: others waited 25% of the epoch for it"]
+    per_step = {"waiting_ms": [30.0, 5.0, 25.0], "communication_ms": [1.0, 2.0, 2.0]}
+    assert told.events == [("waiting", {"epoch": 1, **per_step, "slowest": 1})]
+    told.waits(others).note(1, Spent(3.0), 13.0, 100)
+    assert len(told.lines) == 1 and len(told.events) == 2
 
 
 def test_what_ranks_cost_each_other_is_of_all_steps() -> None:
-    waits = Waits(Three(0, 3, iter([(0.0, 0.0), ((0.05, 0.3), (0.25, 0.3))])))
-    waits.add(Spent(2.0, 1.0), 10.0)
-    shares = waits.shares(Spent(4.0, 5.0), 10.0)
-    assert shares == {"waiting": [0.3, 0.05, 0.25], "communication": [0.3, 0.3, 0.3], "slowest": 1}
-    assert told(shares) == (
-        "of the steps' time in waiting and in communication: rank 0 30% and 30%, rank 1 5% and 30%, rank 2 25% and 30%;"
+    told = Told()
+    waits = told.waits((Spent(), Spent()), (Spent(1.0, 6.0), Spent(5.0, 6.0)))
+    waits.note(1, Spent(2.0, 1.0), 10.0, 40)
+    waits.tell(Spent(4.0, 5.0), 10.0, 60)
+    assert told.events[-1] == (
+        "ranks",
+        {
+            "waiting": [0.3, 0.05, 0.25],
+            "communication": [0.3, 0.3, 0.3],
+            "slowest": 1,
+            "step_ms": 200.0,
+            "waiting_ms": [60.0, 10.0, 50.0],
+            "communication_ms": [60.0, 60.0, 60.0],
+        },
+    )
+    assert told.lines[-1] == (
+        "of a step's 200 ms in waiting and in communication: rank 0 30% and 30%, rank 1 5% and 30%, rank 2 25% and 30%;"
         " the slowest is rank 1"
     )
-    assert Waits(Three(0, 3)).shares(Spent(), 0.0) == {}
-    assert Waits(ALONE).shares(Spent(1.0), 1.0) == {}
-    assert Waits(Three(0, 3, iter([((0.0, 0.0), (0.0, 0.0))]))).shares(Spent(), 1.0) == {}
+
+
+def test_of_one_process_and_of_what_nobody_counts_nothing_is_told() -> None:
+    told = Told()
+    alone = Waits(ALONE, lambda event, **fields: told.events.append((event, fields)), told.lines.append)
+    alone.note(1, Spent(3.0), 1.0, 10)
+    alone.tell(Spent(3.0), 1.0, 10)
+    told.waits((Spent(), Spent())).tell(Spent(), 1.0, 10)
+    told.waits((Spent(1.0), Spent())).tell(Spent(), 0.0, 0)
+    assert told.events == [] and told.lines == []
 
 
 def test_what_goes_on_at_the_same_time_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,9 @@ def test_only_the_first_rank_writes_and_speaks(tmp_path: Path, capfd: pytest.Cap
     (cost,) = [event for event in run.journal() if event["event"] == "ranks"]
     assert len(cost["waiting"]) == len(cost["communication"]) == PLAN.ranks
     assert err.count("in waiting and in communication: rank 0 ") == 1
+    each = [event for event in run.journal() if event["event"] == "waiting"]
+    assert [event["epoch"] for event in each] == [1, 2, 3]
+    assert all(len(event["waiting_ms"]) == len(event["communication_ms"]) == PLAN.ranks for event in each)
 
 
 def test_the_rank_that_others_wait_for_is_the_slowest(tmp_path: Path) -> None:

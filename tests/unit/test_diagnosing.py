@@ -17,6 +17,7 @@ from hotloop.profiles import (
     OperatorTime,
     OptimizerUse,
     Profile,
+    RankTime,
     Remedy,
     Threads,
 )
@@ -232,7 +233,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "net.py:7",
     ),
     "a Python loop over samples": (
-        seen({"forward": 8.0}, operators=loop(64, 0.01)),
+        seen({"forward": 8.0}, operators=loop(64, 0.01), loaders=[loader()]),
         "64 samples",
         "net.py:7",
     ),
@@ -245,7 +246,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         seen(
             {"forward": 8.0},
             samples_per_step=2,
-            operators=[operator("mul", 0.02, 2, module=f"net.{n}", where=f"net.py:{n}") for n in range(50)],
+            operators=[operator("mul", 0.02, 2, module=f"net.{n}", where=f"net.py:{n}") for n in range(200)],
         ),
         "too small a batch",
         "train.py:30",
@@ -442,6 +443,25 @@ def test_looking_at_tensors_from_many_sides_is_no_loop() -> None:
     assert [one for one in remedies(seen(operators=loop(30, 0.02))) if "loop" in one.cause]
 
 
+def test_a_loop_of_a_librarys_own_is_no_line_of_the_users() -> None:
+    def named(line_runs: float | None) -> bool:
+        found = remedies(seen({"forward": 8.0}, operators=loop(100, 0.02, line_runs=line_runs)))
+        return any("a Python loop of" in one.cause for one in found)
+
+    assert [named(runs) for runs in (1.0, 2.0, 100.0, None)] == [False, False, True, True]
+
+
+def test_rows_of_what_no_loader_gave_may_be_time_steps_as_well() -> None:
+    found = first(seen({"forward": 8.0}, operators=loop(64, 0.01)))
+    assert "64 rounds" in found.cause and "time steps" in found.cause
+
+
+@pytest.mark.parametrize(("bytes_", "named"), [(1e6, True), (0.0, False)])
+def test_a_view_takes_no_time_however_long_it_was_held_up(bytes_: float, named: bool) -> None:
+    ones = [operator("t", 6.0, where="net.py:44", flops=0.0, bytes=bytes_)]
+    assert any("aten::t takes" in one.cause for one in remedies(seen(operators=ones))) is named
+
+
 def test_making_samples_one_by_one_is_said_of_the_loader_alone() -> None:
     found = remedies(seen({"data": 3.0}, loaders=[loader()], operators=loop(64, 0.015, phase="data")))
     assert found[0].cause.startswith(("slow samples", "per-sample loading"))
@@ -470,6 +490,31 @@ def test_a_line_takes_most_of_a_wait_only_if_it_does_so_itself(own_ms: float, na
     lines = [line("data", own_ms, "data.py:6", ms=6.0), line("data", 6.0 - own_ms, "train.py:8")]
     found = first(seen({"data": 6.0}, loaders=[loader(workers=2)], lines=lines))
     assert ("data.py:6 takes most of it" in found.remedy) is named
+
+
+@pytest.mark.parametrize(
+    ("samples", "calling_ms", "named"),
+    [(2, 1.4, False), (2, 3.0, True), (31, 4.0, False), (31, 6.0, True), (64, 6.0, False), (64, 8.0, True)],
+)
+def test_how_small_a_batch_is_follows_from_what_calling_costs(samples: float, calling_ms: float, named: bool) -> None:
+    calls = [
+        operator("mul", 0.003, phase="forward", module=f"net.{n}", where=f"net.py:{n}", bytes=1.0)
+        for n in range(round(calling_ms / 0.003))
+    ]
+    each = 10.0 - calling_ms
+    work = operator("addmm", each, phase="backward", module="net", flops=each * 1e8, bytes=1e5)
+    profile = seen({"forward": calling_ms, "backward": 10.0 - calling_ms}, samples_per_step=samples)
+    found = remedies(profile.model_copy(update={"operators": [*calls, work]}))
+    assert any(one.cause.startswith("too small a batch") for one in found) is named
+
+
+def test_a_loader_that_puts_many_samples_together_makes_no_batch_too_small() -> None:
+    def named(samples: int) -> bool:
+        loaders = [loader(batch_size=samples, sample_ms=0.001)]
+        found = remedies(seen({"data": 8.0}, samples_per_step=samples, loaders=loaders))
+        return any(one.cause.startswith("too small a batch") for one in found)
+
+    assert (named(8), named(64)) == (True, False)
 
 
 def test_whole_batches_that_take_long_may_take_longer_where_they_are_larger() -> None:
@@ -509,6 +554,7 @@ BOUNDS: dict[str, Profile] = {
     "copy": seen({"copy": 7.0}),
     "synchronisation": seen({"synchronisation": 7.0}),
     "communication": seen({"communication": 7.0}),
+    "waiting": seen({"waiting": 7.0}),
     "overhead": seen({"python": 7.0}),
     "arithmetic": seen(),
     "memory bandwidth": seen({"forward": 8.0}, operators=[operator("relu", 7.0, flops=1e6, bytes=5e7)]),
@@ -532,3 +578,40 @@ def test_how_far_it_is_from_the_limit_is_said() -> None:
     assert any("50 %" in sentence for sentence in diagnose(seen()).bound_evidence)
     unmeasured = seen().model_copy(update={"limits": Limits()})
     assert diagnose(unmeasured).limit_ms is None
+
+
+def of_ranks(*phases: dict[str, float], slowest: int | None = 1, plan: str = "parallel=data ranks=2") -> Profile:
+    """Of the first rank, whose phases stand first."""
+    ranks = [RankTime(step_ms=sum(one.values()), phases=one) for one in phases]
+    return seen(dict(phases[0]), plan=plan, ranks=ranks, slowest=slowest)
+
+
+def axes_of(profile: Profile) -> list[dict[str, Any]]:
+    return [one.axes for one in remedies(profile) if one.axes]
+
+
+def test_a_rank_that_others_wait_for_is_named_with_what_it_does_longer() -> None:
+    quick, slow = {"waiting": 6.0, "forward": 4.0, "data": 0.1}, {"waiting": 0.5, "forward": 4.0, "data": 5.6}
+    named = first(of_ranks(quick, slow))
+    assert (named.cause, named.gain) == ("waiting: rank 1 is slower than the others", pytest.approx(0.55))
+    assert "Rank 1 spends 5.5 ms more in data" in named.evidence
+    # The slowest may be the one that speaks.
+    assert any("rank 0 is slower" in one.cause for one in remedies(of_ranks(slow, quick, slowest=0)))
+    assert not [one for one in remedies(of_ranks(quick, quick, slowest=0)) if "slower" in one.cause]
+
+
+def test_what_ranks_send_is_spared_by_another_plan_or_by_one_process() -> None:
+    heavy = {"communication": 4.0, "forward": 2.0, "backward": 4.0}
+    assert axes_of(of_ranks(heavy, heavy)) == [{"parallel": "local"}]
+    light = {"communication": 8.0, "forward": 1.0, "backward": 1.0}
+    assert axes_of(of_ranks(light, light)) == [{"parallel": "local"}, {"parallel": "none", "ranks": 1}]
+    alone = next(one for one in remedies(of_ranks(light, light)) if one.axes.get("ranks") == 1)
+    assert alone.gain == pytest.approx(0.6)  # 10 ms - 8 ms + 2 ms of the other rank's
+    assert axes_of(of_ranks(light, light, plan="parallel=tensor ranks=2")) == []
+    assert axes_of(seen({"communication": 8.0}, plan="baseline")) == []
+
+
+def test_stages_that_wait_get_more_microbatches() -> None:
+    idle = {"waiting": 5.0, "forward": 2.0, "backward": 3.0}
+    assert axes_of(of_ranks(idle, idle, plan="parallel=stages ranks=2")) == [{"microbatches": 16}]
+    assert axes_of(of_ranks(idle, idle, plan="parallel=stages ranks=2 microbatches=3")) == [{"microbatches": 6}]

@@ -20,6 +20,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda:0"}
 RANKS: dict[str, Any] = {"parallel": "data"}
 STAGES = {"parallel": "stages"}
 GRAPHS = {**ON_GPU, "graphs": "step"}
+APART = {"placement": "decoder=cpu,encoder=cuda:0"}
 
 REFUSED = {
     "a device that isn't there": (CPU, {}, {"device": "cuda:0"}, ("this machine has cpu", "--device cpu")),
@@ -83,6 +84,16 @@ REFUSED = {
     "stages of a closure": (CPU, {"closure": True}, STAGES, ("calls the loss itself", "parallel=data")),
     "a pipeline of nothing": (CPU, {}, {"pipeline": "gpipe"}, ("only parallel=stages", "leave pipeline out")),
     "ranks on a Mac": (MAC, {}, {"device": "mps", **RANKS}, ("gloo or NCCL", "--device cpu")),
+    "modules apart, compiled": (GPU, {}, {**APART, "compile": "step"}, ("a step on one device", "compile=none")),
+    "modules apart in a graph": (GPU, {}, {**GRAPHS, **APART}, ("a step on one device", "placement=none")),
+    "modules apart in arrays": (GPU, {}, {**APART, "engine": "arrays"}, ("on one device", "engine=eager")),
+    "modules apart on ranks": (GPU, {}, {**APART, **RANKS}, ("a rank has one device", "parallel=none")),
+    "modules apart with workers": (GPU, {}, {**APART, "parallel": "async"}, ("one device", "placement=none")),
+    "a module where nothing is": (GPU, {}, {"placement": "head=cuda:1"}, ("no cuda:1 for 'head'", "has cpu, cuda:0")),
+    "kinds of devices in bf16": (
+        GPU, {}, {**ON_GPU, **APART, "precision": "bf16"}, ("the same on cpu and cuda", "precision=fp32"),
+    ),
+    "modules apart with LBFGS": (GPU, LBFGS, APART, ("LBFGS", "one device", "another optimizer")),
     "more pieces than samples": (CPU, {}, {"accumulation": 65}, ("batch of 64", "65 pieces", "accumulation=64")),
     "arrays in reduced precision": (
         CPU_BF16, {}, {"engine": "arrays", "precision": "bf16"}, ("the model's own numbers", "precision=fp32"),
@@ -140,6 +151,9 @@ RUNS = {
     "an implementation that's there": (CPU, {}, {"optimizer": "fused"}),
     "arrays on the CPU": (CPU, {}, {"engine": "arrays", "residency": "device", "workers": 2}),
     "arrays on NVIDIA's": (GPU, {}, {**ON_GPU, "engine": "arrays"}),
+    "modules apart": (GPU, {}, {**APART, "accumulation": 2, "layout": "channels_last", "residency": "host"}),
+    "modules on a device without its number": (GPU, {}, {"placement": "head=cuda"}),
+    "modules on one kind of devices in bf16": (GPU, {}, {**ON_GPU, "placement": "head=cuda:0", "precision": "bf16"}),
     "ranks": (CPU, {}, RANKS),
     "ranks with little to share, in shards": (GPU, {}, {**ON_GPU, "parallel": "sharded", "ranks": 64}),
     "one rank": (CPU, {}, {"ranks": 1}),
@@ -202,7 +216,8 @@ def test_a_plain_plan_differs_only_in_where_it_runs(axis: str) -> None:
     other = {"engine": "arrays", "device": "cuda:0", "precision": "bf16", "layout": "channels_last", "residency": "host",
              "compile": "step", "rewrites": "all", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1,
              "threads": 1, "parallel": "data", "ranks": 2, "sync_every": 2, "outer": "nesterov", "staleness": 1,
-             "correction": "none", "workforce": "ray", "pipeline": "gpipe", "microbatches": 2, "split": "1"}  # fmt: skip
+             "correction": "none", "workforce": "ray", "pipeline": "gpipe", "microbatches": 2, "split": "1",
+             "placement": "1=cpu"}  # fmt: skip
     assert is_plain(BASELINE)
     assert is_plain(BASELINE.with_axes(**{axis: other[axis]})) is (axis in ("device", "workers", "threads"))
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotloop.errors import HotloopError, PlanError
-from hotloop.plan import BASELINE, Plan, Steps
+from hotloop.plan import BASELINE, Placement, Plan, Steps
 
 # Text that TOML can hold: any but lone surrogates, which are no text in UTF-8.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -21,6 +21,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 def values_of(annotation: Any) -> st.SearchStrategy:
     """Values that an axis of this type takes."""
+    if annotation is Placement:
+        names = st.text("abc_019.", min_size=1, max_size=8)
+        return st.dictionaries(names, st.sampled_from(["cpu", "cuda:0", "cuda:1", "mps"]), min_size=1)
     if annotation is Steps:
         return st.integers(2, 1000)
     if options := get_args(annotation):
@@ -89,6 +92,12 @@ def test_the_baseline_is_eager_fp32_on_the_cpu() -> None:
         ({"graphs": "many"}, ["graphs='many'", "'step'", "2 or more"]),
         ({"accumulation": 0}, ["accumulation=0", "1 or more"]),
         ({"compile": "all"}, ["compile='all'", "'none'", "'package'"]),
+        ({"placement": "cuda:0"}, ["placement='cuda:0'", "such as encoder=cuda:0,head=cuda:1"]),
+        ({"placement": "a=cpu,a=cuda"}, ["each once"]),
+        ({"placement": {"a": 0}}, ["placement={'a': 0}", "each once"]),
+        ({"placement": {"": "cpu"}}, ["modules"]),
+        ({"placement": {"a": {}}}, ["modules"]),
+        ({"placement": 3}, ["placement=3"]),
     ],
 )
 def test_what_no_plan_has_is_refused_with_what_is_allowed(make, axes: dict[str, Any], says: list[str]) -> None:
@@ -121,6 +130,21 @@ def test_text_that_is_no_plan(text: str, says: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan.from_toml(text)
     assert says in str(caught.value)
+
+
+def test_a_placement_is_one_value_however_it_is_written() -> None:
+    plan = Plan(placement={"head": "cuda:1", "body.blocks.3": "cuda:0"})
+    assert plan.placement == {"body.blocks.3": "cuda:0", "head": "cuda:1"}
+    assert plan.brief() == "placement=body.blocks.3=cuda:0,head=cuda:1"
+    others = [
+        Plan(placement=str(plan.placement)),
+        Plan(placement=" head = cuda:1, body.blocks.3=cuda:0"),
+        Plan(**plan.model_dump()),
+        Plan.from_toml('[placement]\nbody.blocks.3 = "cuda:0"\nhead = "cuda:1"'),
+        Plan.from_toml('placement = "head=cuda:1,body.blocks.3=cuda:0"'),
+    ]
+    assert {plan, *others} == {plan}
+    assert Plan(placement={}) == Plan(placement=None) == BASELINE
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from hotloop.profiles import Profile
+from hotloop.profiles import Profile, RankTime
 from hotloop.report.amounts import flops, percent, shape, size, time
 from hotloop.report.profile import page
 from tests.unit.made_profiles import made, module
@@ -106,3 +106,17 @@ def test_numbers_have_three_digits_and_a_unit() -> None:
     assert [time(value) for value in (0.0456, 1.5, 12345.0)] == ["45.6 us", "1.5 ms", "12.3 s"]
     assert [percent(value) for value in (None, 0.0, 0.0004, 0.05, 0.5)] == ["", "0.0 %", "< 0.1 %", "5.0 %", "50 %"]
     assert [shape([2, 3]), shape([])] == ["2x3", "()"]
+
+
+def test_ranks_stand_one_below_the_other_and_the_slowest_is_marked() -> None:
+    ranks = [
+        RankTime(step_ms=100.0, phases={"waiting": 20.0, "forward": 50.0, "backward": 30.0}),
+        RankTime(step_ms=100.0, phases={"communication": 1.0, "forward": 9.0, "data": 90.0}),
+    ]
+    text = shown(made(ranks=ranks, slowest=1), width=60)
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "0 20 ms 0 80 ms forward 50 ms" in rows
+    assert "1 slowest 0 1 ms 99 ms data 90 ms" in rows
+    assert max(map(len, text.splitlines())) <= 60
+    assert "14 more" in shown(made(ranks=15 * ranks, slowest=1))
+    assert "slowest" not in shown(made())

@@ -17,13 +17,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from enum import StrEnum
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
 
 from hotloop.errors import HotloopError
 from hotloop.interrupts import Terminated, sigterm_raises
+
+if TYPE_CHECKING:
+    from hotloop.plan import Plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -177,6 +180,11 @@ def pairs(texts: list[str]) -> dict[str, str]:
         if "=" not in text:
             raise typer.BadParameter(f"{text!r} is not of the form name=value")
     return {name.strip(): value.strip() for name, _, value in (text.partition("=") for text in texts)}
+
+
+def shared(ranks: int | None, plan: Plan) -> bool:
+    """Whether `--ranks` without a word on `parallel` asks for processes that share each batch, which is `parallel=data`."""
+    return ranks is not None and ranks > 1 and "parallel" not in plan.model_fields_set
 
 
 def axes(settings: list[str] | None, **short: object) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from hotloop.cli.common import (
     pairs,
     print_json,
     say,
+    shared,
     stdout_for,
 )
 from hotloop.sources import file_named, holds_task, split
@@ -27,7 +29,7 @@ from hotloop.sources import file_named, holds_task, split
 if TYPE_CHECKING:
     from hotloop.profiles import Profile
 
-_FOR_TASKS = ("plan", "settings", "device", "param", "batch_size", "try_remedies")
+_FOR_TASKS = ("plan", "settings", "device", "param", "batch_size", "ranks", "try_remedies")
 
 
 @guarded
@@ -47,6 +49,13 @@ def profile(
     device: Device = None,
     param: Param = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that share each step, under --set parallel=...; alone it means parallel=data.",
+            show_default="as many as there are devices",
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to measure.", show_default="as many as it takes")] = None,
     stop_after: Annotated[
         str | None, typer.Option(help="End a script after this time, such as 60s; it is stopped as by Ctrl-C.")
@@ -65,6 +74,7 @@ def profile(
     \b
     hotloop profile examples/fashion.py                     a Task
     hotloop profile examples/fashion.py --try               race the remedies
+    hotloop profile examples/fashion.py --ranks 2           two processes that share each step
     hotloop profile train.py -- --epochs 1 --lr 0.1         any PyTorch script with its own arguments
     hotloop profile train.py --stop-after 60s --pictures seen
 
@@ -72,7 +82,13 @@ def profile(
     behind --, runs as a script, unmodified, as it would alone. Its exit code becomes this command's.
     """
     given: dict[str, Any] = dict(
-        plan=plan, settings=settings, device=device, param=param, batch_size=batch_size, try_remedies=try_remedies
+        plan=plan,
+        settings=settings,
+        device=device,
+        param=param,
+        batch_size=batch_size,
+        ranks=ranks,
+        try_remedies=try_remedies,
     )
     path = _script(file, bool(arguments))
     if steps is not None and steps < 1:
@@ -85,7 +101,10 @@ def profile(
     else:
         if stop_after is not None:
             raise typer.BadParameter("--stop-after ends a script; a Task is run for --steps steps")
-        found = _of_task(file, given, steps, trace, time_limit, as_json)
+        of_task = _of_task(file, given, steps, trace, time_limit, as_json)
+        if of_task is None:
+            return  # the first rank speaks for all
+        found = of_task
     _show(found, module, pictures, as_json)
     if found.exit_code:
         raise typer.Exit(found.exit_code if found.exit_code > 0 else 128 - found.exit_code)
@@ -137,29 +156,39 @@ def _first_said() -> Callable[[str, float], None]:
 
 def _of_task(
     file: str, given: Mapping[str, Any], steps: int | None, trace: Path | None, time_limit: str, as_json: bool
-) -> Profile:
-    on_top = axes(given["settings"], device=given["device"])
+) -> Profile | None:
+    on_top = axes(given["settings"], device=given["device"], ranks=given["ranks"])
     parameters = pairs(given["param"] or [])
 
     from hotloop.wanted import Wanted
 
     wanted = Wanted.of(given["plan"], on_top)  # a wrong plan shows at once
+    if shared(given["ranks"], wanted.plan):
+        on_top["parallel"] = "data"
+        wanted = Wanted.of(given["plan"], on_top)
 
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
     from hotloop import inspecting
-    from hotloop.report.contest import watched
+    from hotloop.launch import command, launch, ranks_of
+    from hotloop.parallel.world import World
+    from hotloop.taking_part import to_start
     from hotloop.task import overridden
     from hotloop.taskfile import load_task
 
+    inspecting.refuse_for_ranks(wanted.plan, try_remedies=given["try_remedies"])
+    if (ranked := to_start(given["plan"], on_top)) is not None:
+        raise typer.Exit(launch(ranks_of(ranked), command(), say, restarts=0)[1])
     overrides = {} if given["batch_size"] is None else {"batch_size": given["batch_size"]}
     options: dict[str, Any] = {} if steps is None else {"steps": steps}
-    with stdout_for(as_json), watched(console) as moved:
-        loaded = load_task(file, parameters)
-        common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
-        chosen = inspecting.planned(overridden(loaded.task, overrides), wanted)
-        found = inspecting.inspected(loaded, chosen, trace=trace, **options, **common)
-        if given["try_remedies"]:
-            found = inspecting.tried(loaded, found, chosen, time_limit=time_limit, **common)
-    return found
+    with stdout_for(as_json):
+        loaded = load_task(file, parameters)  # what is wrong on one rank alone shows before the others wait for it
+        with inspecting.as_rank(wanted, console) as moved:
+            common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
+            chosen = inspecting.planned(overridden(loaded.task, overrides), wanted)
+            found = inspecting.inspected(loaded, chosen, trace=trace, **options, **common)
+            if given["try_remedies"]:
+                found = inspecting.tried(loaded, found, chosen, time_limit=time_limit, **common)
+            return found if World.of(chosen).first else None
 
 
 def _show(found: Profile, module: str | None, pictures: Path | None, as_json: bool) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hotloop.report.progress import Display
     from hotloop.taskfile import Loaded
 
-from hotloop.cli.common import AsJson, Param, Set, axes, console, guarded, pairs, print_json, say, stdout_for
+from hotloop.cli.common import AsJson, Param, Set, axes, console, guarded, pairs, print_json, say, shared, stdout_for
 from hotloop.sources import file_named, split
 
 
@@ -99,7 +99,7 @@ def train(
     from hotloop.wanted import Wanted
 
     wanted = Wanted.of(plan, on_top)  # and so does a wrong plan
-    if ranks is not None and ranks > 1 and resume is None and "parallel" not in wanted.plan.model_fields_set:
+    if resume is None and shared(ranks, wanted.plan):
         on_top["parallel"] = "data"
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
-from hotloop.diagnosing import batches, cores, feeding, habits, lines, operators, repeats, updating, waits
+from hotloop.diagnosing import batches, cores, feeding, habits, lines, operators, repeats, sharing, updating, waits
 from hotloop.diagnosing.bound import bound_of, limit_ms
 from hotloop.diagnosing.step import COUNTS, Detector, Step
 from hotloop.profiles import Profile, Remedy
@@ -74,7 +74,7 @@ def remedies(step: Step) -> list[Remedy]:
     named = {remedy.where for remedy in specific if not remedy.note}
     found = _worth(chain.from_iterable(detect(step) for detect in (() if arrays else GENERAL)))
     general = [one for one in found if one.where not in named]
-    found = sorted([*specific, *general], key=lambda remedy: (remedy.note, -remedy.gain))
+    found = sorted([*specific, *general, *_worth(sharing.shared(step))], key=lambda remedy: (remedy.note, -remedy.gain))
     notes = [remedy for remedy in found if remedy.note]
     kept = [remedy for remedy in found if not remedy.note] + notes[:_MOST_NOTES]
     return kept if step.profile.plan else [remedy.model_copy(update={"axes": {}}) for remedy in kept]

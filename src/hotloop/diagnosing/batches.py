@@ -7,26 +7,31 @@ from collections.abc import Iterator
 from hotloop.diagnosing.step import COMPUTING, Step
 from hotloop.profiles import Remedy
 
-_FEW = 32
-"""Samples from which on a batch is never called too small."""
+_LEAST = 0.2
+"""Share of the step that calling must take: as much as what bounds a step, and more than what is known of it may be wrong by."""
+
+_AMORTISED = 32
+"""Samples whose work takes longer than all that calling costs are enough: a larger batch wins less with each."""
 
 _LARGER = 8
-"""Times as many samples are proposed, and at most `_FEW` times as many as there are."""
+"""Times as many samples are proposed, and at least `_AMORTISED`."""
 
 
 def too_small(step: Step) -> Iterator[Remedy]:
-    """Steps of few samples that are made of calls: a larger batch shares them among more samples.
+    """Steps that are made of calls: a larger batch shares them among more samples.
 
-    What is won is the time of the calls, as it was measured, however many samples there are: a few long sequences are few
-    samples, but much work in each call. Calls that something else is said of, such as a loop, aren't the batch's fault, and
-    the loop's own Python may take longer for more samples.
+    What counts is the time of the calls, as it was measured, beside that of the samples' own work: a few long sequences are
+    few samples, but much work in each call. Calls that something else is said of, such as a loop, aren't the batch's fault,
+    and the loop's own Python may take longer for more samples.
     """
     samples = step.profile.samples_per_step
-    if samples is None or samples >= _FEW:
+    if not samples:
         return
     ones = step.operators(lambda one: one.phase in COMPUTING and one.where not in step.named)
     calling = sum(step.reclaimable(one) for one in ones) + _fetching(step, samples)
-    factor = max(_LARGER, _FEW / samples)
+    if step.share(calling) < _LEAST or calling < samples / _AMORTISED * (step.ms - calling):
+        return
+    factor = max(_LARGER, _AMORTISED / samples)
     loader = next((use.where for use in step.profile.loaders), "")
     yield Remedy(
         cause=f"too small a batch: {samples:.0f} samples in a step",
@@ -41,10 +46,11 @@ def too_small(step: Step) -> Iterator[Remedy]:
 def _fetching(step: Step, samples: float) -> float:
     """What a batch costs to fetch beside its samples, which more of them would cost as well; ms.
 
-    Of data sets that make a whole batch at once nobody knows how its time grows, so it counts as the samples'.
+    Of data sets that make a whole batch at once nobody knows how its time grows, so it counts as the samples'. And of many
+    samples, it's mostly for each of them that a loader does what it does.
     """
     loaders = step.profile.loaders
-    if any(use.sample_ms is None for use in loaders):
+    if samples >= _AMORTISED or any(use.sample_ms is None for use in loaders):
         return 0.0
     made = sum((1.0 if use.at_once else samples) * (use.sample_ms or 0.0) for use in loaders)
     return max(0.0, step.phase("data") - made)

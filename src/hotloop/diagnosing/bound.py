@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hotloop.counting import precision_of
+from hotloop.diagnosing.sharing import behind
 from hotloop.diagnosing.step import COMPUTING, Step, least_of, percent
 from hotloop.profiles import Bound, OperatorTime
 
@@ -16,6 +17,7 @@ def times(step: Step) -> dict[Bound, float]:
         "input": step.phase("data", "batch"),
         "copy": step.phase("copy"),
         "synchronisation": step.phase("synchronisation"),
+        "waiting": step.phase("waiting"),
         "communication": step.phase("communication"),
         "overhead": step.phase("python", "logging"),
         "memory bandwidth": 0.0,
@@ -76,6 +78,11 @@ def _detail(step: Step, bound: Bound, ms: float) -> list[str]:
         return [f"It starts {calls:.0f} operations, each {1e3 * step.launch_ms:.1f} us to start on this machine."]
     if bound == "input":
         return [f"The next batch is waited for and made during {ms:.3g} ms."]
+    if bound == "waiting":
+        others = f"The first rank waits for the others during {ms:.3g} ms."
+        return [others, *filter(None, [behind(step)])]
+    if bound == "communication":
+        return [f"During {ms:.3g} ms the first rank does nothing but send and receive."]
     if bound in ("arithmetic", "memory bandwidth"):
         ones = [one for one in step.profile.operators if one.phase in COMPUTING and _kind(step, one) == bound]
         most = max(ones, key=step.cost)

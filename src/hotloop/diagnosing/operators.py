@@ -86,7 +86,9 @@ def unsupported(step: Step) -> Iterator[Remedy]:
 
 def unusual(step: Step) -> Iterator[Remedy]:
     """Large operators that networks aren't made of, and that take much longer than what they read and write."""
-    ones = step.operators(lambda one: one.phase in COMPUTING and not any(part in one.name for part in _USUAL))
+    ones = step.operators(
+        lambda one: one.phase in COMPUTING and one.bytes != 0 and not any(part in one.name for part in _USUAL)
+    )  # what moves no bytes only looks at them, and was held up
     for (where, name), same in grouped(ones, lambda one: (one.where or one.module, one.name)).items():
         least = sum(least_of(one, step.profile) for one in same)
         spent = sum(step.cost(one) for one in same)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest
 from hotloop.profiles import OperatorTime, Remedy
@@ -40,14 +41,17 @@ def loops(step: Step) -> Iterator[Remedy]:
 def _rounds(ones: Sequence[OperatorTime]) -> float:
     """How often a line is gone through in a step: as often as the rarest of the operations that it repeats for a module.
 
-    Views don't count: a single call of a library's layer, such as attention, looks at its tensors from many sides.
+    Views don't count: a single call of a library's layer, such as attention, looks at its tensors from many sides. And it
+    is gone through no more often than Python ran it: a loop of a library's own is none of the user's to change.
     """
     working = [one for one in ones if one.bytes or one.flops or one.bytes is None]
     first = [one for one in working if one.phase in ("forward", "loss", "batch", "python")] or working
     if any(one.phase == "update" for one in first):
         return 0.0
     counts = [sum(one.calls for one in same) for same in grouped(first, _same).values()]
-    return min((count for count in counts if count >= _LOOP), default=0.0)
+    runs = max((one.line_runs for one in ones if one.line_runs is not None), default=inf)
+    repeated = [count for count in counts if count >= _LOOP]
+    return min(*repeated, runs) if repeated and runs >= _LOOP else 0.0
 
 
 def _same(one: OperatorTime) -> tuple[str, str]:
@@ -64,14 +68,14 @@ def _named(step: Step, where: str, ones: Sequence[OperatorTime], rounds: float) 
             f"a Python loop over time steps: {cells[0]} is called {rounds:.0f} times",
             f"give the whole sequence to nn.{whole} at once",
         )
-    samples = step.profile.samples_per_step
+    samples = step.profile.samples_per_step if step.profile.loaders else None  # else rows, which may be time steps
     if samples and samples >= _LOOP and abs(rounds - samples) < 0.5:
         return (
             f"a Python loop over the {samples:.0f} samples of the batch, with many tiny kernels",
             "let the operations work on the whole batch at once (batched products, or torch.func.vmap)",
         )
     return (
-        f"many tiny kernels: a Python loop of {rounds:.0f} rounds (time steps, columns, heads) over small operations",
+        f"many tiny kernels: a Python loop of {rounds:.0f} rounds (time steps, samples, columns, heads) over small operations",
         "work on all of them at once: one product for all before the loop, a batched product or a whole layer "
         "(nn.RNN, nn.LSTM) in its place; what must stay a loop: torch.compile",
     )

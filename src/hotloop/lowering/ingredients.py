@@ -33,7 +33,7 @@ class Ingredients:
 
     Attributes:
         task: with a loss of its own on the device, if the loss is a module.
-        model: on the device.
+        model: on the device, but for modules that are placed elsewhere.
         weigh: `(batch, samples)` -> what the batch's loss counts.
         compute: `(model, batch)` -> the forward pass and its loss.
         build_optimizer: `model` -> the optimizer.
@@ -44,6 +44,7 @@ class Ingredients:
         world: the ranks that share the training.
         meter: of the time that this rank spends on the others.
         notes: lines that the user should read about how the Plan was lowered.
+        elsewhere: further devices, where modules of the model are placed.
     """
 
     task: Task
@@ -61,6 +62,12 @@ class Ingredients:
     world: World = ALONE
     meter: Meter = field(default_factory=Meter)
     notes: tuple[str, ...] = ()
+    elsewhere: tuple[torch.device, ...] = ()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that the step computes on, the plan's first."""
+        return (self.device, *self.elsewhere)
 
     @property
     def relayed(self) -> bool:
@@ -98,8 +105,14 @@ def built_model(task: Task) -> nn.Module:
     return model
 
 
-def placed(parts: Ingredients, device: torch.device) -> Ingredients:
-    """Model and loss moved to `device`; the loss is copied, since it may have buffers that training changes."""
+def placed(
+    parts: Ingredients, device: torch.device, move: Callable[[nn.Module], nn.Module] | None = None
+) -> Ingredients:
+    """Model and loss moved to `device`; the loss is copied, since it may have buffers that training changes.
+
+    Args:
+        move: how the model is moved, if parts of it go elsewhere.
+    """
     task = parts.task
     if parts.relayed:  # each rank moves what it holds, once it is known
         return replace(parts, device=device)
@@ -107,7 +120,7 @@ def placed(parts: Ingredients, device: torch.device) -> Ingredients:
         task = replace(task, loss=copy.deepcopy(task.loss).to(device))
         vars(task)["roles"] = parts.roles
     weigh = _samples if parts.weigh is _samples else task.weight_of  # with the class weights on the device
-    model = parts.model.to(device)
+    model = parts.model.to(device) if move is None else move(parts.model)
     return replace(parts, task=task, device=device, model=model, weigh=weigh, compute=task.compute)
 
 

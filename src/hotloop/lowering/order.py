@@ -17,6 +17,7 @@ from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout
+from hotloop.lowering.placing import in_places
 from hotloop.lowering.precision import in_precision
 from hotloop.lowering.program import Program
 from hotloop.lowering.residency import resident
@@ -34,11 +35,11 @@ from hotloop.task import Task
 
 
 def on_device(parts: Ingredients) -> Ingredients:
-    """The device axis; each rank has the device of its own number."""
+    """The device axis, and modules that are placed elsewhere; each rank has the device of its own number."""
     device = check_device(parts.plan.device)
     if device.type == "cuda" and not parts.world.alone:
         device = torch.device("cuda", torch.cuda.current_device())
-    return placed(parts, device)
+    return placed(parts, device) if parts.plan.placement is None else in_places(parts, device)
 
 
 TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
@@ -89,8 +90,9 @@ def making_ready(plan: Plan) -> Iterator[None]:
     except Exception as error:
         if not out_of_memory(error):
             raise
+        where = " and ".join(dict.fromkeys([plan.device, *(plan.placement or {}).values()]))
         raise MemoryExhausted(
-            f"making model and data ready on {plan.device} ran out of memory: {blame(error)}",
+            f"making model and data ready on {where} ran out of memory: {blame(error)}",
             fix="use a smaller model, less data at once, or a device with more memory",
         ) from error
 

@@ -79,6 +79,11 @@ class Program:
     def device(self) -> torch.device:
         return self.parts.device
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that it computes on, the plan's first."""
+        return self.parts.devices
+
     def advance(self, steps: int) -> Outcome:
         """Runs up to `steps` steps from the present position, not past the end of the epoch.
 
@@ -113,7 +118,7 @@ class Program:
         """
         self.model.train()
         self._step.draws.begin_span()
-        with preserved(self.device), self._around():
+        with preserved(*self.devices), self._around():
             batch = to_device(batch, self.device)
             loss = self._step(batch, batch_length(batch), self.position.step)
         self.position = Position(self.position.step + 1, self.position.epoch, self.position.batch + 1)

@@ -53,7 +53,7 @@ class EagerStep:
             self.average = {n: v.detach().clone() for n, v in model.named_parameters() if v.requires_grad}
             self._average = get_ema_multi_avg_fn(task.average)
             self._averaged = [v for v in model.parameters() if v.requires_grad]
-        self.draws = StepDraws(task.seed, parts.device)
+        self.draws = StepDraws(task.seed, *parts.devices)
         self._needs_closure = needs_closure(self.optimizer)
         self._checked = False
         self.outer: dict[str, Tensor] = {}

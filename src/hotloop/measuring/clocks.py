@@ -17,18 +17,22 @@ _FEED_S = 0.2
 _FEED_BATCHES = 200
 
 
-def synchronise(device: torch.device) -> None:
-    """Waits until the device has done what it was asked for; the CPU has, whenever it is asked."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def synchronise(*devices: torch.device) -> None:
+    """Waits until the devices have done what they were asked for; the CPU has, whenever it is asked."""
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
 
 def peak_of_step(program: Program) -> int | None:
-    """The most bytes that one training step holds at a time beyond what was there before; None where nobody says.
+    """The most bytes that one training step holds at a time beyond what was there before; None where nobody says,
+    and where it takes several devices.
 
     One step is run. On the CPU, what compiled code allocates is not seen, so a compiled step has none.
     """
     device, plan = program.device, program.parts.plan
+    if len(program.devices) > 1:
+        return None
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)
         synchronise(device)

@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -150,7 +149,7 @@ def _prepare(racer: _Racer, entrant: Entrant, clock: Clock, warm_s: float) -> No
     racer.startup_s = clock() - began - program.compile_s + _read_before(program, began)
     racer.device = program.device.type
     racer.figures["plan"] = program.parts.plan.model_dump()
-    with preserved(program.device):
+    with preserved(*program.devices):
         racer.runner = Runner(program, clock)
         first_s, racer.step_s = racer.runner.warm_up(warm_s)
     racer.startup_s += first_s
@@ -171,10 +170,9 @@ def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Prog
         racer.lane = Lane(racer.name, racer.runner)
         racer.lane.lay_out(racer.device, racer.step_s, base.step_s)
     lanes = {racer.name: racer.lane for racer in runners if racer.lane is not None}
+    programs = [racer.program for racer in runners if racer.program is not None]
     try:
-        with ExitStack() as stack:
-            for device in {racer.program.device for racer in runners if racer.program is not None}:
-                stack.enter_context(preserved(device))
+        with preserved(*{device for program in programs for device in program.devices}):
             run_rounds(list(lanes.values()), lanes[baseline], limits, lambda share: progress("racing", share))
     except Exception as error:
         _failed(base, baseline, error)
@@ -197,7 +195,7 @@ def _weigh(racer: _Racer) -> None:
     """What a step allocates, and how fast batches come; then the State is as it was."""
     runner, program = racer.runner, racer.program
     assert runner is not None and program is not None
-    with preserved(program.device):
+    with preserved(*program.devices):
         runner.settle(1)
         runner.ready()
         racer.figures["peak_memory_bytes"] = peak_of_step(program)

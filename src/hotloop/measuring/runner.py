@@ -35,12 +35,16 @@ class Runner:
         """Runs until the first steps' costs are over, then puts the State back: `(first step, a step)` in seconds."""
         first, _ = self._run(1)
         total, done, rate = 0.0, 1, first
-        while total < seconds or done < _WARM_STEPS:
-            steps = max(1, min(done, int((seconds - total) / max(rate, 1e-7))))
+        while steps := self._to_warm_up(seconds - total, done, rate):
             took, _ = self._run(steps)
             total, done, rate = total + took, done + steps, took / steps
         self.put_back()
         return first, rate
+
+    def _to_warm_up(self, left_s: float, done: int, rate: float) -> int:
+        """Steps to come next, 0 at the end; of several ranks, which take each step together, as the first has it."""
+        steps = max(1, min(done, int(left_s / max(rate, 1e-7)))) if left_s > 0 or done < _WARM_STEPS else 0
+        return self.program.parts.world.of_first(steps)
 
     def put_back(self) -> None:
         """Goes to the State from before."""
@@ -70,7 +74,7 @@ class Runner:
         """Runs up to `steps` steps, not past the end of an epoch."""
         program = self.program
         self.ready()
-        synchronise(program.device)
+        synchronise(*program.devices)
         began = self._clock()
         try:
             outcome = program.advance(steps)
@@ -80,7 +84,7 @@ class Runner:
             return 0.0, Outcome(0, 0, False)
         if outcome.ended:
             program.end_epoch(1.0)
-        synchronise(program.device)
+        synchronise(*program.devices)
         return self._clock() - began, outcome
 
     def ready(self) -> None:

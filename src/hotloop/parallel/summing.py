@@ -15,7 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from hotloop.parallel.waiting import Meter
 
 
-class Whole(nn.Module):
+class Around:
+    """Marks modules that stand around the user's model, which a profile passes over."""
+
+
+class Whole(Around, nn.Module):
     """A model together with its objective as one module, so that all that the Task does with the model is inside.
 
     A step of the user's may call parts of the model, or the model several times; an engine that watches the forward pass
@@ -41,6 +45,10 @@ _BUFFERS_STAY: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False  # until torch 2.12
 }
 """Each rank works its buffers out by itself: the first rank's in their stead would hide that they differ."""
+
+
+class _Engine(Around, DistributedDataParallel):
+    """torch's engine."""
 
 
 class Own:
@@ -82,7 +90,7 @@ class Summed(Own):
         # Looked for in vain at each step: torch warns where all that it is told to look for is there.
         module.never = nn.Parameter(next(module.parameters()).new_zeros(()).float())
         # A parameter may take part on one rank alone, or on none: then it must be found, at the price of a look.
-        engine = DistributedDataParallel(module, find_unused_parameters=True, **_BUFFERS_STAY)
+        engine = _Engine(module, find_unused_parameters=True, **_BUFFERS_STAY)
         engine.register_comm_hook(self, _summed)
         self.module = engine
 
@@ -90,7 +98,7 @@ class Summed(Own):
 def _summed(owner: Summed, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Adds up a bucket of gradients over the ranks; torch's own hooks divide by their number."""
     gradients = owner.leave_out(bucket.buffer())
-    owner.meter.begin()
+    owner.meter.begin(last=bucket.is_last())
     work = dist.all_reduce(gradients, async_op=True)
     assert work is not None
 

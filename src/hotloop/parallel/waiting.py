@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hotloop.parallel.world import World
+from hotloop.profiles import Phase
 
 _WORTH_A_LINE = 0.2
 """Share of the time; ranks that wait less for each other have little to win by more even work."""
@@ -31,10 +32,28 @@ class Spent:
         return Spent(self.waited_s + other.waited_s, self.communicated_s + other.communicated_s)
 
 
+class Ear(Protocol):
+    """Hears what a rank does for the others at the moment that it does."""
+
+    def enter(self, phase: Phase) -> None:
+        """It does nothing else from here on."""
+
+    def leave(self) -> None:
+        """It goes on with what it did before."""
+
+    def turn(self, phase: Phase) -> None:
+        """Nothing but this is left of what it did."""
+
+
 class Meter:
-    """Adds up what one rank spends on the others. On a GPU, whose work is only queued, what the host sees of it."""
+    """Adds up what one rank spends on the others. On a GPU, whose work is only queued, what the host sees of it.
+
+    Attributes:
+        ear: who listens; None where nobody does.
+    """
 
     def __init__(self) -> None:
+        self.ear: Ear | None = None
         self._spent = Spent()
         self._open, self._since = 0, 0.0
         self._lock = threading.Lock()  # what was begun here may end in a thread of gloo's
@@ -44,7 +63,8 @@ class Meter:
         """For a word to all that is too short to take time itself."""
         began = time.perf_counter()
         try:
-            yield
+            with self._heard("waiting"):
+                yield
         finally:
             with self._lock:
                 self._spent += Spent(waited_s=time.perf_counter() - began)
@@ -53,15 +73,22 @@ class Meter:
     def communicating(self) -> Iterator[None]:
         self.begin()
         try:
-            yield
+            with self._heard("communication"):
+                yield
         finally:
             self.end()
 
-    def begin(self) -> None:
-        """Something is under way; what goes on at the same time counts once."""
+    def begin(self, *, last: bool = False) -> None:
+        """Something is under way; what goes on at the same time counts once.
+
+        Args:
+            last: whether nothing is left to compute meanwhile.
+        """
         with self._lock:
             self._since = self._since if self._open else time.perf_counter()
             self._open += 1
+        if last and self.ear is not None:
+            self.ear.turn("communication")
 
     def end(self) -> None:
         with self._lock:
@@ -75,49 +102,83 @@ class Meter:
             spent, self._spent = self._spent, Spent()
         return spent
 
+    @contextmanager
+    def _heard(self, phase: Phase) -> Iterator[None]:
+        if (ear := self.ear) is None:
+            yield
+            return
+        ear.enter(phase)
+        try:
+            yield
+        finally:
+            ear.leave()
+
 
 class Waits:
-    """What the ranks of a training spend on each other; all of them ask at the same places."""
+    """What the ranks of a training spend on each other; all of them ask at the same places.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._spent, self._train_s = Spent(), 0.0
+    Args:
+        log: adds an event to the journal.
+        say: shows a line to the user.
+    """
 
-    def add(self, spent: Spent, train_s: float) -> str:
-        """Counts an epoch.
+    def __init__(self, world: World, log: Callable[..., None], say: Callable[[str], None]) -> None:
+        self._world, self._log, self._say = world, log, say
+        self._spent, self._train_s, self._steps = Spent(), 0.0, 0
+
+    def note(self, epoch: int, spent: Spent, train_s: float, steps: int) -> None:
+        """Counts an epoch; the journal gets what a step of it cost each rank.
+
+        A line names the slowest rank, the one that waits least, if others waited long for it.
 
         Args:
+            epoch: from 1.
             spent: by this rank.
             train_s: seconds that its steps took.
-
-        Returns:
-            A line that names the slowest rank, the one that waits least, if others waited long for it; empty elsewhere.
         """
-        if self._world.alone:
-            return ""
-        self._spent, self._train_s = self._spent + spent, self._train_s + train_s
-        waited = self._world.gathered(spent.waited_s)
+        of_ranks = self._counted(spent, spent, train_s, steps)
+        if not of_ranks or not steps:
+            return
+        waited = [one.waited_s for one in of_ranks]
         last = _least(waited)
+        self._log("waiting", epoch=epoch, **per_step(of_ranks, steps), slowest=last)
         lost = max(waited) - waited[last]
-        if not train_s or lost < _WORTH_A_LINE * train_s:
-            return ""
-        return f"rank {last} is the slowest: others waited {lost / train_s:.0%} of the epoch for it"
+        if lost >= _WORTH_A_LINE * train_s:
+            self._say(f"rank {last} is the slowest: others waited {lost / train_s:.0%} of the epoch for it")
 
-    def shares(self, spent: Spent, train_s: float) -> dict[str, Any]:
-        """What all came to, with what was spent since the last `add`, which was no whole epoch.
+    def tell(self, spent: Spent, train_s: float, steps: int) -> None:
+        """What all came to, with what was spent since the last epoch: to the journal, and in a line.
 
-        Returns:
-            Of the time of all steps: `waiting` and `communication`, rank by rank, and the `slowest` rank. Empty of a
-            process that trains alone, and where nothing was measured.
+        Nothing of a process that trains alone, and where nothing was measured.
         """
-        spent, train_s = self._spent + spent, self._train_s + train_s
-        if self._world.alone or not train_s:
-            return {}
-        own = spent.waited_s / train_s, spent.communicated_s / train_s
-        if not any(map(any, of_ranks := self._world.gathered(own))):
-            return {}
-        waiting, communication = ([round(share, 4) for share in of] for of in zip(*of_ranks, strict=True))
-        return {"waiting": waiting, "communication": communication, "slowest": _least(waiting)}
+        of_ranks = self._counted(self._spent + spent, spent, train_s, steps)
+        if not of_ranks or not self._steps:
+            return
+        shares = {
+            "waiting": [round(one.waited_s / self._train_s, 4) for one in of_ranks],
+            "communication": [round(one.communicated_s / self._train_s, 4) for one in of_ranks],
+            "slowest": _least([one.waited_s for one in of_ranks]),
+            "step_ms": round(1e3 * self._train_s / self._steps, 3),
+            **per_step(of_ranks, self._steps),
+        }
+        self._log("ranks", **shares)
+        self._say(told(shares))
+
+    def _counted(self, asked: Spent, spent: Spent, train_s: float, steps: int) -> list[Spent]:
+        """Adds up, and returns what each rank says when asked; nothing of one alone, or where none has spent anything."""
+        if self._world.alone:
+            return []
+        self._spent, self._train_s, self._steps = self._spent + spent, self._train_s + train_s, self._steps + steps
+        found = self._world.gathered(asked)
+        return found if any(one != Spent() for one in found) else []
+
+
+def per_step(of_ranks: Sequence[Spent], steps: int) -> dict[str, list[float]]:
+    """Milliseconds in a step, rank by rank."""
+    return {
+        "waiting_ms": [round(1e3 * one.waited_s / steps, 3) for one in of_ranks],
+        "communication_ms": [round(1e3 * one.communicated_s / steps, 3) for one in of_ranks],
+    }
 
 
 def told(shares: dict[str, Any]) -> str:
@@ -126,7 +187,10 @@ def told(shares: dict[str, Any]) -> str:
         f"rank {rank} {waiting:.0%} and {communication:.0%}"
         for rank, (waiting, communication) in enumerate(zip(shares["waiting"], shares["communication"], strict=True))
     ]
-    return f"of the steps' time in waiting and in communication: {', '.join(ranks)}; the slowest is rank {shares['slowest']}"
+    return (
+        f"of a step's {shares['step_ms']:.3g} ms in waiting and in communication: {', '.join(ranks)};"
+        f" the slowest is rank {shares['slowest']}"
+    )
 
 
 def _least(waited: list[float]) -> int:

@@ -94,7 +94,7 @@ def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, br
 
     if not task.roles.exact:
         return all_unproven("the data is a stream with an order of its own, so runs can't be compared step by step")
-    with preserved(device):
+    with preserved(device, *(other for program in programs for other in program.parts.elsewhere)):
         try:
             truth = Truth(task, device)
         except Exception as error:
@@ -113,10 +113,8 @@ def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, br
             for program, state in zip(programs, before, strict=True):
                 program.restore(state)
     for program, account in zip(programs, evidence.candidates, strict=True):
-        if program.parts.plan.accumulation > 1 and truth.watch.draws:
-            account.unproven = (
-                "it draws random numbers for each piece of a batch, so they are other ones than the baseline's"
-            )
+        if truth.watch.draws and (apart := _draws_apart(program)):
+            account.unproven = f"it draws random numbers {apart}, so they are other ones than the baseline's"
     common |= {"states": len(evidence.steps), "seconds": time.monotonic() - began}
     return [
         Parity(
@@ -127,3 +125,10 @@ def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, br
         )
         for number, account in enumerate(evidence.candidates)
     ]
+
+
+def _draws_apart(program: Program) -> str:
+    """In what way a Program's random numbers come otherwise than the baseline's; empty if they don't."""
+    if program.parts.plan.accumulation > 1:
+        return "for each piece of a batch"
+    return "on several devices" if program.parts.elsewhere else ""

@@ -33,13 +33,17 @@ _STRAYED = 10
 _PREFERRED = 3
 """So many, if no optimizer was seen before."""
 
-_SHORT_MS = 10.0
-"""A step above it is not a hundredth longer for what it finds cold."""
+_DISTURBING: tuple[Kind, ...] = (*CLOSE, "clocked")
+"""Steps for which functions are replaced, so that Python's caches are cold after them."""
 
-_SETTLED = 8
+_SETTLED_MS = 10.0
+_MOST_SETTLING = 4
+"""So long, and so many steps at most, until they are as warm as before; a longer step is no hundredth longer for it."""
+
+SETTLED = 8
 """So many steps measured are kept, whatever loop comes next."""
 
-_LONGEST_S = 30.0
+LONGEST_S = 30.0
 """Of watching, once so many are measured."""
 
 
@@ -85,6 +89,7 @@ class Course:
         stage: is told of each.
         observers: makes those that watch closely, once the step is known.
         found: whether the step must be found; else `boundary` is called after each.
+        in_step: whether others take the same steps, so that no clock may decide which are watched how.
 
     Attributes:
         facts: of the steps.
@@ -94,7 +99,9 @@ class Course:
         mark_ms: what leaving a mark in the timeline takes.
     """
 
-    def __init__(self, steps: int, stage: Stage, observers: Callable[[], list[Observer]], *, found: bool) -> None:
+    def __init__(
+        self, steps: int, stage: Stage, observers: Callable[[], list[Observer]], *, found: bool, in_step: bool = False
+    ) -> None:
         self.facts = Facts(torch=True)
         self.timeline = Timeline(HostClock())
         self.step: StepFact | None = None
@@ -104,7 +111,7 @@ class Course:
         self._stage, self._observers_of = stage, observers
         self._finder = Finder()
         self._anchor = None if found else Event("update", "")
-        self._found = found
+        self._found, self._in_step = found, in_step
         self._left = order(steps)
         self._began: Any = None
         self._first_s: float | None = None
@@ -211,7 +218,7 @@ class Course:
         if event.what == "update":
             self._strayed += 1
         limit = _PREFERRED if self._anchor.what == "backward" else _STRAYED
-        if self._strayed >= limit and (self.measured() < _SETTLED or self._anchor.what == "backward"):
+        if self._strayed >= limit and (self.measured() < SETTLED or self._anchor.what == "backward"):
             self._finder, self._anchor, self._strayed = Finder(), None, 0
             self.end_close_watch()
             self.step = None
@@ -243,19 +250,25 @@ class Course:
 
     def _next_kind(self) -> Kind | None:
         watched_s = time.perf_counter() - (self._first_s or 0.0)
-        if self._warm < 1 or (watched_s < _WARM_S and self._warm < _MOST_WARM):
+        short = self._in_step or watched_s < _WARM_S
+        if self._warm < 1 or (short and self._warm < _MOST_WARM):
             self._warm += 1
             return "warm-up"
         if not self.facts.warm_up_s:
             self.facts.warm_up_s = watched_s
-        if not self._left or (self.measured() >= _SETTLED and watched_s > _LONGEST_S):
+        long = not self._in_step and watched_s > LONGEST_S
+        if not self._left or (self.measured() >= SETTLED and long):
             return None
-        return "settling" if self._left[0] == "clean" and self._is_disturbed() else self._left.pop(0)
+        settled: tuple[Kind, ...] = ("clean", "instrumented") if self._in_step else ("clean",)
+        return "settling" if self._left[0] in settled and self._is_disturbed() else self._left.pop(0)
 
     def _is_disturbed(self) -> bool:
-        """Whether the next step finds Python's caches cold, by what was replaced for the last one, and is so short to tell."""
-        last = self.facts.steps[-1]
-        return last.kind in (*CLOSE, "clocked") and last.ms < _SHORT_MS
+        """Whether the next step finds Python's caches cold, by what was replaced for one before, and is so short to tell."""
+        if self._in_step:  # whatever it took here, the other ranks decide alike
+            return self.facts.steps[-1].kind in _DISTURBING
+        ms = next((step.ms for step in reversed(self.facts.steps) if step.kind not in _DISTURBING), 0.0)
+        settling = min(_MOST_SETTLING, int(_SETTLED_MS / ms)) if ms else 0
+        return any(step.kind in _DISTURBING for step in self.facts.steps[-settling:] if settling)
 
     def measured(self) -> int:
         """Steps whose times count."""
@@ -272,17 +285,17 @@ class Course:
         if kind in CLOSE:
             self.timeline.begin(ground)
         else:
-            self._began = self.timeline.clock.mark()
+            self._began = self.timeline.instant()
 
     def _end_step(self, at: Any = None) -> None:
         step = self.step
         assert step is not None
-        at = self.timeline.clock.mark() if at is None else at
+        at = self.timeline.instant() if at is None else at
         whole: list[tuple[Any, Phase]] = [(self._began, "unattributed"), (at, "unattributed")]
         marks = self.timeline.end(at) if self.timeline.on else whole
         step.cpu_ms = self.cores.end(clean=step.kind == "clean")
         step.flags += self._stage.flags()
-        self.end_close_watch(drop=not self._is_usual(step) and step.kind != "whole")
+        self.end_close_watch(drop=step.kind in _DISTURBING and step.kind != "whole" and not self._is_usual(step))
         if step.kind in CLOSE:  # asking takes the system's time
             step.memory = held_memory(self.facts.device)
         self._stage.end()

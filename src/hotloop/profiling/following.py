@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED
 from types import CodeType, FrameType
@@ -30,6 +31,8 @@ class Follower:
         self._own: dict[CodeType, bool] = {}
         self._lines: list[Line | None] = []
         self._frames: list[FrameType] = []
+        self._ran: Counter[Line] = Counter()
+        self._called: Counter[Line] = Counter()
         self._on = False
 
     @property
@@ -41,9 +44,14 @@ class Follower:
     def line(self) -> Line | None:
         return self._lines[-1] if self._lines else None
 
+    @property
+    def runs(self) -> Counter[Line]:
+        """How often each line ran since it began, or what it calls, as `map` does, if that is more."""
+        return self._ran | self._called
+
     def begin(self) -> bool:
         """False where a debugger or a coverage tool traces already; nothing is followed then."""
-        self._lines = []
+        self._lines, self._ran, self._called = [], Counter(), Counter()
         if sys.gettrace() is not None:
             return False
         self._frames = list(self._running(sys._getframe(1)))
@@ -91,15 +99,23 @@ class Follower:
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
         if not self._owns(frame.f_code):
+            self._note_call(frame)
             return None
         if frame.f_code.co_flags & _SUSPENDED and all(known is not frame for known in self._frames):
             self._frames.append(frame)
         self._lines.append((frame.f_code.co_filename, frame.f_lineno))
         return self._step
 
+    def _note_call(self, frame: FrameType) -> None:
+        """A library's function begins; one that goes on, such as a generator of parameters, isn't called again."""
+        caller = frame.f_back
+        if caller is not None and self._owns(caller.f_code) and not frame.f_code.co_flags & _SUSPENDED:
+            self._called[caller.f_code.co_filename, caller.f_lineno] += 1
+
     def _step(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
             now = (frame.f_code.co_filename, frame.f_lineno)
+            self._ran[now] += 1
             if self._lines and self._lines[-1] != now:
                 self._lines[-1] = now
                 self._moved()

@@ -98,6 +98,12 @@ class Graphs:
 
     def step_done(self) -> None:
         """A step has ended."""
+        if self.on or self._losses or self._retained:
+            self._look_back()
+        self._step += 1
+
+    def _look_back(self) -> None:
+        """What has become of the graphs of this step and of those before it."""
         if self.on:
             self._looked += 1
             self._count("wasted forward", (mark for mark in self._forwards if not mark.walked))
@@ -110,7 +116,6 @@ class Graphs:
         for _, where, _ in (loss for loss in self._losses if loss[0] == self._step - _LATER and loss[2]() is not None):
             self._found["kept graph", where] += 1
         self._losses = [loss for loss in self._losses if loss[0] > self._step - _LATER]
-        self._step += 1
 
     def _count(self, what: str, marks: Iterable[Mark]) -> None:
         for mark in marks:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from hotloop.parallel.summing import Around
 from hotloop.profiles import Phase
 from hotloop.profiling.patches import Patches
 from hotloop.profiling.phases import Clock, HostClock, Timeline
@@ -53,6 +54,18 @@ def around(mine: Callable[[], bool], began: Began, ended: Ended) -> Callable[[An
         return unseen(call)
 
     return make
+
+
+_AMONG_RANKS: tuple[Phase, ...] = ("waiting", "communication")
+
+
+def among_ranks(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -> Callable[[Any], Any]:
+    """Puts a function that sends, receives or waits into a phase, unless it is a part of another one that does."""
+
+    def began(args: tuple, kwargs: dict) -> None:
+        timeline.enter(timeline.current if timeline.current in _AMONG_RANKS else phase)
+
+    return around(mine, began, lambda *ended: timeline.leave())
 
 
 def mark_ms(clock: Clock) -> float:
@@ -212,7 +225,7 @@ class Closely:
 
     def install(self) -> None:
         heard, patches = self._listener, self._patches
-        patches.put(nn.Module, "__call__", around(heard.mine, heard.forward_began, heard.forward_ended))
+        patches.put(nn.Module, "__call__", self._forwards())
         nothing = around(heard.mine, lambda args, kwargs: None, heard.no_grad_ended)
         patches.put(torch.no_grad, "__exit__", nothing)
         for name in _LOSSES:
@@ -228,7 +241,7 @@ class Closely:
                 self._put(module, owner, name, phase)  # type: ignore[arg-type]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             for name in _COMMUNICATING:
-                patches.put(torch.distributed, name, self._in("communication"))
+                patches.put(torch.distributed, name, among_ranks(heard.mine, self._timeline, "communication"))
         if torch.accelerator.is_available():
             patches.put(torch.accelerator, "synchronize", self._in("synchronisation"))
             if torch.cuda.is_available():
@@ -244,6 +257,22 @@ class Closely:
         holder = getattr(there, owner, None) if owner else there
         if holder is not None and hasattr(holder, name):
             self._patches.put(holder, name, self._in(phase))
+
+    def _forwards(self) -> Callable[[Any], Any]:
+        """What stands around a model that ranks share runs forward, too, and computes the loss after it."""
+        heard, timeline = self._listener, self._timeline
+
+        def began(args: tuple, kwargs: dict) -> Any:
+            return timeline.enter("forward") if isinstance(args[0], Around) else heard.forward_began(args, kwargs)
+
+        def ended(token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+            if not isinstance(args[0], Around):
+                heard.forward_ended(token, args, kwargs, result, done)
+                return
+            timeline.leave()
+            timeline.turn("loss")
+
+        return around(heard.mine, began, ended)
 
     def _in(self, phase: Phase) -> Callable[[Any], Any]:
         timeline = self._timeline

@@ -93,6 +93,7 @@ class ModuleClock:
         self._namer = namer or Namer()
         self._owners: dict[int, Owner] = {}
         self._outside, self._after = Owner(Place.part("(functional)")), Owner(Place.part("(loss)"))
+        self._apart = Owner(Place.part("(apart)"))
         self._times: dict[Name, _Times] = {}
         self._steps = 0
         self._active = False
@@ -130,6 +131,7 @@ class ModuleClock:
         for owner in owners:
             self._add(owner, found)
             owner.clear()
+        self._apart.clear()
         self._owners = {key: owner for key, owner in self._owners.items() if owner.place.alive}
         if keep:
             for name, step in found.items():
@@ -185,6 +187,19 @@ class ModuleClock:
         if before is self._outside and not self._seams.depth:
             before = self._after
         self._hand_to(before, None, now)
+
+    def aside(self) -> Owner | None:
+        """What follows in this pass, or until whoever had the clock has it `back`, belongs to no module."""
+        if not self._active:
+            return None
+        before = self._owner
+        self._reach(self._apart, None)
+        return before
+
+    def back(self, before: Owner | None) -> None:
+        """The clock goes on for who had it before."""
+        if self._active and before is not None:
+            self._reach(before, None)
 
     def _hand_to(self, owner: Owner, counted: Owner | None, now: int) -> None:
         """The clock goes on for somebody else, who makes the nodes from here on."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from hotloop.profiles import Phase
 from hotloop.profiling.course import Observer
 from hotloop.profiling.lines import StackSampler
@@ -20,13 +22,14 @@ from hotloop.profiling.turning import Turning, turned
 from hotloop.profiling.watcher import Watch
 
 
-def observers(watch: Watch, trace: str | Path | None) -> list[Observer]:
+def observers(watch: Watch, trace: str | Path | None, model: nn.Module | None = None) -> list[Observer]:
     """What watches modules, operators and lines, for one watch.
 
     Args:
         trace: file for the Chrome trace of the traced steps.
+        model: whose names its modules go by, whatever stands around it; None to find that out.
     """
-    inside = _Inside(watch, None if trace is None else Path(trace))
+    inside = _Inside(watch, None if trace is None else Path(trace), model)
     return [Lines(watch), inside.modules, inside]
 
 
@@ -46,7 +49,9 @@ class Lines:
         return {"lines": [line.model_dump() for line in fitting(self._sampler.lines(), _phases(self._watch))]}
 
 
-class _Modules:
+class Modules:
+    """The clock of the modules."""
+
     kinds: Sequence[Kind] = ("clocked", "whole")
 
     def __init__(self, namer: Namer) -> None:
@@ -63,12 +68,13 @@ class _Inside:
 
     kinds: Sequence[Kind] = ("traced", "whole")
 
-    def __init__(self, watch: Watch, trace: Path | None) -> None:
+    def __init__(self, watch: Watch, trace: Path | None, model: nn.Module | None) -> None:
         self._watch, self._trace = watch, trace
         self._namer = Namer()
-        if watch.compilations.model is not None:
-            self._namer.know(watch.compilations.model)
-        self.modules = _Modules(self._namer)
+        known = model if watch.compilations.model is None else watch.compilations.model
+        if known is not None:
+            self._namer.know(known)
+        self.modules = Modules(self._namer)
         sites = watch.sites
         self._tracer = Tracer(
             sites.is_own,

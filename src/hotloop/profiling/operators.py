@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,6 +21,7 @@ from hotloop.profiles import OperatorTime, Phase
 from hotloop.profiling.chrome import Span, spans_of, write_trace
 from hotloop.profiling.compiled import Compilations, Launch
 from hotloop.profiling.events import Event, Operator, Reader, copied, walked
+from hotloop.profiling.following import Line
 from hotloop.profiling.naming import LOSS, Name, Namer
 from hotloop.profiling.trail import Trail, Turn
 from hotloop.profiling.tree import spelled
@@ -37,7 +38,7 @@ class _Key(NamedTuple):
     name: str
     phase: Phase
     module: Name | None
-    line: tuple[str, int] | None
+    line: Line | None
     shapes: tuple[str, ...]
     dtype: str
     device: str
@@ -93,6 +94,7 @@ class Tracer:
         self._walls: dict[tuple[Name | None, Phase], int] = defaultdict(int)
         self._traced: dict[Phase, int] = defaultdict(int)
         self._grounds: list[dict[tuple[Phase, Phase], int]] = []
+        self._line_runs: Counter[Line] = Counter()
         self._steps = 0
         self._fused: dict[Name, set[Name | None]] = defaultdict(set)
         self._around: dict[Name, Name | None] = {}
@@ -131,6 +133,7 @@ class Tracer:
         backward = walked(events)
         for operator in operators:
             self._add(operator, backward)
+        self._line_runs.update(self._trail.runs)
         self._note_walls(reader, events)
         self._spans += spans_of(reader, events, self._place)
         self._steps += 1
@@ -162,6 +165,7 @@ class Tracer:
                 device=key.device,
                 flops=None if total.flops is None else total.flops / steps,
                 bytes=None if total.bytes is None else total.bytes / steps,
+                line_runs=self._line_runs[key.line] / steps if key.line and key.line in self._line_runs else None,
                 used=key.used,
                 copies=key.copies,
             )

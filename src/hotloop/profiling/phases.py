@@ -33,7 +33,12 @@ _DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
 class Clock(Protocol):
     """Marks instants, and says later how far apart they were."""
 
-    def mark(self) -> Any: ...
+    def mark(self, *, idle: bool = True) -> Any:
+        """
+        Args:
+            idle: whether `idle_ms` will be asked from it.
+        """
+
     def ms(self, first: Any, last: Any) -> float: ...
     def idle_ms(self, first: Any, last: Any) -> float:
         """Of this time, how long the thread that marked didn't run, as far as that is known."""
@@ -57,7 +62,9 @@ class HostClock:
     def __init__(self) -> None:
         self._switches, self._queued_s = -1, 0.0
 
-    def mark(self) -> Instant:
+    def mark(self, *, idle: bool = True) -> Instant:
+        if not idle:  # in steps of which the length alone is wanted, the rest would be a part of it
+            return Instant(time.perf_counter(), 0.0, 0)
         if sys.platform != "linux":  # where nobody counts waits
             return Instant(time.perf_counter(), time.thread_time(), 0)
         now, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD)
@@ -96,7 +103,7 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def mark(self) -> torch.Event:
+    def mark(self, *, idle: bool = True) -> torch.Event:
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
@@ -164,10 +171,14 @@ class Timeline:
 
     def end(self, at: Any = None) -> list[tuple[Any, Phase]]:
         """Ends the step, at a mark of the clock's or now: the marks, each with the phase that began there; the last is the end."""
+        self._marks.append((self.instant() if at is None else at, "unattributed"))
         self.on = False
-        self._marks.append((self.clock.mark() if at is None else at, "unattributed"))
         marks, self._marks = self._marks, []
         return marks
+
+    def instant(self) -> Any:
+        """A mark of the clock's, for the edge of a step."""
+        return self.clock.mark(idle=self.on)
 
     def unless(self, phase: Phase, instead: Phase) -> None:
         """The loop wasn't in a phase after all where nothing else was seen of late, back to where it was in another one."""

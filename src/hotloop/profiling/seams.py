@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from hotloop.parallel.summing import Around
 from hotloop.profiling.unseen import unseen
 
 
@@ -72,7 +73,8 @@ class Seams:
 
         @wraps(call)
         def heard(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if compiling() or not self._open or (ident() != self._thread and not self.depth):
+            elsewhere = ident() != self._thread and not self.depth
+            if compiling() or not self._open or elsewhere or isinstance(module, Around):
                 return call(module, *args, **kwargs)
             before = enter(module)
             try:

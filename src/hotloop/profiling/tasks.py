@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hotloop.data.feed import Feed, Treatment
-from hotloop.errors import PlanError
+from hotloop.errors import PlanError, TrainingError
 from hotloop.lowering import Program, lower
 from hotloop.lowering.compiled import CompiledStep
 from hotloop.lowering.handwritten import ArraysStep
 from hotloop.lowering.telling import Say
 from hotloop.measuring.runner import Runner
+from hotloop.parallel.waiting import Spent
 from hotloop.plan import BASELINE, Plan
 from hotloop.profiles import Phase, Profile
 from hotloop.profiling.compiled import Compilations
@@ -24,10 +25,11 @@ from hotloop.profiling.facts import Facts
 from hotloop.profiling.hooks import around
 from hotloop.profiling.labels import Labels
 from hotloop.profiling.layers import LayerClock
-from hotloop.profiling.observing import Lines, observers
+from hotloop.profiling.observing import Lines, Modules, observers
 from hotloop.profiling.patches import Patches
 from hotloop.profiling.phases import Timeline, clock_for
 from hotloop.profiling.schedule import DEFAULT_STEPS
+from hotloop.profiling.sharing import Hearing, agreed, put_together, settled, tell_of_ranks
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.watcher import Watch
 from hotloop.task import Task
@@ -46,6 +48,8 @@ def profile_task(
     say: Say = lambda line: None,
 ) -> Profile:
     """Trains a while under a plan, and says where the time of a step goes; nothing of the training is kept.
+
+    Under a plan for ranks each of them calls it, and gets its own profile with what all saw.
 
     Args:
         steps: how many are measured.
@@ -66,10 +70,7 @@ def profile_task(
     with _noted(plan) as compilations:
         program = lower(task, plan, say)
         try:
-            runner = Runner(program)
-            runner.warm_up()
-            compilations.model = program.parts.model if compilations.graphs else None
-            return _profile(runner, program, compilations, steps, trace, source or task.name)
+            return _profile(program, compilations, steps, trace, source or task.name)
         finally:
             program.close()
 
@@ -78,9 +79,7 @@ def profile_program(
     program: Program, *, steps: int = DEFAULT_STEPS, trace: Path | None = None, source: str = ""
 ) -> Profile:
     """The same of a Program, which has its State from before afterwards; what it compiled before is one whole."""
-    runner = Runner(program)
-    runner.warm_up()
-    return _profile(runner, program, Compilations(), steps, trace, source)
+    return _profile(program, Compilations(), steps, trace, source)
 
 
 @contextmanager
@@ -100,17 +99,18 @@ def _noted(plan: Plan) -> Iterator[Compilations]:
         compilations.remove()
 
 
-def _profile(
-    runner: Runner, program: Program, compilations: Compilations, steps: int, trace: Path | None, source: str
-) -> Profile:
+def _profile(program: Program, compilations: Compilations, steps: int, trace: Path | None, source: str) -> Profile:
+    runner, world = Runner(program), program.parts.world
+    _, step_s = runner.warm_up()
+    compilations.model = program.parts.model if compilations.graphs else None
     began = time.monotonic()
-    step = program._step
     watch = Watch(
-        steps,
+        agreed(steps, step_s, world),
         Sites(),
         lambda facts: None,
-        lambda watch: _of_layers(watch, step) if isinstance(step, ArraysStep) else observers(watch, trace),
+        lambda watch: _observers(watch, program, trace),
         found=False,
+        in_step=not world.alone,
         compilations=compilations,
     )
     watch.facts.device = str(program.device)
@@ -118,28 +118,42 @@ def _profile(
     watch.install()
     try:
         with _within(program, watch):
-            _run(runner, watch)
+            spent = _run(runner, watch)
     finally:
         watch.close("enough steps were seen")
         watch.remove()
         runner.put_back()
     facts = _told(watch.facts, program, known=compilations.model is not None)
+    measured = [] if world.alone else settled(facts, spent, relayed=program.parts.relayed)
     plan = program.parts.plan
     profile = profile_of(facts, source, plan=plan.brief())
-    return profile.model_copy(update={"seconds": time.monotonic() - began, "engine": plan.engine})
+    profile = profile.model_copy(update={"seconds": time.monotonic() - began, "engine": plan.engine})
+    return profile if world.alone else put_together(profile, measured, program.parts)
 
 
-def _of_layers(watch: Watch, step: ArraysStep) -> list[Observer]:
-    """Without operators: none of torch's are called."""
-    return [Lines(watch), LayerClock(watch, step)]
+def _observers(watch: Watch, program: Program, trace: Path | None) -> list[Observer]:
+    if isinstance(program._step, ArraysStep):  # none of torch's operators are called
+        return [Lines(watch), LayerClock(watch, program._step)]
+    if program.parts.world.alone:
+        return observers(watch, trace)
+    found = observers(watch, trace, program.model)
+    program.parts.meter.ear = Hearing(watch, next(one.clock for one in found if isinstance(one, Modules)))
+    return found
 
 
-def _run(runner: Runner, watch: Watch) -> None:
-    until = time.monotonic() + _LONGEST_S
+def _run(runner: Runner, watch: Watch) -> list[Spent]:
+    """Runs the steps; returns what each of them cost this rank for the others, of whom none stops before all do."""
+    program, until = runner.program, time.monotonic() + _LONGEST_S
+    alone, spent = program.parts.world.alone, []
+    program.take_spent()
     watch.boundary()
-    while not watch.closed and time.monotonic() < until:
+    while not watch.closed and not (alone and time.monotonic() > until):
         runner.window(1)
+        spent.append(program.take_spent())
         watch.boundary()
+    if not alone and not watch.facts.closed:
+        raise TrainingError(f"{watch.facts.notes[-1]}", fix="report it as a bug, with the Task")
+    return spent
 
 
 def _told(facts: Facts, program: Program, *, known: bool) -> Facts:
@@ -166,11 +180,14 @@ def _within(program: Program, watch: Watch) -> Iterator[None]:
             patches.put(program._step, name, _in(watch, "unattributed"))
     if isinstance(program._step, ArraysStep):
         _tell_of_arrays(watch, program._step, patches)
+    if not program.parts.world.alone:
+        tell_of_ranks(watch, program.parts, patches)
     try:
         yield
     finally:
         patches.undo()
         program.feed = feed
+        program.parts.meter.ear = None
 
 
 _PHASES: dict[str, Phase] = {

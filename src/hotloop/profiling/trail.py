@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -88,6 +88,11 @@ class Trail:
         self._places: dict[int, Place] = {}
         self._inside: list[Place | None] = [None]
         self._outermost: Place | None = None
+
+    @property
+    def runs(self) -> Mapping[Line, int]:
+        """How often each line of the user's ran in the step."""
+        return self._follower.runs
 
     def begin(self) -> None:
         self.marks, self.full, self._inside, self._outermost = [], False, [None], None

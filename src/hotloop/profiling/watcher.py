@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Watch(Listener):
         publish: is called now and then with all facts so far, and when watching ends.
         observers: makes those that watch closely, once the step is known.
         found: whether steps are found in what happens; else `boundary` is called after each.
+        in_step: whether others take the same steps, so that no clock of this process may decide which are watched how.
         compilations: what is compiled, noted from the beginning.
 
     Attributes:
@@ -73,12 +74,13 @@ class Watch(Listener):
         observers: Callable[[Watch], list[Observer]],
         *,
         found: bool = True,
+        in_step: bool = False,
         compilations: Compilations | None = None,
     ) -> None:
         self.closed = False
         self.sites = sites
         self.compilations = compilations or Compilations()
-        self._course = Course(steps, self, lambda: observers(self), found=found)
+        self._course = Course(steps, self, lambda: observers(self), found=found, in_step=in_step)
         self.facts, self.timeline = self._course.facts, self._course.timeline
         self._publish = publish
         self._always, self._closely = Always(self), Closely(self, self.timeline)
@@ -89,7 +91,7 @@ class Watch(Listener):
         self._close = self._busy = self._updates_inside = False
         self._hears = True
         self._called: list[int] = []
-        self._published = time.monotonic()
+        self._published = float("inf") if in_step else time.monotonic()  # work of one holds up others
 
     # What the outside calls
 
@@ -120,9 +122,8 @@ class Watch(Listener):
             torch._C._autograd._enable_record_function(False)
         self.compilations.remove()
         self.timeline.on = False
-        self._closely.remove()
+        self._remove_closely()
         self._always.remove()
-        self._graphs.end_evaluation()
 
     @_safe
     def close(self, why: str = "") -> None:
@@ -156,6 +157,9 @@ class Watch(Listener):
         self.facts.notes.append(f"watching ended by an error of hotloop's own: {said}")
         if not self.closed:
             self.closed = True
+            self._graphs.end_evaluation()
+            with suppress(Exception):  # what failed may fail again
+                self._course.end_close_watch()
             self._closely.remove()
             self._always.remove_later()
         self._publish(self.facts)
@@ -163,8 +167,12 @@ class Watch(Listener):
     def _end_close_watch(self) -> None:
         self.compilations.remove()
         self._course.end_close_watch()
-        self._closely.remove()
+        self._remove_closely()
+
+    def _remove_closely(self) -> None:
+        """What is removed stands under what watches an evaluation."""
         self._graphs.end_evaluation()
+        self._closely.remove()
 
     def _after_boundary(self) -> None:
         if self._course.over:
@@ -214,8 +222,7 @@ class Watch(Listener):
 
     def end(self) -> None:
         """A step has ended."""
-        self._graphs.end_evaluation()  # which may stand on what is removed here
-        self._closely.remove()
+        self._remove_closely()
         self._loaders.end()
         if self._close and not self._course.is_early:
             self.facts.functional = not self._called
@@ -288,7 +295,7 @@ class Watch(Listener):
     @_safe
     def backward_over(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         if done and not self._backwards and not self._optimizers.inside and self._course.wants_backwards():
-            at = self.timeline.clock.mark()
+            at = self.timeline.instant()
             self._event(Event("backward", self.sites.caller(4)), at)
 
     @_safe
@@ -304,7 +311,7 @@ class Watch(Listener):
         if torch.compiler.is_compiling() or not self.mine():
             return
         self.timeline.leave()
-        at = self.timeline.clock.mark()  # what is done from here on is the watch's own
+        at = self.timeline.instant()  # what is done from here on is the watch's own
         outermost, self._updates_inside = self._optimizers.ended(optimizer), self._updates_inside or self._backwards > 0
         if outermost and not self._backwards:
             where = self.sites.caller(4)

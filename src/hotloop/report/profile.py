@@ -25,11 +25,12 @@ COLOURS: dict[str, str] = {
     "update": "#8a4fbf",
     "logging": "#c75b8b",
     "synchronisation": "#b03a2e",
+    "waiting": "#e0a030",
     "communication": "#5d6d7e",
     "python": "#b7950b",
     "unattributed": "#9aa5b1",
 }
-_MODULES, _OPERATORS, _LINES, _REMEDIES = 24, 10, 12, 8
+_MODULES, _OPERATORS, _LINES, _REMEDIES, _RANKS = 24, 10, 12, 8, 16
 """Rows that are shown; all are in --json."""
 _SMALL = 0.005
 """Share of the step below which a module isn't worth a row."""
@@ -44,6 +45,8 @@ def page(profile: Profile, module: str | None = None) -> RenderableType:
     parts: list[RenderableType] = [Text(headline(profile), style="bold"), *map(Text, _circumstances(profile))]
     if profile.phases:
         parts += [Text(), phases(profile)]
+    if profile.ranks:
+        parts += [Text(), ranks(profile)]
     parts += [Text(line) for line in _apart(profile)]
     if profile.modules:
         parts += [Text(), modules(profile)]
@@ -71,7 +74,8 @@ def headline(profile: Profile) -> str:
 
 def _circumstances(profile: Profile) -> Iterator[str]:
     if profile.batch:
-        yield f"batch {', '.join(profile.batch)}"
+        of_one = " on rank 0, whose phases, modules and operators these are" if profile.ranks else ""
+        yield f"batch {', '.join(profile.batch)}{of_one}"
     if profile.step_where:
         yield f"a step ends at {nearby(profile.step_where)}"
 
@@ -104,6 +108,23 @@ def phases(profile: Profile) -> Table:
         bar = Bar(total, begin, begin + took, color=COLOURS[phase])
         shown.add_row(Text(phase), bar, Text(time(took)), Text(percent(took / total)))
         begin += took
+    return shown
+
+
+def ranks(profile: Profile) -> Table:
+    """A row for each rank: what it spends on the others, and on its own work."""
+    shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
+    shown.add_column("rank", ratio=1, no_wrap=True)
+    for name in ("waiting", "communication", "own work", "most of it"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for rank, one in enumerate(profile.ranks[:_RANKS]):
+        own = {name: ms for name, ms in one.phases.items() if name not in ("waiting", "communication")}
+        most = max(own, key=own.__getitem__, default=None)
+        spent = [time(one.phases.get("waiting", 0.0)), time(one.phases.get("communication", 0.0))]
+        cells = [*spent, time(sum(own.values())), "" if most is None else f"{most} {time(own[most])}"]
+        shown.add_row(*map(Text, [f"{rank} slowest" if rank == profile.slowest else f"{rank}", *cells]))
+    if len(profile.ranks) > _RANKS:
+        shown.add_row(Text(f"{len(profile.ranks) - _RANKS} more", style="dim"))
     return shown
 
 

@@ -98,13 +98,16 @@ def _other_device(trouble: _Trouble) -> HotloopError | None:
     if found is None:
         return None
     stray = stray_at(trouble.error, trouble.model)
+    advice = "keep a module's constant tensors by self.register_buffer(...), make new ones with device=x.device"
+    if placed := trouble.program.parts.plan.placement:
+        advice = (
+            f"call a placed module, use neither its weights nor other methods, or place what is around it; {advice}"
+        )
     return DeviceError(
         f"{trouble.place}: tensors on {' and '.join(found)} meet{trouble.where}"
         + (f", which runs a {type(stray).__name__} that is no registered part of it" if stray is not None else ""),
-        expected=f"all on {device}",
-        fix="keep modules as attributes or in an nn.ModuleList"
-        if stray is not None
-        else "keep a module's constant tensors by self.register_buffer(...), make new ones with device=x.device",
+        expected="all on one device" if placed else f"all on {device}",
+        fix=advice if stray is None else "keep modules as attributes or in an nn.ModuleList",
     )
 
 

@@ -35,7 +35,8 @@ def exhausted(error: Exception, program: Program, place: str, *, training: bool)
         training: whether it was a training step, whose need can be measured on small batches.
     """
     text = " ".join(str(error).split())
-    device = "memory" if program.device.type == "cpu" else f"memory on {program.device}"
+    kinds = {device.type for device in program.devices}
+    device = "memory" if kinds == {"cpu"} else f"memory on {' or '.join(map(str, program.devices))}"
     given = f"{place} ran out of {device}{_asked(text)}"
     _release(error, program)
     if not training:
@@ -44,7 +45,7 @@ def exhausted(error: Exception, program: Program, place: str, *, training: bool)
         need, advice = _advice(program)
         parts = {**_held(program), **need}
     held = ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
-    free = size(room_bytes(program.device))
+    free = " and ".join(f"{size(room_bytes(device))}{_where(device, program)}" for device in program.devices)
     return MemoryExhausted(f"{given}; {held}; {free} are free without the batch", fix=advice)
 
 
@@ -76,6 +77,10 @@ def _address_room() -> int | None:
     return None if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
 
 
+def _where(device: torch.device, program: Program) -> str:
+    return f" on {device}" if program.parts.elsewhere else ""
+
+
 def _asked(text: str) -> str:
     found = _ASKED.search(text)
     if found is None:
@@ -88,8 +93,9 @@ def _release(error: Exception, program: Program) -> None:
     """Gives up what the failed step still held: its frames' values, and the gradients."""
     traceback.clear_frames(error.__traceback__)
     program.optimizer.zero_grad()
-    if program.device.type != "cpu":
-        torch.get_device_module(program.device).empty_cache()
+    for device in program.devices:
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
 
 
 def _held(program: Program) -> dict[str, int]:
@@ -116,6 +122,8 @@ def _bytes(values: Iterable[Tensor]) -> int:
 def _advice(program: Program) -> tuple[dict[str, int], str]:
     """What the batch needed, if that can be measured, and what to do."""
     batch_size = program.parts.roles.batch_size
+    if program.parts.elsewhere:  # a small batch tells what one device needs, and which one lacks it isn't known
+        return {}, "use a smaller batch_size, or place modules otherwise"
     try:
         needs = _needs(program, batch_size)
     except Exception as error:

@@ -87,7 +87,7 @@ class Search:
 
     def _run(self) -> str:
         program = self._lowered(BASELINE, self.baseline)
-        with preserved(program.device):
+        with preserved(*program.devices):
             step_s = Runner(program).warm_up(_GLANCE_S)[1]
         budget = Budget.of(step_s, self.facts.steps, self.time_limit_s)
         if budget.too_small:
