@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -27,6 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hotloop import errors
 from hotloop.choosing import placed
 from hotloop.errors import HotloopError, PlanError, RankLostError, TrainingError
+from hotloop.parallel.beats import Outside
 from hotloop.parallel.joining import LAUNCHED, run_in
 from hotloop.plan import Plan
 from hotloop.probe import devices
@@ -71,7 +73,7 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, resta
 
     Args:
         entry: a command; or a function without arguments, called in forks of this process, so that it may be any.
-        say: is told which rank was killed.
+        say: is told which rank was killed, and that the first, which speaks for all, gives no sign of life.
         restarts: how often they start again, at most.
 
     Returns:
@@ -86,7 +88,7 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, resta
     with _store() as store, _quiet(), tempfile.TemporaryDirectory(prefix=name) as logs:
         for attempt in range(restarts + 1):
             try:
-                with _forwarding():
+                with _forwarding(), _outside(store.port, f"{name}-{attempt}/0", say).watching():
                     _start(_config(f"{name}-{attempt}", ranks, store.port, logs), entry)
                 return run_in(store) or "", 0
             except ChildFailedError as failed:
@@ -101,6 +103,10 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, resta
     raise AssertionError("the last attempt returns or raises")
 
 
+def _outside(port: int, name: str, say: Say) -> Outside:
+    return Outside(dist.TCPStore(_LOOPBACK, port, is_master=False, wait_for_workers=False), name, say)
+
+
 def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str]) -> None:
     if isinstance(entry, list):
         elastic_launch(config, entry[0])(*entry[1:])
@@ -111,6 +117,8 @@ def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str]) -> None:
         gc.enable()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # not the parent's way with them, until it trains
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # torch has SIGINT tell of the parent's death, once for each thread of it; and a second SIGINT means not to save.
+        multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
         try:
             entry()
         except KeyboardInterrupt:  # torch takes it for a good end, and waits for what it never returned

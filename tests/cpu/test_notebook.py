@@ -37,17 +37,28 @@ WORKERS = """
 loader = torch.utils.data.DataLoader(Noise(), batch_size=8, num_workers=2, shuffle=True)
 second = hotloop.fit(make(loader, epochs=1), run='workers')
 """
+RANKS = """
+def train():
+    plan = hotloop.Plan(parallel='data', ranks=2)
+    return hotloop.fit(make(hotloop.data.digits(), epochs=1), run='ranks', plan=plan)
+
+third = train()
+print(len(third.epochs), third.plan.brief(), type(hotloop.load_model(third)).__name__)
+"""
 SHOW = "print(len(run.epochs), len(second.epochs), sorted(run.final))\nrun"
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[list]:
     folder = tmp_path_factory.mktemp("notebook")
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (DEFINE, ARRAYS, WORKERS, SHOW)])
+    cells = (DEFINE, ARRAYS, WORKERS, SHOW, RANKS)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client = nbclient.NotebookClient(
         book, timeout=180, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
-    client.execute()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)  # under which a kernel's streams are not those of a user's
+        client.execute()
     assert Path(folder, "arrays", "curves.html").is_file()
     return [cell.outputs for cell in book.cells]
 
@@ -75,3 +86,9 @@ def test_the_run_that_comes_back_says_what_it_is(outputs: list[list]) -> None:
     assert shown.startswith("2 1 ['epoch'")
     assert "arrays" in shown
     assert "test_accuracy" in shown
+
+
+def test_ranks_train_a_class_defined_in_the_notebook_from_a_function(outputs: list[list]) -> None:
+    shown = _text(outputs[4])
+    assert "epoch 1/1" in shown
+    assert "1 parallel=data ranks=2 Net" in shown

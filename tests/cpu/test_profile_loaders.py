@@ -157,3 +157,18 @@ def test_counting_samples_in_a_clean_step_is_seen(monkeypatch) -> None:
     begin = Loaders.begin
     monkeypatch.setattr(Loaders, "begin", lambda self, *, timed, counted=True: begin(self, timed=timed))
     assert "clean" in kinds_counted(monkeypatch)
+
+
+def test_samples_that_lie_in_a_list_are_no_error() -> None:
+    samples = [torch.full((4,), float(number)) for number in range(64)]
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for _ in range(12):
+            for batch in DataLoader(samples, batch_size=8):
+                net(batch).square().mean().backward()
+                optimizer.step()
+
+    loader = watched(loop, steps=12).loaders[0]
+    assert (loader.dataset, loader.sample_ms, loader.batch_size) == ("list", None, 8)

@@ -15,7 +15,7 @@ import hotloop
 from hotloop.data.order import Dealt, Order, Parted, part
 from hotloop.errors import PlanError, TaskError
 from hotloop.launch import ranks_of
-from hotloop.parallel.beats import Beats
+from hotloop.parallel.beats import Beats, Outside
 from hotloop.parallel.draws import Batchwise, Drawn, Pattern, WholeDraws
 from hotloop.parallel.joining import LAUNCHED, Joined, Seat
 from hotloop.parallel.waiting import Meter, Spent, Waits
@@ -264,6 +264,25 @@ def test_only_the_first_that_is_well_speaks() -> None:
     for second in range(9, 16):  # now both are
         beats.look(float(second))
     assert told == ["waiting for rank 0: no sign of life for 5s"]
+
+
+def test_a_silent_first_rank_is_told_from_outside() -> None:
+    store = torch.distributed.HashStore()
+    told: list[str] = []
+    outside = Outside(store, "launch", told.append)
+    for second in range(6):  # it hasn't joined yet
+        outside.look(float(second))
+    assert told == []
+    for second in range(6, 16):
+        if second < 8 or second > 13:
+            store.set("hotloop/beat/launch/0", str(second))
+        outside.look(float(second))
+    assert told == ["waiting for rank 0: no sign of life for 5s", "rank 0 goes on"]
+    with Beats(store, "launch", 0, 1, told.append).beating():
+        pass
+    for second in range(16, 30):  # it has left, and owes nobody a sign
+        outside.look(float(second))
+    assert len(told) == 2
 
 
 def test_the_loss_of_a_rank_is_known_by_what_torch_says() -> None:

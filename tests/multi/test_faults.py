@@ -107,11 +107,15 @@ def test_a_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_happened(
     assert disagreements(whole.path, run.path) == []
 
 
-def test_a_stopped_rank_is_waited_for_and_named(whole: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = fit(tmp_path / "run", task(stop, tmp_path / "stopped"))
+@pytest.mark.parametrize("culprit", [CULPRIT, 0])
+def test_a_stopped_rank_is_waited_for_and_named(
+    whole: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], culprit: int
+) -> None:
+    """The first rank, which speaks for all, is spoken of by the command itself."""
+    run = fit(tmp_path / "run", task(stop, tmp_path / "stopped", culprit))
     err = capfd.readouterr().err
-    assert "waiting for rank 1: no sign of life for" in err
-    assert "rank 1 goes on" in err
+    assert f"waiting for rank {culprit}: no sign of life for" in err
+    assert f"rank {culprit} goes on" in err
     assert "for rank 2" not in err and "rank 2 goes on" not in err
     assert disagreements(whole.path, run.path) == []
 

@@ -52,6 +52,7 @@ CASES = {
     "kept_losses": Planted("growing list of losses", BOTH),
     "small_batch": Planted("too small a batch", anywhere=True),
     "validating": Planted("evaluation at each step"),
+    "collating": Planted("slow samples: it takes long to put"),
     "through_numpy": Planted("moved back and forth|in the loop"),
 }
 

@@ -105,3 +105,13 @@ def smooth(batch: Tensor) -> Tensor:
         [[0.5 * (a + b) for a, b in zip(r, r[1:] + r[:1], strict=True)] for r in one] for one in rows
     ]  # other: through_numpy
     return torch.tensor(blurred).view_as(batch)  # other: through_numpy
+
+
+def padded(samples: list[list[float]]) -> Tensor:
+    """Samples of different lengths as one batch, each number looked at."""
+    most = 200
+    table = torch.zeros(len(samples), most)
+    for row, sample in enumerate(samples):
+        for at, value in enumerate(sample):
+            table[row, at] = min(1.0, value / 97)  # other: collating
+    return table

@@ -517,6 +517,13 @@ def test_a_loader_that_puts_many_samples_together_makes_no_batch_too_small() -> 
     assert (named(8), named(64)) == (True, False)
 
 
+@pytest.mark.parametrize(("sample_ms", "where"), [(0.001, "collate.py:9"), (0.09, "data.py:5")])
+def test_what_puts_samples_together_is_told_from_what_makes_them(sample_ms: float, where: str) -> None:
+    lines = [line("data", 5.0, "collate.py:9", function="packed"), line("data", 1.0, "train.py:8")]
+    found = first(seen({"data": 6.0}, loaders=[loader(sample_ms=sample_ms)], lines=lines))
+    assert found.cause.startswith("slow samples") and found.where == where
+
+
 def test_whole_batches_that_take_long_may_take_longer_where_they_are_larger() -> None:
     def gain(batch_ms: float) -> float:
         loaders = [loader(batch_size=None, at_once=True, sample_ms=batch_ms)]

@@ -33,6 +33,17 @@ def waiting(step: Step) -> Iterator[Remedy]:
 
 def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
     evidence = f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the next batch"
+    if (line := _collating(step, loader, waited, lines)) is not None:
+        function = line.function.partition(".<locals>.<")[0]
+        return Remedy(
+            cause=f"slow samples: it takes long to put those of a batch together, in {function}",
+            where=line.where,
+            remedy="do for all samples at once, with operations on whole tensors, or once before training what is done there for "
+            "each batch; or let workers do it during the step (num_workers=)",
+            gain=step.share(waited),
+            evidence=evidence,
+            axes={"residency": "host"},
+        )
     slow = loader.workers > 0 or _made(step, loader, lines) >= _MOSTLY * waited
     hottest = next((line.where for line in lines if line.where != loader.where and line.own_ms >= _MOSTLY * waited), "")
     if slow and loader.sample_where:
@@ -74,6 +85,17 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
         evidence=evidence,
         axes={"residency": "host"},
     )
+
+
+def _collating(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> LineTime | None:
+    """The line that takes most of the wait, where the loader's own process makes batches of samples that are there quickly."""
+    if loader.workers or loader.at_once or (loader.sample_where and loader.sample_ms is None):
+        return None
+    samples = (step.profile.samples_per_step or loader.batch_size or 1.0) * (loader.sample_ms or 0.0)
+    hot = [line for line in lines if line.where != loader.where]
+    if samples >= _MOSTLY * waited or sum(line.own_ms for line in hot) < _MOSTLY * waited:
+        return None
+    return max(hot, key=lambda line: line.own_ms)
 
 
 def _made(step: Step, loader: LoaderUse, lines: Sequence[LineTime]) -> float:

@@ -16,6 +16,10 @@ _PATIENCE_S = 4.0
 """Without a sign for so long, a rank has stopped, or its machine is in trouble."""
 
 
+_OVER = "over"
+"""The last sign of a rank that leaves."""
+
+
 class Beats:
     """Signs of life of one rank, and the watch over those of the others.
 
@@ -42,6 +46,8 @@ class Beats:
         finally:
             self._over.set()
             thread.join()
+            with suppress(RuntimeError):  # the store may be gone
+                self._store.set(self._key(self._rank), _OVER)
 
     def _beat(self) -> None:
         count = 0
@@ -79,4 +85,50 @@ class Beats:
             self._tell(f"rank {rank} goes on")
 
     def _key(self, rank: int) -> str:
-        return f"hotloop/beat/{self._launch}/{rank}"
+        return _key(self._launch, rank)
+
+
+class Outside:
+    """The watch over the first rank by who has started it: the ranks have nobody else who could speak of that one.
+
+    Args:
+        store: for this thread alone.
+        launch: the name of the set of processes.
+        tell: is told that it gives no sign, and that it gives one again.
+    """
+
+    def __init__(self, store: dist.Store, launch: str, tell: Callable[[str], None]) -> None:
+        self._store, self._key, self._tell = store, _key(launch, 0), tell
+        self._beat, self._since, self._silent = "", 0.0, False
+        self._over = threading.Event()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Looks each second, in a thread of its own, until the end."""
+        thread = threading.Thread(target=self._watch, name="hotloop-outside", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Tells what has changed since the last look; `now` in seconds. Before its first sign it may do what it likes."""
+        beat = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+        if beat != self._beat:
+            self._beat, self._since = beat, now
+        silent = beat not in ("", _OVER) and now - self._since > _PATIENCE_S
+        if silent and not self._silent:
+            self._tell(f"waiting for rank 0: no sign of life for {now - self._since:.0f}s")
+        elif self._silent and not silent:
+            self._tell("rank 0 goes on")
+        self._silent = silent
+
+
+def _key(launch: str, rank: int) -> str:
+    return f"hotloop/beat/{launch}/{rank}"

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -139,7 +140,8 @@ class Loaders:
     def _time_samples(self) -> None:
         """Times the calls of data sets that are read in this process."""
         for loader in self._loaders.values():
-            here = loader.record["workers"] == 0 and hasattr(loader.inner, loader.makes)
+            # What isn't written in Python, as that of a list, can't be replaced.
+            here = loader.record["workers"] == 0 and isinstance(getattr(loader.inner, loader.makes, None), FunctionType)
             if here and len(loader.sample_s) < _MOST_SAMPLES:
                 self._patches.put(loader.inner, loader.makes, self._timing(loader))
 

@@ -165,13 +165,17 @@ class Tracer:
                 device=key.device,
                 flops=None if total.flops is None else total.flops / steps,
                 bytes=None if total.bytes is None else total.bytes / steps,
-                line_runs=self._line_runs[key.line] / steps if key.line and key.line in self._line_runs else None,
+                line_runs=self._runs_of(key.line),
                 used=key.used,
                 copies=key.copies,
             )
             for key, total in self._sums.items()
         ]
         return sorted(found, key=lambda operator: -operator.ms)[:_SHOWN]
+
+    def _runs_of(self, line: Line | None) -> float | None:
+        """Per step."""
+        return self._line_runs[line] / max(1, self._steps) if line is not None and line in self._line_runs else None
 
     def walls(self) -> dict[tuple[str, Phase], float]:
         """Milliseconds that each module took forward and backward in a traced step by itself, and each phase without."""

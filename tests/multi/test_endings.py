@@ -1,0 +1,163 @@
+"""How trainings of ranks end before their time: a signal within an evaluation, numbers that aren't, a lost launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotloop
+from hotloop.errors import HotloopError, NonFiniteError
+from hotloop.plan import Plan
+from hotloop.run import Run
+from tests.forked import Server
+from tests.multi import ranks  # noqa: F401 - imports what each fork would
+from tests.resuming import disagreements
+
+CULPRIT = 1
+PLANS = {
+    "stages": Plan(parallel="stages", ranks=2, microbatches=2, split="2"),
+    "tensor": Plan(parallel="tensor", ranks=2),
+}
+
+
+def is_culprit() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_rank() == CULPRIT
+
+
+class Samples(torch.utils.data.Dataset):
+    """Loaded one by one, so that an evaluation has several batches; `trouble` comes once to the culprit in training."""
+
+    def __init__(self, trouble: Callable[[], Any] = lambda: None) -> None:
+        self.x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+        self.trouble, self.taken = trouble, 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        self.taken += 1
+        if self.taken == 40 and is_culprit():
+            self.trouble()
+        return self.x[place], int(self.x[place, 0] > 0)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def task(**fields: Any) -> hotloop.Task:
+    given: dict[str, Any] = dict(
+        model=model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+        data=Samples(),
+        validation=16,
+        batch_size=8,
+        epochs=2,
+    )
+    return hotloop.Task(**given | fields)
+
+
+def signalling(marker: Path) -> Callable[[Tensor, Tensor], Tensor]:
+    """A metric; the first evaluation of the culprit has the command end, and waits until that has come to all."""
+
+    def metric(output: Tensor, target: Tensor) -> Tensor:
+        if is_culprit() and not marker.exists():
+            marker.touch()
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(1)
+        return (output.argmax(1) == target).float()
+
+    return metric
+
+
+@pytest.mark.parametrize("way", PLANS)
+def test_a_signal_within_an_evaluation_stops_ranks_that_compute_it_together(way: str, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    marker.touch()
+    given = task(metrics={"hits": signalling(marker)})
+    whole = hotloop.fit(given, run=tmp_path / "whole", plan=PLANS[way], progress=False)
+    marker.unlink()
+    stopped = hotloop.fit(given, run=tmp_path / "run", plan=PLANS[way], progress=False)
+    assert stopped.journal()[-1]["reason"] == "SIGTERM"
+    assert stopped.epochs == [] and stopped.journal()[-1]["step"] == 3  # the epoch has no figures yet
+    resumed = hotloop.fit(given, run=tmp_path / "run", resume=True, progress=False)
+    assert resumed.final is not None
+    assert disagreements(whole.path, resumed.path) == []
+
+
+def raise_error() -> None:
+    raise ValueError("the culprit has had enough")
+
+
+def test_an_error_of_one_stage_is_what_the_user_sees(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(HotloopError, match=r"^rank 1: .*ValueError: the culprit has had enough") as caught:
+        hotloop.fit(task(data=Samples(raise_error)), run=tmp_path / "run", plan=PLANS["stages"], progress=False)
+    assert len(str(caught.value).splitlines()) == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_numbers_that_are_none_end_all_ranks_and_one_process_finds_the_place(tmp_path: Path) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target) / (target != 3).all()
+
+    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    y = (x[:, 0] > 0).long()
+    y[7] = 3  # of one sample
+    given = task(data=(x, y), validation=None, loss=loss)
+    with pytest.raises(NonFiniteError, match=r"^by step \d+ the loss or a parameter .* Go on with .*parallel=none"):
+        hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="data", ranks=2), progress=False)
+    with pytest.raises(NonFiniteError, match=r"step \d"):
+        hotloop.fit(given, run=tmp_path / "alone", plan=Plan(), progress=False)
+
+
+SCRIPT = """
+import time
+import torch
+from torch import nn
+import hotloop
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+    def forward(self, x):
+        return self.layer(x)
+
+def loss(output, target):
+    time.sleep(0.05)
+    return nn.functional.cross_entropy(output, target)
+
+x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+task = hotloop.Task(model=Net, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+                    data=(x, (x[:, 0] > 0).long()), batch_size=4, epochs=1000)
+hotloop.fit(task, run="run", plan=hotloop.Plan(parallel="data", ranks=2), progress=False)
+"""
+
+
+def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run = tmp_path / "run"
+    process = server.start(tmp_path / "script.py", script=True, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (run / "run.json").exists() or Run.open(run).reached() < 5:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    of_launcher = psutil.Process(process.pid).children()
+    assert len(of_launcher) >= 2
+    process.kill()
+    _, alive = psutil.wait_procs(of_launcher, timeout=30)
+    assert alive == []
+    stop = Run.open(run).journal()[-1]
+    assert stop["event"] == "stop"
+    assert stop["reason"] == "SIGTERM"
+    assert stop["step"] == Run.open(run).reached()
