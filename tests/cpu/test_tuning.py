@@ -162,6 +162,12 @@ def test_racing_takes_a_small_share_of_the_run() -> None:
     assert not Budget.of(0.01, 100, 30.0).too_small
 
 
+def test_a_race_has_the_time_that_it_takes_to_tell_anything() -> None:
+    run = Budget.of(0.01, 10_000, None)
+    assert run.racing_s / 8 < run.least_s == run.race_s(1 / 8) < run.race_s(1.0) == run.racing_s
+    assert Budget.of(0.01, 10_000, 4.0).race_s(1 / 8) == 0.5  # the user's limit is kept to
+
+
 def test_a_short_run_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     races = Races(threads__1=3.0)
     looked = searching(monkeypatch, races, steps=100)

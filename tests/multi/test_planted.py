@@ -12,6 +12,7 @@ import torch
 import hotloop
 from hotloop.data.order import Order, Parted
 from hotloop.errors import OutOfStepError, TrainingError
+from hotloop.lowering.shared import SharedStep
 from hotloop.parallel import norms, summing
 from hotloop.parallel.agreeing import check_in_step
 from hotloop.parallel.joining import check_sums
@@ -56,14 +57,13 @@ def a_missing_sum(patch: pytest.MonkeyPatch) -> None:
 
 def an_average_of_parts(patch: pytest.MonkeyPatch) -> None:
     """Each rank's mean counts the same, however many samples it is a mean of."""
-    step = hotloop.lower.__globals__["SharedStep"]
-    differentiate = step._differentiate
+    differentiate = SharedStep._differentiate
 
     def equal(self: Any, computed: Any, batch: Any, samples: int) -> Any:
         self._rows = 1
         return differentiate(self, computed, batch, samples)
 
-    patch.setattr(step, "_differentiate", equal)
+    patch.setattr(SharedStep, "_differentiate", equal)
 
 
 def an_unsynchronised_buffer(patch: pytest.MonkeyPatch) -> None:

@@ -105,11 +105,11 @@ class Search:
         """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
         changes = without(eager_changes(self.facts, self.hardware, self.base, torch.get_num_threads()), self.fixed)
         start = [] if self.base == self.baseline else [self.base]
-        found = self._race([*start, *(self.base.with_axes(**change) for change in changes)], budget.racing_s / 2)
+        found = self._race([*start, *(self.base.with_axes(**change) for change in changes)], budget.race_s(1 / 2))
         best = combined(changes, found[len(start) :])
         plan = self.base.with_axes(**best)
         if len(best) > 1:
-            self._race([plan], budget.racing_s / 4)
+            self._race([plan], budget.race_s(1 / 4))
         return plan
 
     def _compiled(self, plan: Plan, budget: Budget) -> None:
@@ -132,10 +132,10 @@ class Search:
         compiled = plan.with_axes(**changes[0], optimizer=self.base.optimizer)
         rewritten = self._rewritten(compiled)
         if self.time_limit_s is not None or won >= 2 * COLD_COMPILE_S:
-            raced = self._race([compiled, *rewritten], budget.racing_s / 8)
+            raced = self._race([compiled, *rewritten], budget.race_s(1 / 8))
             self._on_one_thread(raced, won, budget)
         elif not self._ran(rewritten, budget):  # there is time for one; that nothing can be rewritten shows before it
-            self._race([compiled], budget.racing_s / 4)
+            self._race([compiled], budget.race_s(1 / 4))
 
     def _on_one_thread(self, raced: Sequence[Timing | None], won: float, budget: Budget) -> None:
         """Races the best compiled plan on one thread too, where its step is too short to share and there is time for it."""
@@ -144,11 +144,11 @@ class Search:
         if best is None or (best.step_ms or 0.0) > _SHORT_MS or won < 3 * COLD_COMPILE_S:
             return
         changes = without(thread_changes(self.facts, self.hardware, Plan(**best.plan)), self.fixed)
-        self._race([Plan(**best.plan).with_axes(**change) for change in changes], budget.racing_s / 8)
+        self._race([Plan(**best.plan).with_axes(**change) for change in changes], budget.race_s(1 / 8))
 
     def _ran(self, plans: Sequence[Plan], budget: Budget) -> bool:
         """Races them if there are any, and says whether one of them could be run."""
-        timings = self._race(plans, budget.racing_s / 4) if plans else []
+        timings = self._race(plans, budget.race_s(1 / 4)) if plans else []
         return any(timing is not None and timing.failure is None for timing in timings)
 
     def _rewritten(self, compiled: Plan) -> list[Plan]:
