@@ -11,8 +11,15 @@ from torch import nn
 
 import hotloop
 
+STEP_S = 0.2
 
-def task(step_s: float = 0.2, slowness: float = 1.0, batches: int = 160) -> hotloop.Task:
+
+def is_first() -> bool:
+    """Whether this is the first rank, or the first worker."""
+    return "0" in (os.environ.get("RANK"), multiprocessing.current_process().name.removeprefix("hotloop worker "))
+
+
+def task(step_s: float = STEP_S, slowness: float = 1.0, batches: int = 160) -> hotloop.Task:
     """Each step sleeps `step_s` seconds, on the first rank or worker `slowness` times as long."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(batches * 8, 16, generator=generator)
@@ -20,8 +27,7 @@ def task(step_s: float = 0.2, slowness: float = 1.0, batches: int = 160) -> hotl
 
     def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if model.training:
-            first = os.environ.get("RANK") == "0" or multiprocessing.current_process().name == "hotloop worker0"
-            time.sleep(step_s * (slowness if first else 1.0))
+            time.sleep(step_s * (slowness if is_first() else 1.0))
         result: torch.Tensor = loss(model(batch), batch)
         return result
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.claim import write_claim
+from bench.slow_task import STEP_S
 from hotloop.plan import Plan
 
 RANKS, SLOWNESS = 4, 5.0
@@ -43,6 +44,8 @@ def main() -> int:
     left = [key for key in wanted if key not in {(row["repeat"], row["plan"], row["slow"]) for row in rows}]
     for repeat, name, slow in left[: options.at_most]:
         row = {"repeat": repeat, "plan": name, "slow": slow, "updates_per_s": rate(*PLANS[name], slow)}
+        if slow and row["updates_per_s"] > (RANKS - 1 + 1 / SLOWNESS) / STEP_S:
+            raise SystemExit(f"{row}: more than such workers can do, so none of them was slow")
         rows.append(row)
         print(row, flush=True)
         if options.rows:
@@ -54,7 +57,7 @@ def main() -> int:
     record = {name: summary([row for row in rows if row["plan"] == name]) for name in PLANS}
     print(json.dumps(record, indent=2))
     if not options.no_record:
-        settings = {"ranks": RANKS, "slowness_of_one": SLOWNESS, "step_s": 0.2, "repeats": options.repeats}
+        settings = {"ranks": RANKS, "slowness_of_one": SLOWNESS, "step_s": STEP_S, "repeats": options.repeats}
         plan = Plan(parallel="async", ranks=RANKS)
         write_claim("slow-worker", "python -m bench.slow_worker", plan, {"settings": settings, "plans": record})
     return 0
