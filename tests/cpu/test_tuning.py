@@ -131,6 +131,24 @@ def test_a_step_is_looked_at_and_nothing_has_happened() -> None:
     assert differences(program.state(), before) == []
 
 
+def test_a_step_that_torch_does_not_show_is_hoped_little_of() -> None:
+    from hotloop.lowering import lower
+    from hotloop.state import differences
+
+    class Branching(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return torch.cond(x.sum() > 0, lambda value: 2 * value, lambda value: 3 * value, (y,))
+
+    task = a_task()
+    width = task.roles.train.columns[0].flatten(1).shape[1]
+    model = torch.nn.Sequential(torch.nn.Flatten(), Branching(width, 10))
+    program = lower(replace(task, model=lambda: model))
+    before = program.state()
+    assert makeup(program) is None and differences(program.state(), before) == []
+    assert compiling_gains(None, 1e-3) == compiling_gains(Makeup(0), 1e-3)
+
+
 def test_products_stay_with_the_library_and_a_convolution_of_small_filters_need_not() -> None:
     from torch.ops import aten
 

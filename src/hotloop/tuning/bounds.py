@@ -50,19 +50,28 @@ class Makeup:
     other_s: float | None = None
 
 
-def makeup(program: Program) -> Makeup:
-    """Looks at some training steps, operation by operation; the State stays as it was."""
+def makeup(program: Program) -> Makeup | None:
+    """Looks at some training steps, operation by operation; the State stays as it was.
+
+    None where torch doesn't show them one by one, as with `torch.cond`.
+    """
     before = program.state()
-    with _Timing() as seen:
-        steps = program.advance(_LOOKS).steps
-    program.restore(before)
+    try:
+        with _Timing() as seen:
+            steps = program.advance(_LOOKS).steps
+    except NotImplementedError:
+        return None
+    finally:
+        program.restore(before)
     if program.device.type != "cpu":
         return Makeup(seen.count // steps)
     return Makeup(seen.count // steps, seen.library_s / steps, seen.other_s / steps)
 
 
-def compiling_gains(made: Makeup, step_s: float) -> float:
-    """By what factor a compiled step is faster, if a compiler does with it what it does with most."""
+def compiling_gains(made: Makeup | None, step_s: float) -> float:
+    """By what factor a compiled step is faster, if a compiler does with it what it does with most; little if it isn't known."""
+    if made is None:
+        return _LEAST_GAIN
     left_s = step_s - made.operations * _DISPATCH_S
     if made.library_s is not None and made.other_s is not None:
         left_s = made.library_s + _FUSED * made.other_s
@@ -91,13 +100,10 @@ class _Timing(TorchDispatchMode):
 
 def _stays(function: Any, args: Sequence[Any]) -> bool:
     """Whether a compiled step calls the same library for it; a convolution of small filters can be rewritten."""
+    if function.namespace not in ("aten", "prim", "prims"):
+        return True  # nobody knows what those of others do inside
     name = function.overloadpacket.__name__
     if name.startswith("convolution"):
         filters = args[2 if name == "convolution_backward" else 1]
         return not (isinstance(filters, Tensor) and filters[0].numel() <= _SMALL_FILTER)
-    return name in _LIBRARY or any(part in name for part in ("attention", "lstm", "linalg")) or not _of_torch(function)
-
-
-def _of_torch(function: Any) -> bool:
-    """Whether it is one of torch's own: of others nobody knows what they do inside."""
-    return function.namespace in ("aten", "prim", "prims")
+    return name in _LIBRARY or any(part in name for part in ("attention", "lstm", "linalg"))
