@@ -89,9 +89,10 @@ def adam(state: Any, gradients: Any) -> Any:
     return weights, first, second, count
 
 
-def stepped(forward: Any, state: Any, x: Any, y: Any, index: Any, key: Any) -> Any:
-    """One step on the samples at `index`: the new state, and the loss."""
-    loss, gradients = jax.value_and_grad(partial(loss_of, forward))(state[0], x[index], y[index], key)
+def stepped(forward: Any, state: Any, x: Any, y: Any, index: Any, key: Any, number: Any) -> Any:
+    """One step, the one of that number, on the samples at `index`: the new state, and the loss."""
+    own = random.fold_in(key, number)
+    loss, gradients = jax.value_and_grad(partial(loss_of, forward))(state[0], x[index], y[index], own)
     return adam(state, gradients), loss
 
 
@@ -99,14 +100,13 @@ one_step = jax.jit(stepped, static_argnums=0, donate_argnums=1)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def scanned(forward: Any, state: Any, x: Any, y: Any, order: Any, key: Any) -> Any:
-    """`order`: (steps, batch) positions."""
+def scanned(forward: Any, state: Any, x: Any, y: Any, order: Any, key: Any, number: Any) -> Any:
+    """`order`: (steps, batch) positions; `number` is that of the first step."""
 
     def step(state: Any, batch: Any) -> Any:
-        index, number = batch
-        return stepped(forward, state, x, y, index, random.fold_in(key, number))
+        return stepped(forward, state, x, y, batch[0], key, batch[1])
 
-    return lax.scan(step, state, (order, jnp.arange(len(order))))
+    return lax.scan(step, state, (order, number + jnp.arange(len(order))))
 
 
 def train(job: Job) -> Evaluate:
@@ -118,18 +118,17 @@ def train(job: Job) -> Evaluate:
     state = (weights, *(jax.tree.map(jnp.zeros_like, weights) for _ in range(2)), jnp.zeros(()))
     job.marks.sync = lambda: jax.block_until_ready(state)
     draws = np.random.default_rng(0)
-    key, batch = random.key(1), job.workload.batch
+    key, batch, number = random.key(1), job.workload.batch, 0
     by_step, goes_on = job.options == ("step",), True
     for _ in range(job.epochs):
         order = draws.permutation(len(x))[: len(x) // batch * batch].reshape(-1, batch)
         # In turns with others a part of the epoch at a time, all of one length: another would be compiled anew.
         while goes_on and len(order) >= (steps := 1 if by_step else min(job.marks.left, len(x) // batch)):
-            key, own = random.split(key)
             if by_step:
-                state, _ = one_step(forward, state, x, y, order[0], own)
+                state, _ = one_step(forward, state, x, y, order[0], key, number)
             else:
-                state, _ = scanned(forward, state, x, y, order[:steps], own)
-            order = order[steps:]
+                state, _ = scanned(forward, state, x, y, order[:steps], key, number)
+            order, number = order[steps:], number + steps
             goes_on = job.marks.step(steps)
         if not goes_on:
             break

@@ -20,7 +20,8 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import psutil
 
 from bench.claim import write_claim
+from bench.speed.caching import caches, note_filled, own_cache, state
 from bench.speed.data import lay_down, samples
 from bench.speed.journal import Journal
 from bench.speed.lanes import OURS, PEERS, TUTORIAL, Lane, ours
@@ -36,8 +38,8 @@ from bench.speed.picture import draw
 from bench.speed.running import Peer, command
 from bench.speed.summary import Summary, summary
 from bench.speed.table import markdown
-from bench.speed.turns import Session, grouped, in_turns
-from bench.speed.whole import caches, lanes_of, whole_runs, whole_table
+from bench.speed.turns import Begin, Session, grouped, in_turns
+from bench.speed.whole import lanes_of, whole_runs, whole_table
 from bench.speed.workloads import HOME, WORKLOADS, Workload
 from hotloop.errors import HotloopError
 from hotloop.files import write_atomic
@@ -111,28 +113,50 @@ def searching(lane: Lane) -> Lane:
     return replace(lane, options=("tune",))
 
 
-def measure(
-    workload: Workload, lanes: Sequence[Lane], session: Session, number: int, journal: Journal, short: bool
-) -> None:
-    """One session of a workload, in as many groups as memory needs."""
-    by_name = {lane.name: lane for lane in lanes if not (lane.missing(workload, short=short) or absent(lane))}
+def begins(workload: Workload, lanes: Mapping[str, Lane], kept: Mapping[str, Path]) -> Begin:
+    """Starts lanes by name, each with its own cache."""
     epochs = math.ceil(STEPS * workload.batch / samples(workload.data))
 
     def begin(name: str) -> Peer:
-        lane = by_name[name]
-        return Peer(command(lane.module, workload.name, lane.options, epochs), caches(HOME / "cache"))
+        lane, cache = lanes[name], kept[name]
+        found_as = state(cache) if lane.compiles else None
+        peer = Peer(command(lane.module, workload.name, lane.options, epochs), caches(cache))
+        peer.marked.cache = found_as
+        return peer
 
-    groups = grouped(list(by_name), workload.together(psutil.virtual_memory().available), OURS)
+    return begin
+
+
+def measure(
+    workload: Workload, lanes: Sequence[Lane], session: Session, number: int, journal: Journal, short: bool
+) -> None:
+    """One session of a workload, in as many groups as memory needs, of those that weren't in it yet."""
+    which = {"kind": "session", "workload": workload.name, "session": number}
+    before = journal.of(**which)
+    known = {name for row in before for name in row["lanes"]}
+    able = [lane for lane in lanes if not (lane.missing(workload, short=short) or absent(lane))]
+    # Who compiles starts last, when it's known how much time the others left.
+    by_name = {lane.name: lane for lane in sorted(able, key=lambda lane: lane.compiles)}
+    if known >= by_name.keys():
+        return
+    kept = {name: own_cache(HOME, workload.name, lane.module, *lane.options) for name, lane in by_name.items()}
+    due = [name for name in by_name if name == OURS or name not in known]
+    groups = grouped(due, workload.together(psutil.virtual_memory().available), OURS)
+    parts = {name: lane.parts for name, lane in by_name.items()}
+    until = time.monotonic() + session.budget_s
     for place, group in enumerate(groups):
-        key = {"kind": "session", "workload": workload.name, "session": number, "group": place}
-        if journal.has(key):
-            continue
         told(f"{workload.name}: {workload.title} ({', '.join(group)})")
-        before = Used.now()
-        found = in_turns(group, begin, replace(session, budget_s=session.budget_s / len(groups)), told)
-        others = cores_of_others(before, Used.now())
+        used = Used.now()
+        budget_s = (until - time.monotonic()) / (len(groups) - place)
+        found = in_turns(group, begins(workload, by_name, kept), replace(session, budget_s=budget_s), told, parts)
+        others = cores_of_others(used, Used.now())
+        for name, marked in found.items():
+            if marked.startup_s:
+                note_filled(kept[name])
         journal.add(
-            key, lanes={name: asdict(marked) for name, marked in found.items()}, cores_of_others=round(others, 2)
+            {**which, "group": len(before) + place},
+            lanes={name: asdict(marked) for name, marked in found.items()},
+            cores_of_others=round(others, 2),
         )
 
 
@@ -145,12 +169,19 @@ def sessions(
     elif options.full:
         share = FULL_BUDGET
     for number in range(FULL_SESSIONS if options.full else 1):
+        over_s = 0.0  # what those before left over, or took too much of
         for workload in workloads:
-            budget_s = share * workload.budget_s
-            rounds = options.rounds or (24 if options.full else 12)
+            budget_s = share * workload.budget_s + over_s
             looking = workload.grey and not options.plans
             own = [searching(lane) if looking and lane.name == OURS else lane for lane in lanes]
-            measure(workload, own, Session(budget_s, rounds), number, journal, is_short(options))
+            began, measured = time.monotonic(), len(journal.rows)
+            measure(workload, own, Session(budget_s, rounds_of(options)), number, journal, is_short(options))
+            if len(journal.rows) > measured:
+                over_s = budget_s - (time.monotonic() - began)
+
+
+def rounds_of(options: argparse.Namespace) -> int:
+    return options.rounds or (24 if options.full else 12)
 
 
 def is_short(options: argparse.Namespace) -> bool:
@@ -184,6 +215,9 @@ def opened(options: argparse.Namespace) -> Journal:
         "plans": options.plans,
         "whole_run_s": options.whole_run,
     }
+    if not options.whole_run:  # of whole runs more may be asked for: each counts by itself
+        peers = chosen_peers(options.peers, [peer.name for peer in PEERS])
+        setup |= {"peers": [peer.name for peer in peers], "rounds": rounds_of(options), "minutes": options.minutes}
     journal = Journal(path, resume=kind != "quick" and not options.fresh, setup=setup)
     if journal.rows:
         told(f"going on with {path}, {len(journal.rows)} measured before; --fresh begins anew")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ class Journal:
         rows: those written before too.
 
     Raises:
-        HotloopError: the file's rows were measured with something else.
+        HotloopError: the file's rows were measured with something else; it names what.
     """
 
     def __init__(self, path: Path, *, resume: bool, setup: Mapping[str, Any] | None = None) -> None:
@@ -38,9 +38,11 @@ class Journal:
             path.write_text(json.dumps(given) + "\n", encoding="utf-8")
             return
         if setup is not None and before != json.loads(json.dumps(given)):
+            then = before.get("setup") or {}
+            other = [name for name in {**then, **setup} if then.get(name) != setup.get(name)]
             raise HotloopError(
-                f"{path} was measured with {before.get('setup')}",
-                expected=f"{given['setup']}, as now",
+                f"{path} was measured with " + _named(then, other),
+                expected=_named(setup, other) + ", as now",
                 fix="begin anew with --fresh, or name another file with --journal",
             )
         os.truncate(path, sum(map(len, whole)))
@@ -59,3 +61,7 @@ class Journal:
 
     def of(self, **key: Any) -> list[Row]:
         return [row for row in self.rows if all(row.get(name) == value for name, value in key.items())]
+
+
+def _named(setup: Mapping[str, Any], names: Sequence[str]) -> str:
+    return ", ".join(f"{name}={setup.get(name)}" for name in names)

@@ -17,7 +17,6 @@ def work_of(workload: Workload) -> Counts:
     What a cache keeps is moved faster than memory allows, so that small networks can come below the limit by bytes.
     """
     import torch
-    from torch import nn
     from torch.utils.flop_counter import FlopCounterMode
 
     from bench.speed.data import load
@@ -32,9 +31,6 @@ def work_of(workload: Workload) -> Counts:
         with FlopCounterMode(display=False) as counter:
             loss_module(workload.name)()(model(x), y).backward()
     flops = float(counter.get_total_flops())
-    for module in model.modules():
-        if isinstance(module, nn.LSTM):  # one operator, which torch's counter doesn't know
-            flops += 3 * 2 * x.numel() * sum(value.numel() for value in module.parameters() if value.ndim == 2)
     parameters = sum(value.numel() for value in model.parameters())
     return Counts(flops, float(_STATE_BYTES * parameters + 4 * x.numel()))
 

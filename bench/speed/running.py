@@ -28,6 +28,7 @@ class Marked:
 
     Attributes:
         startup_s: from the process's start to the end of its first step.
+        cache: `cold`, `half-warm` or `warm`, of a peer that keeps what it compiled; see `caching.py`.
         windows: steps and seconds of each window that counts.
         steps: trained in all.
         peak_bytes: the most memory it held until training ended.
@@ -35,7 +36,7 @@ class Marked:
         total_s: of the process, start to end of training; only where it was undisturbed.
         plan: what hotloop ran, in brief.
         said: what it told.
-        failure: why there are no figures.
+        failure: why there are no figures, or none after those that there are.
     """
 
     startup_s: float | None = None
@@ -48,6 +49,7 @@ class Marked:
     plan: str | None = None
     said: list[str] = field(default_factory=list)
     failure: str | None = None
+    cache: str | None = None
 
 
 class Peer:

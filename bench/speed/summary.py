@@ -28,26 +28,28 @@ class Line:
     Attributes:
         step_ms: median over all windows.
         ratio: its time over hotloop's, above 1 hotloop is faster; None for hotloop itself.
-        startup_s: median over the sessions.
-        run_s: start-up and as many steps as the tutorial's loop does in `RUN_S`, reckoned from both.
+        startup_s: median over the sessions, by what was in the peer's cache, see `caching.py`; else under "".
+        run_s: start-up and as many steps as the tutorial's loop does in `RUN_S`, reckoned from both, alike.
         peak_mb: the most memory.
         train_loss, test_accuracy: at the end of the last session.
         other_result: whether its loss is far above that of the tutorial's loop.
         plan: what hotloop ran.
         missing: why there are no figures.
+        failed: what went wrong after those that there are.
     """
 
     name: str
     step_ms: float | None = None
     ratio: Ratio | None = None
-    startup_s: float | None = None
-    run_s: float | None = None
+    startup_s: dict[str, float] = field(default_factory=dict)
+    run_s: dict[str, float] = field(default_factory=dict)
     peak_mb: float | None = None
     train_loss: float | None = None
     test_accuracy: float | None = None
     other_result: bool = False
     plan: str | None = None
     missing: str = ""
+    failed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,16 +112,24 @@ def _raw(rows: Sequence[Row], name: str) -> Line | None:
     times = [seconds for one in marked for seconds in step_times(one)]
     if not times:
         return None
-    last = next(one for one in reversed(marked) if one["windows"])
+    measured = [one for one in marked if one["windows"]]
+    # The last whose network was judged: one that failed before says nothing of the result.
+    last = next((one for one in reversed(measured) if one["train_loss"] is not None), measured[-1])
     return Line(
         name,
         step_ms=1e3 * statistics.median(times),
-        startup_s=statistics.median(one["startup_s"] for one in marked if one["startup_s"]),
+        startup_s=_startups(marked),
         peak_mb=max((one["peak_bytes"] or 0) for one in marked) / 1e6 or None,
         train_loss=last["train_loss"],
         test_accuracy=last["test_accuracy"],
         plan=last["plan"],
+        failed=tuple(dict.fromkeys(one["failure"] for one in marked if one["failure"])),
     )
+
+
+def _startups(marked: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    begun = [(one.get("cache") or "", one["startup_s"]) for one in marked if one["startup_s"]]
+    return {cache: statistics.median(s for which, s in begun if which == cache) for cache in sorted(dict(begun))}
 
 
 def _line(name: str, rows: Sequence[Row], tutorial: Line | None, ours: str) -> Line:
@@ -129,8 +139,9 @@ def _line(name: str, rows: Sequence[Row], tutorial: Line | None, ours: str) -> L
         return Line(name, missing=next(filter(None, failures), "no window was measured"))
     more: dict[str, Any] = {}
     if tutorial is not None and tutorial.step_ms:
-        assert raw.startup_s is not None and raw.step_ms is not None
-        more["run_s"] = raw.startup_s + RUN_S * raw.step_ms / tutorial.step_ms
+        assert raw.step_ms is not None
+        steps_s = RUN_S * raw.step_ms / tutorial.step_ms
+        more["run_s"] = {cache: startup_s + steps_s for cache, startup_s in raw.startup_s.items()}
         if raw.train_loss is not None and tutorial.train_loss is not None:
             more["other_result"] = raw.train_loss > _LOSS_OFF * tutorial.train_loss + _LOSS_MORE
     if name != ours:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.speed.lanes import OURS, TUTORIAL
@@ -26,7 +26,15 @@ _HEAD = (
 def markdown(found: Summary) -> str:
     """A table for each workload, one over all, and what hotloop lost."""
     parts = [part for workload in found.lines for part in _workload(found, workload)]
-    return "\n".join([*parts, *_overall(found), *_lost(found)]) + "\n"
+    return "\n".join([*_caches(found), *parts, *_overall(found), *_lost(found)]) + "\n"
+
+
+def _caches(found: Summary) -> Iterator[str]:
+    if any(cache for lines in found.lines.values() for line in lines for cache in line.startup_s):
+        yield (
+            "A peer that keeps what it compiled started `cold` where its cache was empty, `warm` where a start before had "
+            "filled it, and `half-warm` where that start was cut off.\n"
+        )
 
 
 def _workload(found: Summary, workload: str) -> Iterator[str]:
@@ -38,6 +46,9 @@ def _workload(found: Summary, workload: str) -> Iterator[str]:
     for line in found.lines[workload]:
         if line.missing:
             yield f"- not run: {line.name}: {line.missing}"
+        for failure in line.failed:
+            judged = "" if line.train_loss is not None else "; whether its result is that of the others isn't known"
+            yield f"- **failed** meanwhile: {line.name}: {failure}{judged}"
         if line.other_result:
             yield f"- **another result**: the loss of {line.name} is far above that of the tutorial's loop"
     yield from (f"- {line.name} ran `{line.plan}`" for line in lines if line.plan)
@@ -51,12 +62,16 @@ def _cells(line: Line) -> list[str]:
         line.name,
         f"{line.step_ms:.3g} ms",
         ratio_text(line.ratio) if line.ratio else "1" if line.name.startswith(OURS) else "",
-        f"{line.startup_s:.1f} s",
-        f"{line.run_s:.0f} s" if line.run_s else "",
+        _by_cache(line.startup_s, ".1f"),
+        _by_cache(line.run_s, ".0f"),
         f"{line.peak_mb:.0f} MB" if line.peak_mb else "",
         "" if line.train_loss is None else f"{line.train_loss:.3f}",
         "" if line.test_accuracy is None else f"{line.test_accuracy:.3f}",
     ]
+
+
+def _by_cache(seconds: Mapping[str, float], digits: str) -> str:
+    return ", ".join(f"{value:{digits}} s {cache}".rstrip() for cache, value in seconds.items())
 
 
 def _limit(found: Summary, workload: str) -> str:
@@ -90,13 +105,18 @@ def behind(found: Summary, workload: str) -> Iterator[str]:
     if own is None or own.step_ms is None:
         yield f"- {workload}: hotloop wasn't measured: {own.missing if own else 'it was not run'}"
         return
+    for failure in own.failed:
+        yield f"- {workload}: hotloop failed: {failure}"
     for line in found.lines[workload]:
         if line.name.startswith(OURS):
             continue
         if line.ratio and line.ratio.median < 1:
             yield f"- {workload}, step: {line.name} is {1 / line.ratio.median:.2f} times as fast ({ratio_text(line.ratio)})"
-        if line.run_s and own.run_s and line.run_s < own.run_s:
-            yield f"- {workload}, run of {RUN_S / 60:.0f} min: {line.name} {line.run_s:.0f} s, hotloop {own.run_s:.0f} s"
+        for cache, own_s in own.run_s.items():
+            theirs = {at: s for at, s in line.run_s.items() if s < own_s and (at == cache or cache not in line.run_s)}
+            if theirs:
+                them, us = _by_cache(theirs, ".0f"), _by_cache({cache: own_s}, ".0f")
+                yield f"- {workload}, run of {RUN_S / 60:.0f} min: {line.name} {them}, hotloop {us}"
         if line.name == TUTORIAL and line.peak_mb and own.peak_mb and own.peak_mb > line.peak_mb:
             yield f"- {workload}, memory: {own.peak_mb - line.peak_mb:.0f} MB more than the tutorial's loop"
 

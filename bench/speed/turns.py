@@ -1,7 +1,8 @@
 """One session: all peers of a workload hold it in memory and train in turn, a window of steps each.
 
 A B C, then C B A, and so on: a machine that grows slower meanwhile slows all alike. The windows of a round have the same
-number of steps. The first rounds warm up and don't count.
+number of steps. The first rounds warm up and don't count. Each peer has an allowance of its own to start within; what it
+leaves over goes to those that start after it, and then to windows.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from bench.speed.running import Failed, Marked, Peer
 
@@ -17,9 +20,17 @@ Begin = Callable[[str], Peer]
 
 Tell = Callable[[str], None]
 
+T = TypeVar("T")
+
 WARMING = 2
+LEAST = 3
+"""Windows that are measured also where that overdraws the budget."""
+
 _STARTING = 0.75
 """Share of the budget after which whoever hasn't done a step is left out, so that the others are measured."""
+
+_START_S = 10.0
+"""What a peer may take to start at the least, also where that comes off what those after it have."""
 
 _ENDING_S = 2.0
 """What a peer may take to judge its network."""
@@ -40,24 +51,40 @@ class Session:
     window_s: float = 0.4
 
 
-def in_turns(names: Sequence[str], begin: Begin, session: Session, tell: Tell = lambda line: None) -> dict[str, Marked]:
-    """What each peer reached, by name; the first of them says how many steps a window has."""
+def in_turns(
+    names: Sequence[str],
+    begin: Begin,
+    session: Session,
+    tell: Tell = lambda line: None,
+    parts: Mapping[str, float] | None = None,
+) -> dict[str, Marked]:
+    """What each peer reached, by name.
+
+    Args:
+        names: they start in this order; the first says how many steps a window has.
+        parts: of the time for starting, by name, default 1.
+    """
     until = time.monotonic() + session.budget_s
     peers: dict[str, Peer] = {}
     found: dict[str, Marked] = {}
     try:
         steps = 0
+        kept = _kept_for_later(names, _STARTING * session.budget_s, parts or {})
         for name in names:
-            limit_s = until - time.monotonic() - (1 - _STARTING) * session.budget_s
+            left_s = until - time.monotonic() - (1 - _STARTING) * session.budget_s
+            limit_s = max(left_s - kept[name], min(left_s, _START_S))
             if limit_s <= 0:
                 found[name] = Marked(failure="no time left to start it")
                 continue
             peer = peers[name] = begin(name)
             found[name] = peer.marked
-            if _tried(name, peers, lambda peer=peer, limit_s=limit_s: peer.begin(limit_s)):
+            begun = _tried(name, peers, partial(_begun, peer, limit_s, steps, session, until))
+            if begun is not None:
                 tell(f"{name}: first step after {peer.marked.startup_s:.1f} s")
-                steps = steps or _steps_of(peer, session, until)
-        _rounds(peers, steps, session, until - _ENDING_S * len(peers))
+                steps = begun
+        done = _rounds(peers, steps, session, until - _ENDING_S * len(peers))
+        if peers and done < session.rounds:
+            tell(f"{done} windows of each in place of {session.rounds}: no time left for more")
         for name, peer in list(peers.items()):
             _tried(name, peers, lambda peer=peer: peer.end(max(20.0, until - time.monotonic())))
     finally:
@@ -69,16 +96,27 @@ def in_turns(names: Sequence[str], begin: Begin, session: Session, tell: Tell = 
     return found
 
 
-def _tried(name: str, peers: dict[str, Peer], act: Callable[[], None]) -> bool:
-    """Whether that worked; a peer that failed leaves, and its figures say why."""
+def _kept_for_later(names: Sequence[str], seconds: float, parts: Mapping[str, float]) -> dict[str, float]:
+    """By name: the seconds that those who start later may count on."""
+    own = [parts.get(name, 1.0) for name in names]
+    return {name: seconds * sum(own[place + 1 :]) / sum(own) for place, name in enumerate(names)}
+
+
+def _tried(name: str, peers: dict[str, Peer], act: Callable[[], T]) -> T | None:
+    """What comes of it; a peer that failed leaves, and its figures say why."""
     try:
-        act()
+        return act()
     except Failed as error:
         peer = peers.pop(name)
         peer.marked.failure = str(error)
         peer.close()
-        return False
-    return True
+        return None
+
+
+def _begun(peer: Peer, limit_s: float, steps: int, session: Session, until: float) -> int:
+    """Waits for its first step; how many steps a window has, which the first peer says."""
+    peer.begin(limit_s)
+    return steps or _steps_of(peer, session, until)
 
 
 def _steps_of(peer: Peer, session: Session, until: float) -> int:
@@ -89,15 +127,17 @@ def _steps_of(peer: Peer, session: Session, until: float) -> int:
     return max(1, round(steps * session.window_s / seconds))
 
 
-def _rounds(peers: dict[str, Peer], steps: int, session: Session, until: float) -> None:
+def _rounds(peers: dict[str, Peer], steps: int, session: Session, until: float) -> int:
+    """How many rounds counted."""
     last = 0.0
     for number in range(WARMING + session.rounds):
         began = time.monotonic()
-        if began + last > until and number > WARMING:
-            return
+        if began + last > until and number >= WARMING + LEAST:
+            return number - WARMING
         for name in list(peers)[:: -1 if number % 2 else 1]:
             _tried(name, peers, lambda name=name, number=number: _window(peers[name], steps, number, until))
         last = time.monotonic() - began
+    return session.rounds
 
 
 def _window(peer: Peer, steps: int, number: int, until: float) -> None:
@@ -106,13 +146,14 @@ def _window(peer: Peer, steps: int, number: int, until: float) -> None:
         peer.marked.windows.append(window)
 
 
-def grouped(names: Sequence[str], together: int, first: str) -> list[list[str]]:
-    """Groups that fit into memory; `first`, which the others are compared with, is in each, early, for it may compile."""
-    others = [name for name in names if name != first]
+def grouped(names: Sequence[str], together: int, ours: str) -> list[list[str]]:
+    """Groups that fit into memory, their members in order; `ours`, which the others are compared with, is in each."""
+    others = [name for name in names if name != ours]
     if len(names) <= together:
         return [list(names)]
     size = max(1, together - 1)
-    return [[others[at], first, *others[at + 1 : at + size]] for at in range(0, len(others), size)]
+    members = [{ours, *others[at : at + size]} for at in range(0, len(others), size)]
+    return [[name for name in names if name in group] for group in members]
 
 
 def step_times(marked: Mapping[str, object]) -> list[float]:

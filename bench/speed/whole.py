@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from bench.speed.caching import caches
 from bench.speed.data import samples
 from bench.speed.journal import Journal, Row
 from bench.speed.lanes import OURS, TUTORIAL, Lane, ours
@@ -23,17 +24,6 @@ LONGEST = 20.0
 """Times what the tutorial's loop should take, after which a run is ended."""
 
 COLD = "cold"
-
-
-def caches(folder: Path) -> dict[str, str]:
-    """Where a process keeps what it compiled and found, headers included."""
-    temporary = folder / "tmp"
-    temporary.mkdir(parents=True, exist_ok=True)
-    return {
-        "XDG_CACHE_HOME": str(folder),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TMPDIR": str(temporary),
-    }
 
 
 def lanes_of(peers: Sequence[Lane], plans: Sequence[str]) -> list[Lane]:
@@ -96,31 +86,36 @@ def whole_table(found: Sequence[Row]) -> str:
 
 def _of(workload: str, found: Sequence[Row]) -> Iterator[str]:
     own = [row for row in found if row["workload"] == workload]
-    runs = {row["lane"]: [] for row in own}
+    runs: dict[str, list[Row]] = {row["lane"]: [] for row in own}
     for row in own:
         runs[row["lane"]].append(row)
-    times = {lane: {row["round"]: row["total_s"] for row in each if row["total_s"]} for lane, each in runs.items()}
     yield f"## {workload}, whole runs of {own[0]['epochs']} epochs\n"
-    cells = []
-    for lane, each in times.items():
-        common = sorted(each.keys() & times.get(TUTORIAL, {}).keys())
-        if not common:
-            cells.append([lane, runs[lane][-1]["failure"] or "", "", "", "", ""])
-            continue
-        against = ratio_of([times[TUTORIAL][n] for n in common], [each[n] for n in common], 0.95)
-        last = runs[lane][-1]
-        cells.append(
-            [
-                lane,
-                f"{statistics.median(each.values()):.1f} s",
-                ratio_text(against),
-                f"{last['startup_s']:.1f} s",
-                f"{last['test_accuracy']:.4f}",
-                last["plan"] or "",
-            ]
-        )
+    tutorial = _seconds(runs.get(TUTORIAL, []))
     yield from rows(
         ("peer", "whole run", "times as fast as the tutorial's loop", "first step after", "test accuracy", "plan"),
-        cells,
+        [_cells(lane, each, tutorial) for lane, each in runs.items()],
     )
     yield ""
+    yield from (f"- **failed**: {row['lane']}, run {row['round']}: {row['failure']}" for row in own if row["failure"])
+
+
+def _seconds(each: Sequence[Row]) -> dict[int, float]:
+    """By round, of runs that went through."""
+    return {row["round"]: row["total_s"] for row in each if row["total_s"] and not row["failure"]}
+
+
+def _cells(lane: str, each: Sequence[Row], tutorial: Mapping[int, float]) -> list[str]:
+    seconds = _seconds(each)
+    if not seconds:
+        return [lane, "", "", "", "", ""]
+    last = next(row for row in reversed(each) if row["round"] in seconds)
+    common = sorted(seconds.keys() & tutorial.keys())
+    against = ratio_of([tutorial[n] for n in common], [seconds[n] for n in common], 0.95) if common else None
+    return [
+        lane,
+        f"{statistics.median(seconds.values()):.1f} s",
+        ratio_text(against) if against else "",
+        f"{last['startup_s']:.1f} s",
+        f"{last['test_accuracy']:.4f}",
+        last["plan"] or "",
+    ]

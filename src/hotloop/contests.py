@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from hotloop.errors import HotloopError, TaskError
+from hotloop.choosing import placed
+from hotloop.errors import DeviceError, HotloopError, TaskError
 from hotloop.kept import remember
 from hotloop.lowering import Program
 from hotloop.lowering.telling import Say
@@ -94,7 +95,7 @@ def raced(
     task = replace(loaded.task, **(overrides or {}))
     facts = fingerprinted(replace(loaded, task=task))
     entrants = [
-        Entrant(name, _lowering(loaded, task, wanted, say), None if wanted.auto else wanted.plan)
+        Entrant(name, _lowering(loaded, task, wanted, say), None if wanted.auto else _on_its_device(wanted.plan))
         for name, wanted in entries.items()
     ]
     limit = seconds(contest.time_limit, "time-limit")
@@ -118,6 +119,14 @@ def raced(
         for note in remember(verdict):
             say(note)
     return verdict
+
+
+def _on_its_device(plan: Plan) -> Plan:
+    """The plan as it will be known by, also where it fails."""
+    try:
+        return placed(plan)
+    except DeviceError:
+        return plan
 
 
 def _lowering(loaded: Loaded, task: Task, wanted: Wanted, say: Say) -> Callable[[], Program]:
@@ -185,7 +194,7 @@ def _sizes(name: str, values: Sequence[str]) -> list[float]:
         sizes = [float(value) for value in values]
     except ValueError:
         sizes = [0.0]
-    if len(set(sizes)) < 2 or min(sizes) <= 0 or max(sizes) == float("inf"):
+    if len(sizes) < 2 or len(set(sizes)) < len(sizes) or min(sizes) <= 0 or max(sizes) == float("inf"):
         raise TaskError(
             f"--scale {name}={','.join(values)}",
             expected="two or more numbers above zero, none of them twice",

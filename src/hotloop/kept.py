@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def folder() -> Path:
 def remember(verdict: Verdict) -> list[str]:
     """Keeps what a race found; returns a note if that failed, which costs nothing but racing again."""
     base = verdict.plan(verdict.baseline)
-    if Plan(**base.plan).with_axes(device="cpu") != BASELINE or base.ratio_low is None:
+    if Plan(**base.plan).with_axes(device="cpu", workers=None) != BASELINE or base.ratio_low is None:
         return []
     where = _about(verdict.fingerprint, verdict.machine, verdict.versions)
     try:
@@ -93,9 +93,9 @@ def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple
     return found, notes
 
 
-def best(kept: Sequence[Kept], steps: int | None) -> Kept | None:
-    """The trusted plan that was found faster than the baseline and finishes a run of so many steps first; or None."""
-    able = [one for one in kept if one.timing.verdict == "faster" and one.timing.parity in TRUSTED]
+def best(kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TRUSTED) -> Kept | None:
+    """The plan of an accepted parity that was found faster than the baseline and finishes such a run first; or None."""
+    able = [one for one in kept if one.timing.verdict == "faster" and one.timing.parity in accepted]
     finishing = [one for one in able if steps is None or one.run_s(steps) < one.baseline.finishes(steps)]
     return min(finishing, key=lambda one: one.run_s(steps), default=None)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hotloop.choosing import lowered
 from hotloop.convergence import check_seeds, converges
 from hotloop.lowering.telling import Say
 from hotloop.parity import prove_programs
 from hotloop.plan import Plan
+from hotloop.remembering import lowered_by_memory
 from hotloop.task import Task
+from hotloop.taskfile import Loaded
+from hotloop.trouble import explained
 from hotloop.verdicts import Parity
 from hotloop.wanted import Wanted
 
@@ -41,7 +43,7 @@ def check(
         PlanError: the plan can't be run here.
     """
     return check_wanted(
-        task,
+        Loaded(task, None, {}),
         Wanted.of(plan, {} if device is None else {"device": device}),
         converge=converge,
         say=say,
@@ -49,14 +51,17 @@ def check(
     )
 
 
-def check_wanted(task: Task, wanted: Wanted, *, converge: int, say: Say, progress: Progress) -> Parity:
-    """See `check`."""
+def check_wanted(loaded: Loaded, wanted: Wanted, *, converge: int, say: Say, progress: Progress) -> Parity:
+    """See `check`; `auto` is what `train` takes for it."""
     if converge:
         check_seeds(converge)
-    program = lowered(task, wanted, say)
+    task = loaded.task
+    program = lowered_by_memory(loaded, task, wanted, say)
     try:
         parity = prove_programs(task, [program], progress=lambda *count: progress("states", *count))[0]
         plan = program.parts.plan
+    except Exception as error:  # the baseline's own step can't be run
+        raise explained(error, program, None) from error
     finally:
         program.close()
     if not converge:

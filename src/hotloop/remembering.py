@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from hotloop.choosing import lowered
+from hotloop.choosing import lowered, placed
 from hotloop.errors import PlanError
 from hotloop.kept import best, recall
 from hotloop.lowering import Program, lower
@@ -18,6 +18,7 @@ from hotloop.rng import preserved
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task
 from hotloop.taskfile import Loaded
+from hotloop.verdicts import TRUSTED
 from hotloop.wanted import Wanted
 
 
@@ -37,11 +38,10 @@ def remembered(loaded: Loaded, wanted: Wanted, say: Say) -> Plan | None:
     kept, notes = recall(facts.fingerprint, machine_name(), speed_versions())
     for note in notes:
         say(note)
-    plan = wanted.plan
-    fitting = [
-        one for one in kept if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in plan.model_fields_set)
-    ]
-    found = best(fitting, facts.steps)
+    plan = placed(wanted.plan)
+    asked = {*wanted.plan.model_fields_set, "device"}  # what was raced on one device says nothing of another
+    fitting = [one for one in kept if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
+    found = best(fitting, facts.steps, (*TRUSTED, "reduced-precision") if "precision" in asked else TRUSTED)
     return None if found is None else Plan(**found.timing.plan)
 
 

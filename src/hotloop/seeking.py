@@ -52,7 +52,7 @@ def tune(
         PlanError: the axes can't be run here.
     """
     given = {} if plan is None else {axis: getattr(plan, axis) for axis in plan.model_fields_set}
-    base = Plan(**given, **({} if device is None else {"device": device}))
+    base = Plan(**(given if device is None else given | {"device": device}))
     console = Console(stderr=True) if progress else Console(quiet=True)
     with watched(console) as moved:
         return tuned(Loaded(task, None, {}), base, time_limit=time_limit, progress=moved)
@@ -123,7 +123,8 @@ def remembered_or_tuned(
         return plan, f"tune: {plan.brief()}, remembered as the fastest that is proven equal"
     verdict = tuned(loaded, wanted.plan, overrides=overrides, say=say, progress=progress)
     best = verdict.plan(verdict.winner or verdict.baseline)
-    found = "nothing proven equal is faster than the baseline"
-    if best.name != verdict.baseline:
-        found = f"{best.name}, {best.ratio:.2f} times as fast as the baseline and {best.parity}"
+    if best.name == verdict.baseline:  # the axes that were set stay
+        plan = placed(wanted.plan)
+        return plan, f"tune: nothing proven equal is faster, so it's {plan.brief()} ({verdict.seconds:.0f} s)"
+    found = f"{best.name}, {best.ratio:.2f} times as fast as the baseline and {best.parity}"
     return Plan(**best.plan), f"tune: {found} ({verdict.seconds:.0f} s)"

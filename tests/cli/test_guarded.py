@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from hotloop.cli.common import AsJson, guarded, print_json
 from hotloop.errors import DataError, DiskError
+from hotloop.interrupts import Terminated
+from hotloop.parallel.joining import LAUNCHED
 
 DATA_ERROR = DataError("x has 10 rows and y has 9", expected="the same number", fix="pip install hotloop[onnx]")
 
@@ -46,6 +48,16 @@ def test_ctrl_c_is_one_line_and_130() -> None:
     result = run(KeyboardInterrupt(), "--json")
     assert (result.exit_code, result.stderr) == (130, "error: stopped by Ctrl-C\n")
     assert json.loads(result.stdout)["error"]["kind"] == "Interrupted"
+
+
+def test_sigterm_is_one_line_and_143_and_none_of_a_rank_whose_launcher_tells_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = run(Terminated())
+    assert (result.exit_code, result.stderr) == (143, "error: stopped by SIGTERM\n")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", LAUNCHED + "1")
+    result = run(Terminated())
+    assert (result.exit_code, result.stderr) == (143, "")
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -157,6 +157,7 @@ WRONG: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "no time": (("--time-limit", "0s"), 1, ("time-limit='0s'", "a time above zero")),
     "no such size": (("--scale", "depth=1,2", "--plans", "auto"), 1, ("no parameter 'depth'", "width")),
     "one size": (("--scale", "width=1", "--plans", "auto"), 1, ("--scale width=1", "two or more numbers")),
+    "the same size again": (("--scale", "width=1,1,2", "--plans", "auto"), 1, ("none of them twice",)),
     "a size that is no number": (("--scale", "width=1,big", "--plans", "auto"), 1, ("two or more numbers",)),
     "a size below zero": (("--scale", "width=-1,1", "--plans", "auto"), 1, ("above zero",)),
     "a size twice": (("--scale", "width=1,2", "-p", "width=3"), 2, ("width is given by --scale and by --param",)),

@@ -355,6 +355,9 @@ def test_sparse_gradients_and_transforms() -> None:
     assert (found.wrong, found.unexplained, found.gradients) == ([], [], (1, 1))
     mapped = explained(of(lambda x: torch.vmap(lambda row: 2 * row)(x)), torch.randn(4, 5))
     assert [layer.operation for layer in mapped.layers if not layer.known] == ["MulBackward0"]
+    branching = lambda x: torch.cond(x.sum() > 0, torch.relu, torch.tanh, (x,))  # noqa: E731
+    either = explained(of(branching), torch.randn(4, 5))
+    assert either.wrong == [] and [layer.operation for layer in either.layers if not layer.known] == ["cond"]
 
 
 def test_explaining_leaves_no_trace() -> None:

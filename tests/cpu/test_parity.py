@@ -20,8 +20,9 @@ from hotloop import parity
 from hotloop.lowering import Program, lower
 from hotloop.lowering.step import EagerStep
 from hotloop.parity import prove, prove_programs
-from hotloop.parity.collecting import Account
+from hotloop.parity.collecting import Account, Collector
 from hotloop.parity.judging import TYPICAL, typical
+from hotloop.parity.witnesses import Truth, baselines
 from hotloop.plan import BASELINE, Plan
 from hotloop.rng import generator_states
 from hotloop.state import differences
@@ -536,3 +537,69 @@ def test_pieces_that_draw_numbers_of_their_own_are_unproven_not_broken() -> None
     found = prove(family("vae"), Plan(accumulation=2))
     assert found.parity == "unproven"
     assert "draws random numbers for each piece" in found.reason
+
+
+# ---------------------------------------------------------------- what can't be run
+
+
+class Flattening(nn.Module):
+    """Takes its images to lie in the usual order of dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 4, 3), nn.Linear(4 * 4 * 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.first(x))
+        return self.last(y.view(len(y), -1))  # type: ignore[no-any-return]
+
+
+def pictures(**fields: Any) -> hotloop.Task:
+    x = torch.randn(40, 2, 6, 6, generator=torch.Generator().manual_seed(1))
+    return a_task(**{"model": Flattening, "data": (x, x.flatten(1)[:, :3].argmax(1)), "epochs": 3} | fields)
+
+
+def test_a_plan_whose_step_fails_is_broken_and_says_where() -> None:
+    found = prove(pictures(), Plan(layout="channels_last"))
+    assert found.parity == "broken" and found.first == "step 1"
+    assert "raised RuntimeError: view size is not compatible" in found.reason
+
+
+def test_a_harmless_change_that_the_model_can_t_take_is_left_out() -> None:
+    task = pictures()
+    program = hotloop.lower(task, Plan(optimizer="foreach"))
+    (found,) = parity._compared(task, [program], lambda done, total: None, brief=False)  # beside channels_last, too
+    assert found.parity in TRUSTED and found.states >= 16
+
+
+def test_another_order_of_samples_that_changes_the_result_is_no_harmless_change() -> None:
+    """Each sample is mixed with the one before it; what rounding comes to must not be read from that."""
+
+    class Mixed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(0.7 * x + 0.3 * x.roll(1, 0))
+
+    def left_out(model: Callable[[], nn.Module]) -> set[str]:
+        task = a_task(model=model, epochs=9)
+        collector = Collector(
+            Truth(task, torch.device("cpu")), baselines(task, "cpu", few=False), [], [lower(task, BASELINE)]
+        )
+        assert collector.collect().unproven is None
+        return collector.left_out
+
+    assert left_out(lambda: Mixed(6, 3)) == {"permuted"}
+    assert left_out(lambda: nn.Linear(6, 3)) == set()
+
+
+def test_a_step_that_fails_by_itself_is_one_line() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        raise ZeroDivisionError("of the user's own")
+
+    with pytest.raises(hotloop.HotloopError, match="ZeroDivisionError: of the user's own"):
+        hotloop.check(a_task(loss=loss, epochs=9), Plan(optimizer="foreach"))
+
+
+def test_a_schedule_that_ends_before_the_free_run_is_not_passed() -> None:
+    scheduled = lambda optimizer, total: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)  # noqa: E731
+    found = prove(a_task(epochs=2, schedule=scheduled), Plan(optimizer="foreach"))
+    assert found.parity in TRUSTED and 0 < found.free_steps < 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from hotloop.errors import TaskError
+from hotloop.profiling import host
 from hotloop.profiling.compose import profile_of
 from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.host import profile_script
+from hotloop.profiling.importing import AtImport
 
 LOOPS = Path(__file__).parent / "loops"
 
@@ -82,8 +85,111 @@ def test_a_script_without_torch(alone) -> None:
     assert slow.where.endswith("arrays.py:9") and step.ms >= slow.ms
 
 
+def test_a_script_that_asks_for_torch_before_it_imports_it(alone) -> None:
+    assert alone("asks_first.py").steps > 0
+
+
+def test_what_is_only_looked_for_or_cannot_be_executed_is_waited_for(tmp_path, monkeypatch) -> None:
+    (tmp_path / "awaited").mkdir()
+    (tmp_path / "awaited" / "part.py").write_text("import os\nos.environ['AWAITED']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said: list[str] = []
+    waiting = AtImport({"awaited.part"}, before=said.append, then=lambda: said.append("then"))
+    waiting.begin()
+    found = importlib.util.find_spec("awaited.part")
+    assert found is not None and said == [] and waiting in sys.meta_path
+    with pytest.raises(KeyError):
+        importlib.import_module("awaited.part")
+    monkeypatch.setenv("AWAITED", "1")
+    module = importlib.import_module("awaited.part")
+    assert said == ["awaited.part", "awaited.part", "then"] and waiting not in sys.meta_path
+    assert "exec_module" not in vars(module.__spec__.loader)
+    found.loader.exec_module(module)  # of a spec that was found meanwhile
+    assert len(said) == 3 and "exec_module" not in vars(found.loader)
+
+
+def test_torch_that_fails_to_be_imported_fails_as_it_does_alone(alone, tmp_path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('a library is missing')\n")
+    assert alone("imports.py", str(tmp_path)).exit_code == 1
+
+
+def test_a_script_that_asks_for_another_profiler_is_profiled_on(tmp_path) -> None:
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "import importlib.util\nimportlib.util.find_spec('cProfile')\n"
+        "def slow():\n    return sum(range(1_000_000))\nslow()\n"
+    )
+    profile = profile_script(script)
+    assert [line.function for line in profile.lines if line.where.endswith("asks.py:3")] == ["slow"]
+    assert not any("cProfile" in note for note in profile.notes)
+
+
+def test_torch_that_came_with_the_machines_sitecustomize(tmp_path, monkeypatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import torch\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert profile_script(LOOPS / "fails.py", ["exit", "30"]).steps > 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no fork")
+def test_a_child_that_imports_torch_is_not_taken_for_the_script(tmp_path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text("import os\nif not os.fork():\n    import torch\nelse:\n    os.wait()\nos._exit(0)\n")
+    assert profile_script(script).notes == ["it ended before anything was seen of it"]
+
+
+def test_memory_of_a_script_is_its_own_and_not_that_of_who_started_it() -> None:
+    held = bytearray(b"x") * (1 << 30)
+    profile = profile_script(LOOPS / "fails.py", ["exit", "30"])
+    assert 0 < profile.peak_memory_bytes < len(held)
+
+
+COUNTS = """
+import signal, time
+heard = []
+signal.signal(signal.SIGINT, lambda *signal: heard.append(signal))
+print("ready", flush=True)
+while not heard:
+    time.sleep(0.001)
+time.sleep(0.3)  # another one would come right after
+print(len(heard), flush=True)
+"""
+
+IN_A_TERMINAL = """
+import fcntl, sys, termios
+from pathlib import Path
+from hotloop.profiling.host import profile_script
+fcntl.ioctl(sys.stderr, termios.TIOCSCTTY, 0)
+sys.exit(profile_script(Path(sys.argv[1])).exit_code)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals of this kind")
+def test_ctrl_c_arrives_once_where_standard_input_is_not_the_terminal(tmp_path) -> None:
+    import pty
+
+    script = tmp_path / "counts.py"
+    script.write_text(COUNTS)
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, str(script)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    os.write(ours, b"\x03")
+    assert process.communicate(timeout=60)[0] == "1\n"
+    assert process.returncode == 0
+    os.close(ours)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_goes_to_the_script_and_what_was_seen_arrives(number, tmp_path) -> None:
+def test_a_signal_goes_to_the_script_and_what_was_seen_arrives(number, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(host, "_in_foreground", lambda: False)  # no terminal sends this one, wherever tests run
     out = tmp_path / "out"
 
     def send() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from bench.race_verdicts import MARKED, delayed, one
 from hotloop.errors import HotloopError, PlanError, TaskError
 from hotloop.lowering import Program, lower
 from hotloop.lowering.step import EagerStep
-from hotloop.measuring import Entrant, measure
+from hotloop.measuring import Entrant, load, measure
 from hotloop.measuring.clocks import feed_time, peak_of_step
 from hotloop.measuring.load import Used, busy_note, cores_of_others
 from hotloop.measuring.racing import Measured
@@ -456,6 +456,24 @@ def test_the_load_of_others() -> None:
     assert cores_of_others(before, Used(at=20.0, by_all=118.0, by_us=50.0)) == pytest.approx(0.8)
     assert cores_of_others(before, Used(at=20.0, by_all=109.9, by_us=50.0)) == 0.0
     assert "0.8 of its 2 cores" in busy_note(0.8, 2) and busy_note(0.1, 2) == "" and busy_note(0.8, 64) == ""
+
+
+def test_work_on_cores_that_we_may_not_use_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Times(NamedTuple):
+        user: float
+        idle: float
+
+    monkeypatch.setattr(load.psutil, "cpu_times", lambda percpu: [Times(10.0, 5.0), Times(500.0, 1.0)])
+    monkeypatch.setattr(load.psutil.Process, "cpu_affinity", lambda self: [0], raising=False)
+    assert Used.now().by_all == 10.0
+
+
+def test_a_rehearsal_leaves_the_state_as_it_was() -> None:
+    """A search hands the same Program to several races, each of which begins with the first step."""
+    program = lower(a_task(), CPU)
+    before = program.state()
+    measure([Entrant("baseline", lambda: program, CPU)], "baseline", steps=10, time_limit_s=0.01, brief=True)
+    assert differences(program.state(), before) == []
 
 
 def test_our_own_work_is_not_that_of_others() -> None:

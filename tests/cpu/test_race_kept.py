@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from hotloop import kept
+from hotloop import kept, remembering
+from hotloop.choosing import known
 from hotloop.kept import best, recall, remember
 from hotloop.plan import Plan
-from hotloop.verdicts import Timing, Verdict
+from hotloop.records import SourceRecord
+from hotloop.taskfile import Loaded
+from hotloop.verdicts import TRUSTED, Timing, Verdict
+from hotloop.wanted import Wanted
+from tests.cpu.programs import a_task
 
 VERSIONS = {"hotloop": "1", "torch": "2", "python": "3"}
 FUSED, COMPILED, WRONG = Plan(optimizer="fused"), Plan(compile="step"), Plan(precision="bf16")
@@ -130,3 +135,32 @@ def test_a_folder_that_cannot_be_written_costs_a_note_alone(folder: Path) -> Non
     folder.write_text("a file in its place")
     notes = remember(verdict(timing(FUSED, 1.3)))
     assert len(notes) == 1 and "couldn't be kept" in notes[0]
+
+
+def test_a_reduced_precision_is_taken_by_those_who_asked_for_it_alone() -> None:
+    remember(verdict(timing(WRONG, 3.0, parity="reduced-precision")))
+    kept_now = recall("f", "m", VERSIONS)[0]
+    assert best(kept_now, 100) is None
+    taken = best(kept_now, 100, (*TRUSTED, "reduced-precision"))
+    assert taken is not None and taken.timing.plan["precision"] == "bf16"
+
+
+def test_loaders_of_so_many_workers_change_nothing_in_what_is_kept() -> None:
+    base = timing(Plan(workers=2), 1.0, verdict="no difference").model_copy(update={"name": "baseline"})
+    one = verdict(timing(FUSED.with_axes(workers=2), 1.3))
+    remember(one.model_copy(update={"plans": [base, *one.plans[1:]]}))
+    assert [plan.ratio for plan in found().values() if plan.verdict == "faster"] == [1.3]
+
+
+def test_what_was_raced_on_one_device_is_not_taken_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = SourceRecord(file="t.py", module="t", attribute="task", digest="d", reference="t.py", origin=".")
+    loaded = Loaded(a_task(), record, {})
+    facts = known(loaded.task, Plan())[0].model_copy(update={"fingerprint": "f"})
+    monkeypatch.setattr(remembering, "machine_name", lambda: "m")
+    monkeypatch.setattr(remembering, "speed_versions", lambda: VERSIONS)
+    monkeypatch.setattr(remembering, "fingerprinted", lambda loaded: facts)
+    remember(verdict(timing(FUSED, 1.3)))
+    taken = lambda **axes: remembering.remembered(loaded, Wanted.of("auto", axes), print)  # noqa: E731
+    assert taken(device="cpu") == FUSED
+    monkeypatch.setattr(remembering, "placed", lambda plan: plan.with_axes(device="cuda:0"))
+    assert taken() is None

@@ -213,6 +213,15 @@ def test_what_ranks_cost_each_other_is_of_all_steps() -> None:
     )
 
 
+def test_communication_that_is_not_counted_is_not_told_as_none() -> None:
+    told = Told()
+    told.waits((Spent(0.5), Spent(2.5))).tell(Spent(3.0), 10.0, 50)
+    assert told.lines[-1].startswith(
+        "of a step's 200 ms in waiting: rank 0 30%, rank 1 5%, rank 2 25%; the slowest is rank 1;"
+    )
+    assert "isn't counted" in told.lines[-1]
+
+
 def test_of_one_process_and_of_what_nobody_counts_nothing_is_told() -> None:
     told = Told()
     alone = Waits(ALONE, lambda event, **fields: told.events.append((event, fields)), told.lines.append)

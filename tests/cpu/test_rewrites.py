@@ -157,6 +157,51 @@ def test_a_convolution_whose_input_learns_is_left_alone() -> None:
     assert rewrite(step.captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
 
 
+class Twice(nn.Module):
+    """Convolves the same data with the same weight, each time in its own way."""
+
+    def __init__(self, *hows: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2, 3, 3, generator=torch.Generator().manual_seed(3)))
+        self.hows = hows
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [nn.functional.conv2d(x, self.weight, **how).flatten(1) for how in self.hows]
+        return torch.cat([one.mul(number).tanh() for number, one in enumerate(found, 1)], 1)
+
+
+@pytest.mark.parametrize(
+    "hows",
+    [
+        [dict(padding=1), dict(padding=2, dilation=2)],
+        [dict(padding=1), dict(padding=0)],
+        [dict(padding=1), dict(padding=1, stride=2)],
+        [dict(padding=1), dict(padding=1)],
+    ],
+    ids=["other dilation", "other shape", "other stride", "the same"],
+)
+def test_one_weight_that_convolves_the_same_data_twice(hows: list[dict[str, Any]]) -> None:
+    step = Step(convolving(Twice(*hows)), double=True)
+    plain = step.after(step.captured)
+    assert rewrite(step.captured.graph, "conv_as_gemm") == {"conv_as_gemm": 2}
+    assert apart(step.after(step.captured), plain) < 1e-12
+
+
+def test_the_same_convolution_twice_with_a_pooling_of_its_own_each_time() -> None:
+    """A window's order is that of one gradient, and may come to the other's forward."""
+
+    class Pooled(Twice):
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = (nn.functional.conv2d(x, self.weight, padding=1) for _ in range(2))
+            pooled = nn.functional.max_pool2d(one, 2), nn.functional.max_pool2d(other.mul(2), (2, 4)).tanh()
+            return torch.cat([each.flatten(1) for each in pooled], 1)
+
+    step = Step(convolving(Pooled()), double=True)
+    plain = step.after(step.captured)
+    assert rewrite(step.captured.graph, "all") == {"pool_first": 0, "pool_as_max": 2, "conv_as_gemm": 2}
+    assert apart(step.after(step.captured), plain) < 1e-12
+
+
 def test_a_relu_that_is_looked_at_elsewhere_stays() -> None:
     class Both(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,9 +14,14 @@ import numpy as np
 import pytest
 
 from bench import auto_models
-from bench.speed.data import Data, lay_down, load
+from bench.speed import __main__ as bench
+from bench.speed import turns
+from bench.speed.caching import caches, note_filled, own_cache, state
+from bench.speed.data import ALPHABET, Data, lay_down, load
+from bench.speed.job import Job
 from bench.speed.journal import Journal
 from bench.speed.lanes import OURS, PEERS, TUTORIAL, Lane
+from bench.speed.limits import work_of
 from bench.speed.marks import Marks
 from bench.speed.ratios import geometric_mean, ratio
 from bench.speed.running import Marked, Peer
@@ -40,6 +47,8 @@ def train(job):
         time.sleep(1e-3)
         if not job.marks.step(3 if kind == "spans" else 1):
             break
+    if kind == "lies":
+        raise ValueError("not judged")
     return lambda: (0.5, 0.9)
 
 main(train)
@@ -83,10 +92,63 @@ def test_who_breaks_or_never_starts_is_left_out_and_named() -> None:
     assert found["plain"].windows and found["plain"].failure is None
 
 
+def test_who_takes_long_to_start_takes_it_off_no_other() -> None:
+    """What those before leave over is added to what is its own."""
+    kept = turns._kept_for_later(["quick", "ours", "other"], 100, {"ours": 6, "other": 3})
+    assert kept == {"quick": 90, "ours": 30, "other": 0}
+    assert sum(lane.parts for lane in PEERS) < 13 and [lane.name for lane in PEERS if lane.compiles] == [
+        "torch.compile"
+    ]
+
+
+def test_a_peer_that_never_starts_leaves_the_others_their_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_START_S", 0.0)
+    asked = Session(12, rounds=4, window_s=0.01)
+    found = in_turns(["plain", "never", "other"], begun, asked, parts={"other": 4})
+    assert "first step within" in (found["never"].failure or "")
+    assert all(found[name].windows and not found[name].failure for name in ("plain", "other"))
+
+
+def test_some_windows_are_measured_where_starting_took_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_ENDING_S", 100.0)
+    told: list[str] = []
+    found = in_turns(["plain", "other"], begun, Session(20, rounds=8, window_s=0.01), told.append)
+    assert [len(marked.windows) for marked in found.values()] == [turns.LEAST] * 2
+    assert f"{turns.LEAST} windows of each in place of 8: no time left for more" in told
+
+
+def test_a_peer_that_fails_after_its_windows_is_shown_to_have_failed() -> None:
+    found = session(["plain", "lies"])
+    assert found["lies"].windows and "not judged" in (found["lies"].failure or "")
+    rows = [{**row(), "lanes": {TUTORIAL: asdict(found["plain"]), OURS: asdict(found["lies"])}}]
+    text = markdown(summary(rows, {}, {}, OURS))
+    assert "**failed** meanwhile: hotloop: ended with 1" in text and "isn't known" in text
+    assert "W4: hotloop failed: ended with 1" in text and "Nowhere" not in text
+
+
+def test_the_result_is_of_the_last_session_that_was_judged() -> None:
+    rows = [row(tutorial=4e-3, hotloop=1e-3), row(tutorial=4e-3, hotloop=1e-3)]
+    rows[0]["lanes"][OURS]["train_loss"] = 9.0
+    rows[1]["lanes"][OURS] |= {"train_loss": None, "failure": "gone"}
+    assert "the loss of hotloop is far above" in markdown(summary(rows, {}, {}, OURS))
+
+
+def test_a_process_answers_for_its_own_memory_alone() -> None:
+    """Linux counts what a process held before exec, the parent's memory, as its own in `ru_maxrss`."""
+    child = "from bench.speed.marks import peak_bytes; print(peak_bytes())"
+    parent = (
+        "import subprocess, sys\n"
+        "held = b'x' * (400 << 20)\n"
+        f"print(subprocess.run([sys.executable, '-c', {child!r}], check=True, capture_output=True, text=True).stdout)"
+    )
+    done = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True, env=os.environ)
+    assert 1 << 20 < int(done.stdout) < 200 << 20
+
+
 def test_whoever_holds_a_workload_alone_is_compared_with_us_in_each_group() -> None:
-    names = [TUTORIAL, OURS, "a", "b"]
+    names = [TUTORIAL, "a", "b", OURS, "last"]
     assert grouped(names, 12, OURS) == [names]
-    assert grouped(names, 3, OURS) == [[TUTORIAL, OURS, "a"], ["b", OURS]]
+    assert grouped(names, 3, OURS) == [[TUTORIAL, "a", OURS], ["b", OURS, "last"]]
 
 
 def test_marks_wait_for_the_device_before_they_look_at_the_clock(tmp_path: Path) -> None:
@@ -113,6 +175,42 @@ def lanes(**seconds: float) -> dict[str, dict]:
 
 def row(workload: str = "W4", **seconds: float) -> dict:
     return {"kind": "session", "workload": workload, "session": 0, "group": 0, "lanes": lanes(**seconds)}
+
+
+def ordered(path: Path, *steps: int) -> Marks:
+    """Marks that are asked for windows of so many steps, and then to end."""
+    path.write_text("".join(f'{{"steps": {count}}}\n' for count in steps) + "{}\n")
+    return Marks((path.parent / "reports").open("w"), path.open())
+
+
+def test_keras_is_counted_without_waiting_for_each_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras", reason="needs keras (the examples extra)")
+    from bench.peers.with_keras import counting
+
+    marks = ordered(tmp_path / "orders", 2)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(optimizer="adam", loss="mse")
+    callbacks = [counting(marks)]
+    assert keras.callbacks.CallbackList(callbacks)._async_train  # a callback on each batch's end turns that off
+    model.fit(np.ones((4, 3)), np.ones((4, 1)), batch_size=2, epochs=9, callbacks=callbacks, verbose=0)
+    # The window ends with the third step, and Keras does the one that it has begun.
+    assert marks.done == 4 == int(model.optimizer.iterations)
+
+
+def test_jax_draws_nothing_outside_of_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = pytest.importorskip("jax", reason="needs jax (the bench extra)")
+    from bench.peers import with_jax
+
+    images = np.arange(512 * 784, dtype=np.uint8).reshape(512, 28, 28)
+    data = Data(images, np.zeros(512, np.int64), images, np.zeros(512, np.int64))
+    monkeypatch.setattr(with_jax, "load", lambda kind: data)
+    drawn: list[int] = []
+    monkeypatch.setattr(jax.random, "split", lambda *given, split=jax.random.split: drawn.append(1) or split(*given))
+    for options in (("step",), ("scan",)):
+        drawn.clear()
+        with_jax.train(Job(WORKLOADS["W4"], 3, ordered(tmp_path / "orders", 4, 4), options))
+        assert len(drawn) == 3  # the weights of two layers
 
 
 def test_ratios_are_of_windows_that_lie_side_by_side() -> None:
@@ -147,7 +245,31 @@ def test_the_table_says_where_hotloop_is_behind() -> None:
     assert "reaches 50% of it" in text
     # A run of two minutes: start-up, and the steps that the tutorial's loop does meanwhile.
     line = found.line("W4", OURS)
-    assert line is not None and line.run_s == pytest.approx(1 + 120 / 4)
+    assert line is not None and line.run_s == {"": pytest.approx(1 + 120 / 4)}
+
+
+def test_starts_with_an_empty_and_a_filled_cache_are_told_apart() -> None:
+    rows = [row(tutorial=4e-3, hotloop=1e-3, compiled=1e-3) for _ in range(3)]
+    for number, one in enumerate(rows):
+        one["lanes"][OURS] |= {"cache": "warm" if number else "cold", "startup_s": 10.0 if number else 60.0}
+        one["lanes"]["compiled"] |= {"cache": "warm" if number else "cold", "startup_s": 20.0}
+    text = markdown(summary(rows, {}, {}, OURS))
+    assert "60.0 s cold, 10.0 s warm" in text and "90 s cold, 40 s warm" in text and "its cache was empty" in text
+    assert "run of 2 min: compiled 50 s cold, hotloop 90 s cold" in text
+    assert "compiled 50 s warm" not in text
+    assert "run of 2 min: tutorial" not in text  # 121 s
+
+
+def test_a_cache_is_warm_when_a_start_went_through_with_it(tmp_path: Path) -> None:
+    folder = own_cache(tmp_path, "W1", "with_hotloop", "compile=step,threads=1")
+    assert state(folder) == "cold"
+    caches(folder)
+    assert state(folder) == "cold"  # empty folders
+    (folder / "inductor").mkdir()
+    (folder / "inductor" / "kernel.so").touch()
+    assert state(folder) == "half-warm"
+    note_filled(folder)
+    assert state(folder) == "warm" and state(own_cache(tmp_path, "W2", "with_hotloop", "tune")) == "cold"
 
 
 def test_nothing_is_behind_where_hotloop_is_ahead() -> None:
@@ -181,6 +303,64 @@ def test_a_journal_of_other_versions_is_not_gone_on_with(tmp_path: Path) -> None
         Journal(path, resume=True, setup={"torch": "2"})
 
 
+def test_a_bench_that_asks_for_other_peers_does_not_go_on_in_silence(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    asked = ["W4", "--full", "--journal", str(path)]
+    bench.opened(bench.parsed([*asked, "--peers", "lightning"]))
+    bench.opened(bench.parsed([*asked, "--peers", "tutorial,lightning"]))  # the same
+    with pytest.raises(HotloopError) as error:
+        bench.opened(bench.parsed([*asked, "--peers", "lightning,skorch"]))
+    assert "peers=['tutorial', 'lightning']" in str(error.value)
+    assert "processor" not in str(error.value)
+    with pytest.raises(HotloopError, match="rounds=24"):
+        bench.opened(bench.parsed([*asked, "--peers", "lightning", "--rounds", "3"]))
+
+
+def measured(names: list[str], journal: Journal, together: int, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The groups in which a session of such lanes is measured, with memory for so many."""
+    seen: list[list[str]] = []
+
+    def in_turns_(group: list[str], begin: object, session: Session, *_: object) -> dict[str, Marked]:
+        seen.append(group)
+        return {name: Marked() for name in group}
+
+    monkeypatch.setattr(bench, "in_turns", in_turns_)
+    monkeypatch.setattr(bench, "samples", lambda data: 60_000)
+    monkeypatch.setattr(type(WORKLOADS["W4"]), "together", lambda self, free: together)
+    lanes = [Lane(name, name, parts=8 if name == OURS else 1) for name in names]
+    bench.measure(WORKLOADS["W4"], lanes, Session(60), 0, journal, short=False)
+    return seen
+
+
+def test_no_peer_is_lost_where_a_session_goes_on_with_more_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [TUTORIAL, OURS, "a", "b", "c"]
+    journal = Journal(tmp_path / "journal.jsonl", resume=True)
+    assert measured(names, journal, 3, monkeypatch) == [[TUTORIAL, "a", OURS], ["b", "c", OURS]]
+    stopped = Journal(tmp_path / "stopped.jsonl", resume=True)
+    stopped.add(journal.rows[0])
+    assert measured(names, stopped, 9, monkeypatch) == [["b", "c", OURS]]
+    assert measured(names, stopped, 9, monkeypatch) == []
+    assert [row["group"] for row in stopped.rows] == [0, 1]
+
+
+def test_what_a_workload_leaves_over_is_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+
+    def measure(workload: object, lanes: object, session: Session, number: int, journal: Journal, short: bool) -> None:
+        budgets.append(session.budget_s)
+        if len(budgets) > 1:
+            journal.add({"session": number})
+
+    monkeypatch.setattr(bench, "measure", measure)
+    journal = Journal(tmp_path / "journal.jsonl", resume=True)
+    three = [WORKLOADS[name] for name in ("W1", "W2", "W3")]
+    bench.sessions(three, [], bench.parsed(["W1", "W2", "W3"]), journal)
+    # The first was measured before; the second took no time of its own.
+    assert budgets == [180, 190, pytest.approx(410, abs=5)]
+
+
 def test_whole_runs_go_on_where_they_were_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun_runs = []
 
@@ -198,6 +378,27 @@ def test_whole_runs_go_on_where_they_were_stopped(tmp_path: Path, monkeypatch: p
     assert [one["lane"] for one in journal.rows] == [TUTORIAL, "hotloop auto, warm"]
     assert journal.rows[1]["total_s"] > 0 and journal.rows[1]["test_accuracy"] == 0.9
     assert "hotloop auto, warm" in whole_table(journal.rows)
+
+
+def test_whole_runs_that_failed_are_named_and_the_others_shown() -> None:
+    def run(lane: str, number: int, **marked: object) -> dict:
+        done = {"startup_s": 2.0, "total_s": 10.0, "test_accuracy": 0.9, **marked}
+        return {"workload": "W4", "lane": lane, "round": number, "epochs": 3, **asdict(Marked(**done))}
+
+    broken = {"startup_s": None, "total_s": None, "test_accuracy": None, "failure": "out of luck"}
+    found = [run(lane, 0, total_s=seconds) for lane, seconds in ((TUTORIAL, 10.0), ("cold", 5.0))]
+    found += [run(TUTORIAL, 1), run("cold", 1, **broken), run("never", 0, **broken)]
+    text = whole_table(found)
+    assert "| cold | 5.0 s | 2.00 (1 pairs) | 2.0 s | 0.9000 |  |" in text and "| never |  |  |  |  |  |" in text
+    assert "- **failed**: cold, run 1: out of luck" in text
+
+
+def test_products_of_an_lstm_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and twice as much backward: gates of a letter's 64 and the state's 256 numbers, and the letter that follows."""
+    lay_down("text-64", tmp_path)
+    monkeypatch.setattr("bench.speed.data.load", lambda kind: load(kind, tmp_path))
+    letters = work_of(WORKLOADS["W8"]).flops / (3 * 2 * 64 * 64 * (4 * 256 * (64 + 256) + 256 * len(ALPHABET)))
+    assert letters == pytest.approx(1, abs=0.02)
 
 
 def test_data_are_laid_down_once_and_read_back(tmp_path: Path) -> None:

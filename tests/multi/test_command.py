@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import hotloop
+from hotloop.cli.common import shared
 from hotloop.errors import PlanError
 from hotloop.launch import launch
 from hotloop.plan import Plan
@@ -132,3 +135,18 @@ def test_an_error_that_all_ranks_have_is_told_once(file: Path, run_cli: RunCli) 
 def test_what_measures_one_process_refuses_ranks() -> None:
     with pytest.raises(PlanError, match="parallel=data in a single process"):
         hotloop.lower(images(torch.float32), Plan(parallel="data", ranks=2))
+
+
+def test_ranks_that_torchrun_started_share_each_batch_without_a_word(file: Path, tmp_path: Path) -> None:
+    asked = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "hotloop", "train"]
+    given = [str(file), "-p", "epochs=1", "--run", str(tmp_path / "run"), "--device", "cpu"]
+    done = subprocess.run([sys.executable, *asked, *given], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert Run.open(tmp_path / "run").plan == Plan(parallel="data", ranks=2)
+
+
+def test_what_torchrun_started_is_asked_for_as_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not shared(None, Plan())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert shared(None, Plan()) and not shared(None, Plan(parallel="stages")) and not shared(1, Plan())

@@ -59,6 +59,7 @@ def stop(seconds: int = 7) -> None:
     """Until a process of its own wakes it up."""
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(2.5)  # there are two signs of it before the training, which is short, can be over
 
 
 def raise_error() -> None:

@@ -55,6 +55,7 @@ ORDER = (
     "data/materialise",
     "data/__init__",
     "foreign",
+    "onlooker",
     "objective",
     "task",
     "sources",

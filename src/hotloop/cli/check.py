@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -72,8 +73,9 @@ def check(
 
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json), bar("comparing", of="") as progress:
+        loaded = load_task(task, given)
         parity = check_wanted(
-            overridden(load_task(task, given).task, overrides),
+            replace(loaded, task=overridden(loaded.task, overrides)),
             wanted,
             converge=converge,
             say=say,

@@ -147,7 +147,8 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
                 _report(type(error).__name__, str(error), as_json)
                 raise typer.Exit(FAILED) from error
             except Terminated as error:
-                _report("Interrupted", "stopped by SIGTERM", as_json)
+                if not _is_launched():  # else the launcher tells why
+                    _report("Interrupted", "stopped by SIGTERM", as_json)
                 raise typer.Exit(TERMINATED) from error
             except KeyboardInterrupt as error:
                 _report("Interrupted", "stopped by Ctrl-C", as_json)
@@ -157,6 +158,12 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(READER_GONE) from error
 
     return run
+
+
+def _is_launched() -> bool:
+    """Whether this process is one of the ranks that a `hotloop` has started: `LAUNCHED` in parallel/joining.py, which
+    takes seconds to import."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("hotloop-")
 
 
 def _report(kind: str, message: str, as_json: bool) -> None:
@@ -183,8 +190,14 @@ def pairs(texts: list[str]) -> dict[str, str]:
 
 
 def shared(ranks: int | None, plan: Plan) -> bool:
-    """Whether `--ranks` without a word on `parallel` asks for processes that share each batch, which is `parallel=data`."""
-    return ranks is not None and ranks > 1 and "parallel" not in plan.model_fields_set
+    """Whether several ranks without a word on `parallel` are to share each batch, which is `parallel=data`."""
+    return (started_ranks() if ranks is None else ranks) > 1 and "parallel" not in plan.model_fields_set
+
+
+def started_ranks() -> int:
+    """How many processes torchrun, or the like, has started beside this one, which is counted; 1 without it."""
+    number = os.environ.get("WORLD_SIZE", "")
+    return int(number) if number.isdecimal() else 1
 
 
 def axes(settings: list[str] | None, **short: object) -> dict[str, str]:

@@ -13,7 +13,20 @@ if TYPE_CHECKING:
     from hotloop.report.progress import Display
     from hotloop.taskfile import Loaded
 
-from hotloop.cli.common import AsJson, Param, Set, axes, console, guarded, pairs, print_json, say, shared, stdout_for
+from hotloop.cli.common import (
+    AsJson,
+    Param,
+    Set,
+    axes,
+    console,
+    guarded,
+    pairs,
+    print_json,
+    say,
+    shared,
+    started_ranks,
+    stdout_for,
+)
 from hotloop.sources import file_named, split
 
 
@@ -91,7 +104,7 @@ def train(
         raise typer.BadParameter("--tune looks for the plan of a new run: give it with neither --resume nor --plan")
     given = pairs(param or [])
     on_top = axes(settings, device=device, workers=workers, ranks=ranks)
-    if tune and on_top.keys() & {"parallel", "ranks"}:
+    if tune and (on_top.keys() & {"parallel", "ranks"} or started_ranks() > 1):
         raise typer.BadParameter("--tune looks for the plan of one process: leave out --ranks and parallel")
     if task is not None:
         file_named(split(task)[0])  # a wrong path shows at once, before the seconds that importing torch takes

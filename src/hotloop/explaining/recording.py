@@ -12,6 +12,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -154,10 +156,11 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         name = name_of(function)
-        if not _floating((args, options)) or _transformed():
+        floating = _floating((args, options))
+        if not floating or _transformed() or _imagined(floating):
             return function(*args, **options)
         before = _saved(function, args, options)
-        needs = [leaf.requires_grad for leaf in _floating((args, options))]
+        needs = [leaf.requires_grad for leaf in floating]
         state = torch.get_rng_state() if name in DRAWING else None
         self._note_unseen((args, options))
         out = _own(function(*args, **options), args)
@@ -239,6 +242,11 @@ def _own(out: Any, args: Any) -> Any:
 def _transformed() -> bool:
     """Whether a transform such as `vmap` is under way, whose tensors live as long as it alone."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _imagined(floating: list[Tensor]) -> bool:
+    """Whether these are a compiler's, without any memory: `torch.cond` calls it for its branches."""
+    return any(isinstance(one, FakeTensor | FunctionalTensor) for one in floating)
 
 
 def _in_place(function: Any, options: dict[str, Any]) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hotloop.data.feed import Feed
@@ -21,6 +20,7 @@ from hotloop.data.tree import map_tensors
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.program import Program
 from hotloop.lowering.step import EagerStep
+from hotloop.onlooker import Onlooker
 from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.state import State
@@ -104,7 +104,7 @@ class ExactStep(EagerStep):
             super()._backward_of(loss)
 
 
-class Watch(TorchDispatchMode):
+class Watch(Onlooker):
     """Sees each operation of a step that should be float64 throughout.
 
     Attributes:

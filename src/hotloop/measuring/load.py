@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -13,7 +14,7 @@ _BUSY = 0.1
 
 @dataclass(frozen=True)
 class Used:
-    """CPU seconds used so far: by all on this machine, and by this process with its children."""
+    """CPU seconds used so far: by all on the cores that this process may use, and by this process with its children."""
 
     at: float
     by_all: float
@@ -21,10 +22,20 @@ class Used:
 
     @classmethod
     def now(cls) -> Used:
-        times = psutil.cpu_times()
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice already
-        return cls(time.monotonic(), sum(times) - idle - guests, _own())
+        return cls(time.monotonic(), sum(_busy_s(times) for times in _cores()), _own())
+
+
+def _cores() -> list[Any]:
+    """CPU times of the cores that this process may use; work on others is no trouble."""
+    every = psutil.cpu_times(percpu=True)
+    allowed = psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else range(len(every))
+    return [every[core] for core in allowed if core < len(every)] or every
+
+
+def _busy_s(times: Any) -> float:
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice already
+    return sum(times) - idle - guests
 
 
 def _own() -> float:

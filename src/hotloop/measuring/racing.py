@@ -116,8 +116,10 @@ def _asked(entrant: Entrant) -> dict[str, Any]:
 def _rehearse(entrant: Entrant) -> None:
     """One step of the baseline: what a process pays once, whatever the plan, such as imports, is no plan's own."""
     program = entrant.lower()
+    before = program.state()
     try:
         program.advance(1)
+        program.restore(before)
     except Exception as error:
         raise explained(error, program, None) from error
     finally:

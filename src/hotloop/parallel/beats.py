@@ -38,7 +38,8 @@ class Beats:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Gives signs in a thread of its own, until the end."""
+        """Gives signs in a thread of its own, until the end; the first at once, since a rank may be stopped before the next."""
+        self._store.set(self._key(self._rank), "0")
         thread = threading.Thread(target=self._beat, name="hotloop-beats", daemon=True)
         thread.start()
         try:

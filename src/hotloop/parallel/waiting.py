@@ -182,7 +182,13 @@ def per_step(of_ranks: Sequence[Spent], steps: int) -> dict[str, list[float]]:
 
 
 def told(shares: dict[str, Any]) -> str:
-    """The shares in a line."""
+    """The shares in a line; what torch sends inside of its own engines isn't known."""
+    if not any(shares["communication"]):
+        waited = ", ".join(f"rank {rank} {waiting:.0%}" for rank, waiting in enumerate(shares["waiting"]))
+        return (
+            f"of a step's {shares['step_ms']:.3g} ms in waiting: {waited}; the slowest is rank {shares['slowest']}; what is"
+            " sent inside of torch isn't counted (hotloop profile shows it)"
+        )
     ranks = [
         f"rank {rank} {waiting:.0%} and {communication:.0%}"
         for rank, (waiting, communication) in enumerate(zip(shares["waiting"], shares["communication"], strict=True))

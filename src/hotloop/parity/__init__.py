@@ -13,7 +13,7 @@ from hotloop.lowering import Program, lower
 from hotloop.parity.collecting import Collector
 from hotloop.parity.judging import judged
 from hotloop.parity.path import STATES
-from hotloop.parity.running import NUDGES, run_freely
+from hotloop.parity.running import NUDGES, Freely, run_freely
 from hotloop.parity.witnesses import Truth, baselines, peers
 from hotloop.plan import Plan
 from hotloop.probe import check_device
@@ -104,9 +104,18 @@ def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, br
             alone = slice(1) if brief else slice(None)
             collector = Collector(truth, witnesses[alone], reduced[alone], programs)
             evidence = collector.collect(lambda states: progress(states, STATES))
-            free = None
+            free: dict[int, Freely] = {}
             if not evidence.unproven:
-                free = run_freely(evidence.last, witnesses, reduced, programs, nudges=1 if brief else NUDGES)
+                able = [
+                    program
+                    for program, account in zip(programs, evidence.candidates, strict=True)
+                    if account.failed is None
+                ]
+                fp32, other = (
+                    [one for one in every if one.name not in collector.left_out] for every in (witnesses, reduced)
+                )
+                runs = run_freely(evidence.last, fp32, other, able, nudges=1 if brief else NUDGES)
+                free = dict(zip(map(id, able), runs, strict=True))
         finally:
             for witness in [*witnesses, *reduced]:
                 witness.program.close()
@@ -119,11 +128,11 @@ def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, br
     return [
         Parity(
             plan=account.name,
-            free_steps=free[number].steps if free else 0,
+            free_steps=free[id(program)].steps if id(program) in free else 0,
             **common,
-            **judged(account, evidence, free[number] if free else None),
+            **judged(account, evidence, free.get(id(program))),
         )
-        for number, account in enumerate(evidence.candidates)
+        for program, account in zip(programs, evidence.candidates, strict=True)
     ]
 
 

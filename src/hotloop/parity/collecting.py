@@ -28,6 +28,11 @@ _ALIKE = 1e-2
 """Float64 and the baseline compute the same thing if their losses agree so far; rounding is orders below."""
 
 
+_HARMLESS, _ALIKE_IN_PRECISION = 1e-4, 1.0
+"""By how much of the loss a harmless change is off from float64 at most; samples in another order may be none, as where
+each is mixed with the one before it."""
+
+
 @dataclass
 class Account:
     """What was seen of a baseline or a candidate.
@@ -35,6 +40,7 @@ class Account:
     Attributes:
         errors: of each tensor, at each state.
         differs: where the State first wasn't bitwise the baseline's after a step.
+        failed: what a step raised, and which; nothing is asked of it from then on.
         unproven: why it can't be compared, though others can.
         looks: at how many states more nudges were asked for because of it.
     """
@@ -42,6 +48,7 @@ class Account:
     name: str
     errors: list[Errors] = field(default_factory=list)
     differs: str | None = None
+    failed: str | None = None
     unproven: str | None = None
     looks: int = 0
 
@@ -74,12 +81,19 @@ class Evidence:
 
 
 class Collector:
-    """Takes the same step with everyone, state by state; a witness alone stays alone."""
+    """Takes the same step with everyone, state by state; a witness alone stays alone.
+
+    Attributes:
+        left_out: names of witnesses that the model can't be run with.
+    """
 
     def __init__(
         self, truth: Truth, witnesses: Sequence[Witness], peers: Sequence[Witness], candidates: Sequence[Program]
     ) -> None:
-        self.truth, self.witnesses, self.peers, self.candidates = truth, list(witnesses), peers, candidates
+        self.truth, self.candidates = truth, candidates
+        self.witnesses, self.peers = list(witnesses), list(peers)
+        self._in_precision = bool(peers)
+        self.left_out: set[str] = set()
         self.walker = witnesses[0].program
         self._looked = 0
         self.evidence = Evidence(
@@ -121,18 +135,46 @@ class Collector:
         if (off := errors(plain, true, sizes)[_LOSS]) > _ALIKE:
             return f"the baseline's loss is off by {off:.0%} in float64, so they compute different things"
         evidence.baselines[0].errors.append(errors(plain, true, sizes))
-        others = [*self.witnesses[1:], *self.peers]
-        for witness, account in zip(others, [*evidence.baselines[1:], *evidence.peers], strict=True):
-            account.errors.append(errors(witness.step(stop.state, stop.batch, number)[0], true, sizes))
+        self._listen(self.witnesses, evidence.baselines, 1, stop, number, (true, sizes))
+        self._listen(self.peers, evidence.peers, 0, stop, number, (true, sizes))
+        if self._in_precision and not self.peers:
+            return "the eager step in that precision can't be run"
         evidence.steps.append(stop.state.position.step)
         evidence.rounding.append(worst([account.errors[-1] for account in evidence.judges]))
         for program, account in zip(self.candidates, evidence.candidates, strict=True):
-            self._try(program, account, stop, (true, sizes, after))
+            if account.failed is None:
+                self._try(program, account, stop, (true, sizes, after))
         return None
+
+    def _listen(
+        self,
+        witnesses: list[Witness],
+        accounts: list[Account],
+        first: int,
+        stop: Stop,
+        number: int,
+        known: tuple[Seen, Errors],
+    ) -> None:
+        """One step with each of them; one that fails, or changes the loss by more than rounding, is not harmless and goes."""
+        for witness, account in list(zip(witnesses, accounts, strict=True))[first:]:
+            try:
+                found = errors(witness.step(stop.state, stop.batch, number)[0], *known)
+            except Exception:  # whatever it is, it says nothing of the plan that is proven
+                found = {_LOSS: float("inf")}
+            if found[_LOSS] > (_HARMLESS if witnesses is self.witnesses else _ALIKE_IN_PRECISION):
+                self.left_out.add(witness.name)
+                witnesses[:] = [one for one in witnesses if one is not witness]
+                accounts[:] = [one for one in accounts if one is not account]
+            else:
+                account.errors.append(found)
 
     def _try(self, program: Program, account: Account, stop: Stop, known: tuple[Seen, Errors, State]) -> None:
         true, sizes, expected = known
-        seen, after = one_step(program, stop.state, stop.batch)
+        try:
+            seen, after = one_step(program, stop.state, stop.batch)
+        except Exception as error:
+            account.failed = f"step {stop.state.position.step + 1} raised {blame(error)}"
+            return
         found = errors(seen, true, sizes) | dict.fromkeys(missing(seen, true), float("inf"))
         account.errors.append(found)
         if account.differs is None and (paths := differences(after, expected)):

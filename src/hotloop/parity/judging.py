@@ -34,6 +34,9 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
     """Class, reason and figures of one candidate."""
     if reason := evidence.unproven or account.unproven:
         return {"parity": "unproven", "reason": reason}
+    if account.failed:
+        reason = f"its {account.failed}, which the baseline's doesn't"
+        return {"parity": "broken", "reason": reason, "first": account.failed.partition(" raised ")[0]}
     of_fp32 = [] if evidence.peers else evidence.rounding
     known = {"errors": typical(account, evidence.baselines, of_fp32)[:SHOWN]}
     table = typical(account, evidence.judges, evidence.rounding)

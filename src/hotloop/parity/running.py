@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hotloop.errors import blame
 from hotloop.lowering import Program
 from hotloop.parity.path import before_the_end
 from hotloop.parity.witnesses import Witness
@@ -55,11 +56,22 @@ def run_freely(
     """Runs on from `start` with everyone; rounding is that of the peers, if there are any."""
     plain = witnesses[0].program
     start = before_the_end(start, plain.feed.batches, _BEFORE)
-    steps = min(STEPS, plain.schedule_left() or STEPS)
+    plain.restore(start)
+    left = plain.schedule_left()
+    steps = STEPS if left is None else min(STEPS, left)
     expected = _ended(plain, start, steps)
     way = _distance(expected.state, start)
     drifts = [_distance(end.state, expected.state) for end in _drifting(start, peers or witnesses, steps, nudges)]
-    return [_compared(_ended(program, start, steps), expected, way, max(drifts), steps) for program in candidates]
+    return [_tried(program, start, expected, way, max(drifts), steps) for program in candidates]
+
+
+def _tried(program: Program, start: State, expected: _End, way: float, rounding: float, steps: int) -> Freely:
+    try:
+        ended = _ended(program, start, steps)
+    except Exception as error:
+        other = f"its free run raised {blame(error)}, which the baseline's doesn't"
+        return Freely(steps, float("inf"), rounding / (way or 1.0), bitwise=False, other=other)
+    return _compared(ended, expected, way, rounding, steps)
 
 
 def _drifting(start: State, witnesses: Sequence[Witness], steps: int, nudges: int) -> Iterator[_End]:

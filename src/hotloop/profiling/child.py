@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
+from hotloop.profiling.importing import AtImport
 from hotloop.profiling.plain import PlainProfiler
 
 _HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -29,38 +26,22 @@ def begin(settings: dict[str, Any]) -> None:
         settings: `out`, the file to leave; `steps`, to measure; `trace`, a file for the Chrome trace, or None.
     """
     atexit.register(_remind_of_interrupt)  # the first to be registered is the last to run
+    if "torch" in sys.modules:  # the machine's own `sitecustomize` has imported it
+        _leave_out_our_frames()
+        watch(settings)
+        return
     plain = PlainProfiler()
-    sys.meta_path.insert(0, AfterImport("torch", lambda: watch(settings), before=lambda: plain.stop("torch")))
+
+    def before(name: str) -> None:
+        plain.stop(name)
+        _leave_out_our_frames()  # its import may fail
+
+    waiting = AtImport({"torch"}, before=before, then=lambda: watch(settings))
+    waiting.begin()
+    os.register_at_fork(after_in_child=waiting.end)
     process = os.getpid()
     atexit.register(lambda: _leave_plain(settings["out"], plain) if os.getpid() == process else None)
     plain.begin()
-
-
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls functions right before and after a module is first imported, and is gone by then."""
-
-    def __init__(self, name: str, then: Callable[[], None], before: Callable[[], None] = lambda: None) -> None:
-        self._name, self._then, self._before = name, then, before
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        self._before()
-        spec = importlib.util.find_spec(name)
-        loader: Any = spec.loader if spec is not None else None
-        if loader is None:
-            return None
-
-        def execute(module: ModuleType) -> None:
-            del loader.exec_module  # the class's own again
-            loader.exec_module(module)
-            self._then()
-
-        loader.exec_module = execute
-        return spec
 
 
 def _remind_of_interrupt() -> None:
@@ -109,16 +90,10 @@ def watch(settings: dict[str, Any]) -> None:
         lambda watch: observers(watch, settings["trace"]),
         compilations=compilations,
     )
-    sys.meta_path.insert(0, AfterImport("torch._inductor.compile_fx", watching.note_compilations))
+    AtImport({"torch._inductor.compile_fx"}, then=watching.note_compilations).begin()
     watching.install()
     os.register_at_fork(after_in_child=watching.abandon)
     atexit.register(watching.close)
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, _without_us(error))
-
-    sys.excepthook = hook
 
 
 def write(path: str, values: dict[str, Any]) -> None:
@@ -126,6 +101,16 @@ def write(path: str, values: dict[str, Any]) -> None:
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump(values, file)
     os.replace(f"{path}.part", path)
+
+
+def _leave_out_our_frames() -> None:
+    """An error that nothing catches is shown as if the script ran alone."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, _without_us(error))
+
+    sys.excepthook = hook
 
 
 def _without_us(error: BaseException) -> TracebackType | None:
@@ -142,11 +127,19 @@ def _without_us(error: BaseException) -> TracebackType | None:
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    frames = []
+    """Python's of an import go where ours follow, since Python itself leaves them out where none follow."""
+    frames: list[TracebackType] = []
     while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_HOTLOOP):
+        if not _file(trace).startswith(_HOTLOOP):
             frames.append(trace)
+        else:
+            while frames and _file(frames[-1]).startswith("<frozen importlib"):
+                frames.pop()
         trace = trace.tb_next
     for one, after in zip(frames, [*frames[1:], None], strict=True):
         one.tb_next = after
     return frames[0] if frames else None
+
+
+def _file(trace: TracebackType) -> str:
+    return trace.tb_frame.f_code.co_filename

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -315,6 +316,19 @@ class Course:
         for observer in reversed(self.observers):
             if self.step is not None and self.step.kind in observer.kinds:
                 observer.drop() if drop else observer.end()
+
+    def abandon(self) -> None:
+        """In a forked child: takes away what watches modules.
+
+        A profiler and a sampler aren't asked to end: the threads and locks that they would wait for stayed in the parent.
+        """
+        if self.step is not None and self.step.kind in ("traced", "whole"):
+            sys.settrace(None)
+            torch._C._autograd._enable_record_function(False)
+        self.timeline.on = False
+        for observer in self.observers:
+            if "clocked" in observer.kinds:
+                observer.drop()
 
     def settle(self, *, wait: bool = False) -> None:
         """Reads the clock's marks of steps that the device has done; with `wait`, of all."""

@@ -123,8 +123,14 @@ def _signals_to(process: subprocess.Popen) -> Iterator[None]:
 
 
 def _in_foreground() -> bool:
-    """Whether the terminal sends its Ctrl-C to the script as well."""
+    """Whether the terminal sends its Ctrl-C to the script as well, wherever standard input comes from."""
     try:
-        return os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp()  # type: ignore[union-attr]
-    except (OSError, AttributeError, ValueError):
+        terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
+    except (OSError, AttributeError):  # there is none; Windows has no such function
         return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

@@ -4,39 +4,36 @@ from __future__ import annotations
 
 import _lsprof  # what cProfile is made of; a script that imports that one itself must not find it there already
 import os
-import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
+from hotloop.profiling.importing import AtImport
 from hotloop.profiling.sites import Sites, is_library
 
 _MOST = 200
 _OTHERS = ("cProfile", "profile", "coverage", "pdb", "debugpy")
 
 
-class PlainProfiler(MetaPathFinder):
+class PlainProfiler:
     """Profiles from the start of a script until it imports torch, or something that profiles or traces itself."""
 
     def __init__(self) -> None:
         self.stopped_by = ""
         self._profiler = _lsprof.Profiler(subcalls=True, builtins=True)
+        self._others = AtImport(_OTHERS, before=self.stop)
+        self._on = False
 
     def begin(self) -> None:
-        sys.meta_path.insert(0, self)
+        self._others.begin()
+        self._on = True
         os.register_at_fork(after_in_child=lambda: self.stop("a fork"))
         self._profiler.enable()
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Finds nothing, but learns what is imported."""
-        if name in _OTHERS:
-            self.stop(name)
-
     def stop(self, why: str = "") -> None:
         """Stops for good."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        if self._on:
+            self._on = False
+            self._others.end()
             self._profiler.disable()
             self.stopped_by = why
 

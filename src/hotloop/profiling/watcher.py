@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 import traceback
@@ -109,19 +108,13 @@ class Watch(Listener):
                 self._after_boundary()
 
     def abandon(self) -> None:
-        """In a forked child: nothing is watched, and nothing remains.
-
-        What watches closely isn't asked to end: the threads and locks that it would wait for stayed in the parent.
-        """
+        """In a forked child: nothing is watched, and nothing remains."""
         if self.closed:
             return
         self.closed = True
-        step = self._course.step
-        if step is not None and step.kind in ("traced", "whole"):
-            sys.settrace(None)
-            torch._C._autograd._enable_record_function(False)
+        self._graphs.end_evaluation()  # what was put last goes first
+        self._course.abandon()
         self.compilations.remove()
-        self.timeline.on = False
         self._remove_closely()
         self._always.remove()
 

@@ -113,6 +113,8 @@ def _lost(rival: Timing, base: Timing) -> str:
         return f"{rival.name} can't be run"
     if rival.verdict == "slower":
         return f"{rival.name} takes {1 / (rival.ratio or 1):.2f} times as long"
+    if rival.verdict is None:
+        return f"too little was measured of {rival.name} to tell"
     if rival.verdict != "faster":
         return f"no difference was found to {rival.name}"
     if rival.parity is not None and rival.parity not in TRUSTED:

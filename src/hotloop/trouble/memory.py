@@ -12,13 +12,13 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.data.feed import peek
 from hotloop.data.source import Table
 from hotloop.data.tree import tensors, to_device
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.lowering import Program
+from hotloop.onlooker import Onlooker
 from hotloop.probe.limits import cgroup_limits
 
 _ASKED = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
@@ -189,7 +189,7 @@ def present(program: Program, batch: Any) -> list[Tensor]:
     return [*program.model.parameters(), *program.model.buffers(), *program.average.values(), *tensors([state, batch])]
 
 
-class Peak(TorchDispatchMode):
+class Peak(Onlooker):
     """Adds up the memory of all tensors that operations make, as long as they live; `bytes` is its height."""
 
     def __init__(self, present: list[Tensor]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.lowering import Program
+from hotloop.measuring.runner import Runner
+from hotloop.onlooker import Onlooker
 
 _DISPATCH_S = 5e-6
 """What PyTorch spends on one operation, with autograd, whatever its size: 3 to 8 us on processors of today."""
@@ -18,10 +20,13 @@ _DISPATCH_S = 5e-6
 _FUSED = 0.3
 """What is left of the time of operations that a compiler writes itself: they share loops over one part of memory."""
 
+_REMAINS = 0.15
+"""Of a step on a CPU, what no compiler takes away: its batch, what it is called with, memory that others have taken."""
+
 _LEAST_GAIN, _MOST_GAIN = 1.1, 8.0
 
-_LOOKS = 3
-"""Steps that are looked at."""
+_LOOKS, _ROUNDS, _ENOUGH_S = 3, 10, 0.3
+"""Steps that are looked at in a round, after as many that are only timed: a machine's speed changes from second to second."""
 
 _SMALL_FILTER = 32
 """Weights in a filter of a convolution that the rewrites make a plain product of."""
@@ -41,11 +46,13 @@ class Makeup:
 
     Attributes:
         operations: how many.
-        library_s: seconds in those that stay as they are, compiled or not; None on a device that runs on its own.
+        step_s: seconds of the whole step at the same time; None on a device that runs on its own.
+        library_s: seconds in those operations that stay as they are, compiled or not; None likewise.
         other_s: seconds in the others, without what PyTorch spends around each; None likewise.
     """
 
     operations: int
+    step_s: float | None = None
     library_s: float | None = None
     other_s: float | None = None
 
@@ -55,30 +62,45 @@ def makeup(program: Program) -> Makeup | None:
 
     None where torch doesn't show them one by one, as with `torch.cond`.
     """
-    before = program.state()
+    runner, began = Runner(program), time.perf_counter()
+    rounds: list[Makeup] = []
     try:
-        with _Timing() as seen:
-            steps = program.advance(_LOOKS).steps
+        while len(rounds) < _ROUNDS and (not rounds or time.perf_counter() - began < _ENOUGH_S):
+            rounds.append(_looked_at(runner))
     except NotImplementedError:
         return None
     finally:
-        program.restore(before)
+        runner.put_back()
+    operations = rounds[0].operations
     if program.device.type != "cpu":
-        return Makeup(seen.count // steps)
-    return Makeup(seen.count // steps, seen.library_s / steps, seen.other_s / steps)
+        return Makeup(operations)
+    parts = [[one.step_s or 0.0, one.library_s or 0.0, one.other_s or 0.0] for one in rounds]
+    return Makeup(operations, *map(statistics.median, zip(*parts, strict=True)))
+
+
+def _looked_at(runner: Runner) -> Makeup:
+    step_s = runner.window(_LOOKS) / _LOOKS
+    with _Timing() as seen:
+        runner.window(_LOOKS)
+    runner.put_back()
+    return Makeup(seen.count // _LOOKS, step_s, seen.library_s / _LOOKS, seen.other_s / _LOOKS)
 
 
 def compiling_gains(made: Makeup | None, step_s: float) -> float:
-    """By what factor a compiled step is faster, if a compiler does with it what it does with most; little if it isn't known."""
+    """By what factor a compiled step is faster, if a compiler does with it what it does with most; little if it isn't known.
+
+    Args:
+        step_s: of the step, where `made` has no time of its own.
+    """
     if made is None:
         return _LEAST_GAIN
     left_s = step_s - made.operations * _DISPATCH_S
-    if made.library_s is not None and made.other_s is not None:
-        left_s = made.library_s + _FUSED * made.other_s
+    if made.step_s is not None and made.library_s is not None and made.other_s is not None:
+        step_s, left_s = made.step_s, made.library_s + _FUSED * made.other_s + _REMAINS * made.step_s
     return min(_MOST_GAIN, max(_LEAST_GAIN, step_s / left_s if left_s > 0 else _MOST_GAIN))
 
 
-class _Timing(TorchDispatchMode):
+class _Timing(Onlooker):
     """Counts operations, and times them; on a CPU each has been computed when it returns."""
 
     def __init__(self) -> None:

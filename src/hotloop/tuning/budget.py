@@ -10,10 +10,13 @@ _SHARE = 0.02
 _LEAST_S, _MOST_S = 1.5, 60.0
 """A race tells nothing below the first, and knows all that it will know by the second."""
 
+_GREAT = 2.0
+"""Times as fast as the baseline: more than a search usually finds."""
+
 _UNKNOWN_S = 30.0
 """For a stream, whose run is of unknown length."""
 
-COLD_COMPILE_S = 25.0
+COLD_COMPILE_S = 30.0
 """A compilation with nothing kept from an earlier one; it takes 10 to 40 s on processors of today."""
 
 
@@ -49,8 +52,12 @@ class Budget:
 
     @property
     def too_small(self) -> bool:
-        """Whether the run is over before a race could tell anything."""
-        return self.racing_s < _LEAST_S
+        """Whether the run is over before a race could tell anything; not where the user gives the time."""
+        return self.least_s > 0 and self.racing_s < _LEAST_S
+
+    def hopeless(self, proof_s: float) -> bool:
+        """Whether a proof costs more than even a plan twice as fast wins; not where the user gives the time."""
+        return self.run_s is not None and self.least_s > 0 and self.wins_s(_GREAT) < proof_s
 
     def wins_s(self, ratio: float) -> float:
         """Seconds that a plan so many times as fast as the baseline saves in this run."""

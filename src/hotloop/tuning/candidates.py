@@ -67,6 +67,16 @@ def combined(changes: Iterable[Change], timings: Sequence[Timing | None]) -> Cha
     return {axis: value for _, change in best.values() for axis, value in change.items()}
 
 
+def promising(changes: Iterable[Change], timings: Sequence[Timing | None]) -> tuple[Change, Timing] | None:
+    """The change that seemed the best of those that weren't decided; None where none seemed faster."""
+    seemed = [
+        (change, timing)
+        for change, timing in zip(changes, timings, strict=True)
+        if timing is not None and timing.ratio is not None and timing.ratio > 1 and timing.verdict != "faster"
+    ]
+    return max(seemed, key=lambda one: one[1].ratio or 0.0, default=None)
+
+
 def _threads(hardware: Hardware, base: Plan, now: int) -> Iterator[Change]:
     device = device_of(base, hardware)
     if device is None or device.is_accelerator:

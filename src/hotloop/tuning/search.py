@@ -20,9 +20,11 @@ from hotloop.task import Task
 from hotloop.tuning.bounds import compiling_gains, makeup
 from hotloop.tuning.budget import COLD_COMPILE_S, Budget
 from hotloop.tuning.candidates import (
+    Change,
     combined,
     compiled_changes,
     eager_changes,
+    promising,
     rewriting_changes,
     thread_changes,
     without,
@@ -42,6 +44,9 @@ _SHORT_MS = 5.0
 
 _REALISED = 0.7
 """Of what compiling could win, so that it's rarely tried in vain."""
+
+_DOUBT = 2
+"""Times what a race costs: so much must be hoped for to hold it again."""
 
 _PROVED = 2
 """Plans at most that a proof is tried for."""
@@ -97,20 +102,54 @@ class Search:
                 " a --time-limit looks for one all the same"
             )
             return BASELINE
+        if budget.hopeless(_PROVING_STEPS * step_s):
+            self._race([], _GLANCE_S)
+            self.notes.append(
+                f"a proof takes as long as about {_PROVING_STEPS} steps, and the whole run has {self.facts.steps}, so looking"
+                " for a better plan doesn't pay; a --time-limit looks for one all the same"
+            )
+            return BASELINE
         plan = self._eagerly(budget)
         self._compiled(plan, budget)
-        return self._proven(budget, step_s)
+        winner = self._proven(budget, step_s)
+        self._say_if_too_short()
+        return winner
+
+    def _say_if_too_short(self) -> None:
+        rivals = [timing for timing in self.timings.values() if timing.name != BASELINE and timing.failure is None]
+        if self.time_limit_s is not None and rivals and all(timing.verdict is None for timing in rivals):
+            self.notes.append(
+                f"a time limit of {self.time_limit_s:g} s is too short to tell any plan from the baseline; give it more"
+            )
 
     def _eagerly(self, budget: Budget) -> Plan:
         """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
         changes = without(eager_changes(self.facts, self.hardware, self.base, torch.get_num_threads()), self.fixed)
         start = [] if self.base == self.baseline else [self.base]
         found = self._race([*start, *(self.base.with_axes(**change) for change in changes)], budget.race_s(1 / 2))
-        best = combined(changes, found[len(start) :])
+        if start and (own := found[0]) is not None and own.failure is not None:
+            raise PlanError(f"{self.base.brief()}, as you set it, can't be run: {own.failure}")
+        best = combined(changes, found[len(start) :]) or self._second_look(changes, found[len(start) :], budget)
         plan = self.base.with_axes(**best)
         if len(best) > 1:
             self._race([plan], budget.race_s(1 / 4))
+            alone = [self.base.with_axes(**{axis: value}) for axis, value in best.items()]
+            plan = max([plan, *alone], key=self._ratio)  # they may be slower together, or not run at all
         return plan
+
+    def _ratio(self, plan: Plan) -> float:
+        timing = self.timings.get(plan.brief())
+        return 0.0 if timing is None else timing.ratio or 0.0
+
+    def _second_look(self, changes: Sequence[Change], found: Sequence[Timing | None], budget: Budget) -> Change:
+        """Races the change that seemed best once more, if all were left undecided and it would win more than that costs."""
+        one = promising(changes, found)
+        if one is None:
+            return {}
+        (change, timing), seconds = one, budget.race_s(1 / 4)
+        if budget.wins_s(timing.ratio or 1.0) < _DOUBT * seconds:
+            return {}
+        return combined([change], self._race([self.base.with_axes(**change)], seconds, again=True))
 
     def _compiled(self, plan: Plan, budget: Budget) -> None:
         """Races the best plan compiled, if this run is long enough to win back the compilation."""
@@ -157,9 +196,9 @@ class Search:
         changes = without(rewriting_changes(self.facts, self.hardware, compiled), self.fixed)
         return [compiled.with_axes(**change) for change in changes]
 
-    def _race(self, plans: Sequence[Plan], seconds: float) -> list[Timing | None]:
-        """Races plans against the baseline; what was raced before keeps its costs of starting."""
-        plans_named = {plan.brief(): plan for plan in plans if plan.brief() not in self.timings}
+    def _race(self, plans: Sequence[Plan], seconds: float, *, again: bool = False) -> list[Timing | None]:
+        """Races plans against the baseline, those that were raced before only if asked to; they keep their costs of starting."""
+        plans_named = {plan.brief(): plan for plan in plans if again or plan.brief() not in self.timings}
         for name in plans_named.keys() & self.failed.keys():
             self.notes.append(
                 f"{name} was not tried: it failed before ({self.failed[name]}); hotloop race tries it again"

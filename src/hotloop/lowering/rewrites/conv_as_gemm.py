@@ -32,6 +32,8 @@ from hotloop.lowering.rewrites.walking import (
 _MOST_WEIGHTS = 32
 """Of one filter, so that `u` is not much larger than the image; 3 x 3 of three channels has 27."""
 
+_PARAMETERS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+
 
 def convolution_as_product(graph: GraphModule) -> int:
     """Wherever a convolution is of data, whose gradient nobody wants; returns how often."""
@@ -39,7 +41,8 @@ def convolution_as_product(graph: GraphModule) -> int:
 
 
 def _rewritten(graph: GraphModule, forward: Node) -> bool:
-    backward = next((user for user in operand(forward).users if _is_gradient(user, forward)), None)
+    gradients = calls(graph, aten.convolution_backward.default)
+    backward = next((node for node in gradients if _is_gradient(node, forward)), None)
     if not _is_for(forward) or backward is None or argument(backward, "output_mask")[0]:
         return False
     image, weight, bias = (operand(forward, place) for place in range(3))
@@ -64,7 +67,9 @@ def _rewritten(graph: GraphModule, forward: Node) -> bool:
 
 
 def _is_gradient(node: Node, forward: Node) -> bool:
-    return node.target is aten.convolution_backward.default and list(node.args[1:3]) == list(forward.args[:2])
+    """Of this convolution, or of one that is the same: their columns are equal, so either's are right for both."""
+    same_tensors = [operand(node, 1), operand(node, 2)] == [operand(forward), operand(forward, 1)]
+    return same_tensors and all(argument(node, name) == argument(forward, name) for name in _PARAMETERS)
 
 
 def _is_for(node: Node) -> bool:
