@@ -533,12 +533,6 @@ def test_one_program_s_class_does_not_depend_on_the_others() -> None:
     assert honest.parity == "fp32-equivalent", honest.reason
 
 
-def test_pieces_that_draw_numbers_of_their_own_are_unproven_not_broken() -> None:
-    found = prove(family("vae"), Plan(accumulation=2))
-    assert found.parity == "unproven"
-    assert "draws random numbers for each piece" in found.reason
-
-
 # ---------------------------------------------------------------- what can't be run
 
 

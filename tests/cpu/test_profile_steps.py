@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from hotloop.patches import Patches
 from hotloop.profiling import watcher
 from hotloop.profiling.observing import observers
-from hotloop.profiling.patches import Patches
 from hotloop.profiling.phases import Timeline, durations
 from hotloop.profiling.schedule import order
 from hotloop.profiling.steps import Event, Finder, ends_step

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import hotloop
 from hotloop.data.order import Dealt, Order, Parted, part
@@ -103,6 +106,25 @@ def test_rows_of_draws_are_those_of_the_whole_and_others_are_refused() -> None:
         torch.rand(9, 9, 9)
 
 
+def test_what_lies_turned_in_memory_is_drawn_in_the_order_of_memory() -> None:
+    """As one process draws it, such as dropout behind an attention."""
+
+    def turned(samples: int) -> Tensor:
+        return torch.ones(4, samples, 8).transpose(0, 1)
+
+    pattern = Pattern(batchwise=frozenset({Batchwise(3, 0, 1, order=(1, 0, 2))}))
+    for draw in (lambda x: F.dropout(x, 0.5), torch.randn_like, lambda x: x.clone().uniform_()):
+        torch.manual_seed(0)
+        whole = draw(turned(4))
+        parts = []
+        for rank in range(3):
+            first, last = part(4, rank, 3)
+            torch.manual_seed(0)
+            with WholeDraws(pattern, 4, rank, 3):
+                parts.append(draw(turned(last - first)))
+        assert torch.cat(parts).equal(whole)
+
+
 def test_a_seat_is_what_torchrun_says() -> None:
     assert Seat.here({}) is None
     seat = Seat.here(TORCHRUN)
@@ -184,7 +206,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     told = Told()
     others = Spent(0.5, 0.2), Spent(2.5, 0.2)
     told.waits(others).note(1, Spent(3.0, 0.1), 10.0, 100)
-    assert told.lines == ["rank 1 is the slowest: others waited 25% of the epoch for it"]
+    assert told.lines == ["rank 1 is the slowest: others waited 24% of the epoch for it"]
     per_step = {"waiting_ms": [30.0, 5.0, 25.0], "communication_ms": [1.0, 2.0, 2.0]}
     assert told.events == [("waiting", {"epoch": 1, **per_step, "slowest": 1})]
     told.waits(others).note(1, Spent(3.0), 13.0, 100)
@@ -213,13 +235,16 @@ def test_what_ranks_cost_each_other_is_of_all_steps() -> None:
     )
 
 
-def test_communication_that_is_not_counted_is_not_told_as_none() -> None:
+@pytest.mark.parametrize(
+    ("column", "other", "spent"),
+    [("waiting", "communication", Spent), ("communication", "waiting", lambda seconds: Spent(0.0, seconds))],
+)
+def test_what_cannot_be_told_apart_is_told_as_one(column: str, other: str, spent: Callable[[float], Spent]) -> None:
     told = Told()
-    told.waits((Spent(0.5), Spent(2.5))).tell(Spent(3.0), 10.0, 50)
-    assert told.lines[-1].startswith(
-        "of a step's 200 ms in waiting: rank 0 30%, rank 1 5%, rank 2 25%; the slowest is rank 1;"
+    told.waits((spent(0.5), spent(2.5))).tell(spent(3.0), 10.0, 50)
+    assert told.lines[-1] == (
+        f"of a step's 200 ms in {column}, with {other} in it: rank 0 30%, rank 1 5%, rank 2 25%; the slowest is rank 1"
     )
-    assert "isn't counted" in told.lines[-1]
 
 
 def test_of_one_process_and_of_what_nobody_counts_nothing_is_told() -> None:
@@ -244,6 +269,26 @@ def test_what_goes_on_at_the_same_time_counts_once(monkeypatch: pytest.MonkeyPat
         pass
     assert meter.take() == Spent(waited_s=2.0, communicated_s=4.0)
     assert meter.take() == Spent()
+
+
+def test_what_an_engine_sends_within_a_wait_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Work:
+        def wait(self) -> str:
+            return "sent"
+
+    own = Work.wait
+    monkeypatch.setattr(torch.distributed, "Work", Work)
+    clock = iter([0.0, 2.0, 10.0, 15.0, 20.0, 27.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    meter = Meter()
+    with meter.hearing_engines(relayed=False):
+        with meter.waiting():
+            assert Work().wait() == "sent"
+        Work().wait()
+    with meter.hearing_engines(relayed=True):
+        Work().wait()
+    assert Work.wait is own
+    assert meter.take() == Spent(waited_s=2.0 + 7.0, communicated_s=5.0)
 
 
 def test_a_silent_rank_is_told_once_and_its_return_too() -> None:

@@ -196,9 +196,10 @@ def test_each_way_to_share_a_step_says_what_it_can(profiles: dict[str, list[Prof
     for case in ("sharded", "towers", "tensor"):
         assert all(one.phases["communication"] > 0 for one in profiles[case][0].ranks)
     assert all(one.communication_ms for one in profiles["towers"][0].ranks)
-    assert all(one.communication_ms is None for one in profiles["tensor"][0].ranks)
+    assert all(one.communication_ms and one.waiting_ms is None for one in profiles["tensor"][0].ranks)
     stages, local = profiles["stages"][0], profiles["local"][0]
     assert all(one.phases["waiting"] > 0 for one in stages.ranks) and stages.modules == []
+    assert all(one.waiting_ms and one.communication_ms is None for one in stages.ranks)
     assert all(one.communication_ms and "communication" not in one.phases for one in local.ranks)
     assert "the ranks average their weights every 4 steps" in local.notes[-1]
 

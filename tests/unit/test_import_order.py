@@ -22,6 +22,7 @@ SRC = Path(__file__).parents[2] / "src" / "hotloop"
 # One entry per module; `folder/` stands for every file below the folder, in any order without cycles.
 ORDER = (
     "errors",
+    "patches",
     "plan",
     "hardware",
     "records",

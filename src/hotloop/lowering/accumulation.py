@@ -76,10 +76,14 @@ def pieces_of(batch: Any, samples: int, pieces: int) -> Iterator[tuple[Any, int]
             expected=f"tensors whose first dimension counts the {samples} samples",
             fix="leave accumulation out, or give such a tensor that dimension",
         )
-    bounds = [samples * number // pieces for number in range(pieces + 1)]
-    for first, last in itertools.pairwise(bounds):
+    for first, last in itertools.pairwise(bounds(samples, pieces)):
         if first < last:
             yield map_tensors(lambda value, a=first, b=last: value[a:b], batch), last - first  # type: ignore[misc]
+
+
+def bounds(samples: int, pieces: int) -> list[int]:
+    """Where pieces begin, and the last one ends; some have no sample where there are too few."""
+    return [samples * number // pieces for number in range(pieces + 1)]
 
 
 def check_accumulation(parts: Ingredients, batch: Any, samples: int) -> None:

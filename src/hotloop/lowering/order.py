@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -42,6 +43,14 @@ def on_device(parts: Ingredients) -> Ingredients:
     return placed(parts, device) if parts.plan.placement is None else in_places(parts, device)
 
 
+def with_engines_heard(parts: Ingredients) -> Ingredients:
+    """The parallel axis, where torch's engines send by themselves: their time goes to the rank's meter."""
+    if parts.plan.parallel not in ("sharded", "tensor", "stages"):
+        return parts
+    hearing = partial(parts.meter.hearing_engines, relayed=parts.relayed)
+    return replace(parts, around=(*parts.around, hearing))
+
+
 TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
     on_device,
     resident,
@@ -49,6 +58,7 @@ TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
     in_precision,
     with_implementation,
     with_threads,
+    with_engines_heard,
 )
 """Each turns ingredients into ingredients; they apply from first to last."""
 

@@ -35,7 +35,7 @@ class Ahead:
         for stage, drawings in enumerate(of_stages):
             for drawing in drawings:
                 shape, along = self._pattern.whole(drawing.shape, rows, samples)
-                value = drawing.draw(shape)
+                value = drawing.draw(shape, along and along.order)
                 if stage in self._own:
                     self._drawn[stage].append((value, along))
 

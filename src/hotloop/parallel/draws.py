@@ -24,19 +24,32 @@ _OF_PROBABILITIES = ("bernoulli", "multinomial", "binomial", "poisson")
 
 @dataclass(frozen=True)
 class Drawn:
-    """One draw: by which operator, into which shape."""
+    """One draw: by which operator, into which shape, and how that lies in memory.
+
+    Attributes:
+        order: dimensions from the widest steps in memory to the narrowest.
+        dense: whether there are no gaps between its entries.
+    """
 
     name: str
     shape: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    dense: bool = True
+
+    @classmethod
+    def into(cls, name: str, value: Tensor) -> Drawn:
+        order = memory_order(value)
+        return cls(name, tuple(value.shape), order, value.permute(order).is_contiguous())
 
 
 @dataclass(frozen=True)
 class Batchwise:
-    """Draws whose dimension `dim` holds `each` entries for each sample."""
+    """Draws whose dimension `dim` holds `each` entries for each sample; `order` as of `Drawn`."""
 
     ndim: int
     dim: int
     each: int
+    order: tuple[int, ...] = field(default=(), compare=False)
 
     def fits(self, shape: Sequence[int], rows: int) -> bool:
         return len(shape) == self.ndim and shape[self.dim] == rows * self.each
@@ -69,7 +82,7 @@ class Pattern:
                 return cls(odd=one.name)
             if one.shape == other.shape:
                 single.add(one.shape)
-            elif (found := _along(one.shape, other.shape, rows)) is not None:
+            elif (found := along(one, other, rows)) is not None:
                 batchwise.add(found)
             else:
                 return cls(odd=one.name)
@@ -97,14 +110,20 @@ class Pattern:
         return (*shape[: found.dim], samples * found.each, *shape[found.dim + 1 :]), found
 
 
-def _along(few: tuple[int, ...], more: tuple[int, ...], rows: tuple[int, int]) -> Batchwise | None:
+def along(few: Drawn, more: Drawn, rows: tuple[int, int]) -> Batchwise | None:
     """The dimension that goes with the number of samples, if one alone does."""
-    changed = [dim for dim, sizes in enumerate(zip(few, more, strict=False)) if sizes[0] != sizes[1]]
-    if len(few) != len(more) or len(changed) != 1:
+    changed = [dim for dim, sizes in enumerate(zip(few.shape, more.shape, strict=False)) if sizes[0] != sizes[1]]
+    if len(few.shape) != len(more.shape) or len(changed) != 1:
         return None
     dim = changed[0]
-    each, left = divmod(few[dim], rows[0])
-    return Batchwise(len(few), dim, each) if not left and more[dim] == rows[1] * each else None
+    each, left = divmod(few.shape[dim], rows[0])
+    fits = not left and more.shape[dim] == rows[1] * each
+    return Batchwise(len(few.shape), dim, each, few.order) if fits else None
+
+
+def memory_order(value: Tensor) -> tuple[int, ...]:
+    """Its dimensions from the widest steps in memory to the narrowest; in that order it is drawn."""
+    return tuple(sorted(range(value.ndim), key=lambda dim: -value.stride(dim)))
 
 
 @dataclass
@@ -124,7 +143,7 @@ class Watching(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if not torch.equal(before, _generator(self.device).get_state()):
             first = result[0] if isinstance(result, tuple) else result
-            self.drawn.append(Drawn(function.overloadpacket.__name__, tuple(first.shape)))
+            self.drawn.append(Drawn.into(function.overloadpacket.__name__, first))
         return result
 
 
@@ -156,7 +175,7 @@ class WholeDraws(TorchDispatchMode):
     def _cut(self, drawing: Drawing) -> Tensor:
         """This rank's part of what is drawn for the whole batch."""
         shape, found = self.pattern.whole(drawing.shape, self.rows, self.samples)
-        drawn = drawing.draw(shape)
+        drawn = drawing.draw(shape, found and found.order)
         return drawn if found is None else drawn.narrow(found.dim, self.first * found.each, self.rows * found.each)
 
 
@@ -167,12 +186,14 @@ class Drawing:
     Attributes:
         name: of the operator.
         shape: of what it draws.
-        draw: `shape` -> as much drawn in the same way.
+        draw: `(shape, order)` -> as much drawn in the same way, in this order of memory; in the call's if there is none.
+        how: rates and scales; None if they are tensors.
     """
 
     name: str
     shape: tuple[int, ...]
-    draw: Callable[[tuple[int, ...]], Tensor]
+    draw: Callable[..., Tensor]
+    how: tuple[Any, ...] | None = ()
 
     @classmethod
     def of(cls, function: Any, args: Any, kwargs: dict[str, Any]) -> Drawing | None:
@@ -184,17 +205,20 @@ class Drawing:
             x, *rest = args
             if rest[1] is False:  # in evaluation
                 return None
-            like = {"dtype": x.dtype, "device": x.device}
-            return cls(name, tuple(x.shape), lambda shape: function(torch.ones(shape, **like), *rest)[1])
+            like = _laid_out_like(x)
+            draw = lambda shape, order=None: function(like(shape, order).fill_(1), *rest)[1]  # noqa: E731
+            return cls(name, tuple(x.shape), draw, tuple(rest))
         if name.endswith(("_like", "_")):
             x, *rest = args
-            like = {"dtype": x.dtype, "device": x.device}
-            return cls(name, tuple(x.shape), lambda shape: function(torch.empty(shape, **like), *rest, **kwargs))
+            like = _laid_out_like(x)
+            draw = lambda shape, order=None: function(like(shape, order), *rest, **kwargs)  # noqa: E731
+            return cls(name, tuple(x.shape), draw, _numbers(rest, kwargs))
         size = next((place for place, value in enumerate(args) if isinstance(value, list | tuple)), None)
         if size is None:
             return None
         before, after = args[:size], args[size + 1 :]
-        return cls(name, tuple(args[size]), lambda shape: function(*before, list(shape), *after, **kwargs))
+        draw = lambda shape, order=None: function(*before, list(shape), *after, **kwargs)  # noqa: E731
+        return cls(name, tuple(args[size]), draw, _numbers([*before, *after], kwargs))
 
     def finished(self, args: Any, drawn: Tensor) -> Any:
         """What the call would have returned, had it drawn that."""
@@ -202,3 +226,23 @@ class Drawing:
             p = args[1]
             return args[0] * drawn / (1 - p if p < 1 else math.inf), drawn
         return args[0].copy_(drawn) if self.name.endswith("_") else drawn
+
+
+def _numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The arguments that say how to draw, but for what the numbers are kept in."""
+    given = [*args, *(kwargs[key] for key in sorted(kwargs))]
+    if any(isinstance(value, Tensor) for value in given):
+        return None
+    return tuple(value for value in given if isinstance(value, bool | int | float))
+
+
+def _laid_out_like(x: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...] | None], Tensor]:
+    """Makes tensors without content whose dimensions lie in memory as those of `x`."""
+    dtype, device, own = x.dtype, x.device, memory_order(x)
+
+    def made(shape: tuple[int, ...], order: tuple[int, ...] | None) -> Tensor:
+        order = order or own
+        places = sorted(range(len(order)), key=order.__getitem__)
+        return torch.empty([shape[dim] for dim in order], dtype=dtype, device=device).permute(places)
+
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hotloop.parallel.world import World
+from hotloop.patches import Patches
 from hotloop.profiles import Phase
 
 _WORTH_A_LINE = 0.2
@@ -55,17 +57,22 @@ class Meter:
     def __init__(self) -> None:
         self.ear: Ear | None = None
         self._spent = Spent()
+        self._waiting = False
         self._open, self._since = 0, 0.0
         self._lock = threading.Lock()  # what was begun here may end in a thread of gloo's
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """For a word to all that is too short to take time itself."""
-        began = time.perf_counter()
+        """For a word to all that is too short to take time itself; what is within another wait is a part of that."""
+        if self._waiting:
+            yield
+            return
+        began, self._waiting = time.perf_counter(), True
         try:
             with self._heard("waiting"):
                 yield
         finally:
+            self._waiting = False
             with self._lock:
                 self._spent += Spent(waited_s=time.perf_counter() - began)
 
@@ -77,6 +84,43 @@ class Meter:
                 yield
         finally:
             self.end()
+
+    @contextmanager
+    def hearing_engines(self, *, relayed: bool) -> Iterator[None]:
+        """Counts what torch's own engines wait for: nothing of fully_shard, DTensor or pipelines tells of it.
+
+        Args:
+            relayed: whether ranks wait for what others compute, as stages do.
+        """
+        import torch.distributed as dist
+        from torch.distributed import _functional_collectives as functional
+
+        counted = self.waiting if relayed else self._sending
+
+        def told(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def wait(*args: Any, **options: Any) -> Any:
+                with counted():
+                    return original(*args, **options)
+
+            return wait
+
+        patches = Patches()
+        patches.put(dist.Work, "wait", told)
+        patches.put(functional, "wait_tensor", told)
+        try:
+            yield
+        finally:
+            patches.undo()
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Communication, unless it is a word that is waited for."""
+        if self._waiting:
+            yield
+        else:
+            with self.communicating():
+                yield
 
     def begin(self, *, last: bool = False) -> None:
         """Something is under way; what goes on at the same time counts once.
@@ -139,7 +183,7 @@ class Waits:
         of_ranks = self._counted(spent, spent, train_s, steps)
         if not of_ranks or not steps:
             return
-        waited = [one.waited_s for one in of_ranks]
+        waited = _waited(of_ranks)
         last = _least(waited)
         self._log("waiting", epoch=epoch, **per_step(of_ranks, steps), slowest=last)
         lost = max(waited) - waited[last]
@@ -157,7 +201,7 @@ class Waits:
         shares = {
             "waiting": [round(one.waited_s / self._train_s, 4) for one in of_ranks],
             "communication": [round(one.communicated_s / self._train_s, 4) for one in of_ranks],
-            "slowest": _least([one.waited_s for one in of_ranks]),
+            "slowest": _least(_waited(of_ranks)),
             "step_ms": round(1e3 * self._train_s / self._steps, 3),
             **per_step(of_ranks, self._steps),
         }
@@ -182,13 +226,14 @@ def per_step(of_ranks: Sequence[Spent], steps: int) -> dict[str, list[float]]:
 
 
 def told(shares: dict[str, Any]) -> str:
-    """The shares in a line; what torch sends inside of its own engines isn't known."""
-    if not any(shares["communication"]):
-        waited = ", ".join(f"rank {rank} {waiting:.0%}" for rank, waiting in enumerate(shares["waiting"]))
-        return (
-            f"of a step's {shares['step_ms']:.3g} ms in waiting: {waited}; the slowest is rank {shares['slowest']}; what is"
-            " sent inside of torch isn't counted (hotloop profile shows it)"
-        )
+    """The shares in a line; where each piece of work comes from another rank, waiting and sending are one."""
+    for column, other in (("waiting", "communication"), ("communication", "waiting")):
+        if not any(shares[other]):
+            ranks = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares[column]))
+            return (
+                f"of a step's {shares['step_ms']:.3g} ms in {column}, with {other} in it: {ranks};"
+                f" the slowest is rank {shares['slowest']}"
+            )
     ranks = [
         f"rank {rank} {waiting:.0%} and {communication:.0%}"
         for rank, (waiting, communication) in enumerate(zip(shares["waiting"], shares["communication"], strict=True))
@@ -197,6 +242,11 @@ def told(shares: dict[str, Any]) -> str:
         f"of a step's {shares['step_ms']:.3g} ms in waiting and in communication: {', '.join(ranks)};"
         f" the slowest is rank {shares['slowest']}"
     )
+
+
+def _waited(of_ranks: Sequence[Spent]) -> list[float]:
+    """What tells by how much a rank was ahead: who sends to a slower one waits there, too."""
+    return [one.waited_s + one.communicated_s for one in of_ranks]
 
 
 def _least(waited: list[float]) -> int:

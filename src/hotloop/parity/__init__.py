@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from hotloop.errors import HotloopError, blame
 from hotloop.lowering import Program, lower
-from hotloop.parity.collecting import Collector
+from hotloop.parity.collecting import Collector, Evidence
+from hotloop.parity.draws import Pieces, look
 from hotloop.parity.judging import judged
 from hotloop.parity.path import STATES
 from hotloop.parity.running import NUDGES, Freely, run_freely
-from hotloop.parity.witnesses import Truth, baselines, peers
+from hotloop.parity.witnesses import Truth, Witness, baselines, peers
 from hotloop.plan import Plan
 from hotloop.probe import check_device
 from hotloop.rng import preserved
@@ -70,18 +72,49 @@ def prove_programs(
     small multiple of what several baselines are that differ harmlessly. A free run across the end of an epoch follows.
     Their States are put back afterwards.
     """
-    found = _compared(task, programs, progress, brief=True)
+    found: dict[int, Parity] = {}
+    for pieces, together in _drawing_alike(task, programs):
+        found |= zip(map(id, together), _proven(task, together, pieces, progress), strict=True)
+    return [found[id(program)] for program in programs]
+
+
+def _drawing_alike(task: Task, programs: Sequence[Program]) -> list[tuple[Pieces | None, list[Program]]]:
+    """Programs that draw the same random numbers, and what pieces of a batch draw, where theirs are cut."""
+    plans = [program.parts.plan for program in programs]
+    cut = {plan.accumulation for plan in plans if plan.precision == "fp32"} - {1}
+    if not cut or not task.roles.exact:
+        return [(None, list(programs))]
+    baseline = lower(task, Plan(device=plans[0].device, workers=0))
+    try:
+        seen = look(baseline)
+    finally:
+        baseline.close()
+    if not seen.places and not seen.odd:
+        return [(None, list(programs))]
+    device = baseline.device
+    groups: list[tuple[Pieces | None, list[Program]]] = []
+    for count in sorted({plan.accumulation for plan in plans}):
+        pieces = Pieces(device, count, seen.places, seen.odd) if count in cut else None
+        alike = [program for program in programs if program.parts.plan.accumulation == count]
+        groups.append((pieces, alike))
+    return groups
+
+
+def _proven(task: Task, programs: Sequence[Program], pieces: Pieces | None, progress: Progress) -> list[Parity]:
+    found = _compared(task, programs, pieces, progress, brief=True)
     # More baselines can only allow more, so what passes beside one passes beside all of them.
     left = [number for number, parity in enumerate(found) if parity.parity == "broken"]
     if left:
-        again = _compared(task, [programs[number] for number in left], progress, brief=False)
+        again = _compared(task, [programs[number] for number in left], pieces, progress, brief=False)
         for number, parity in zip(left, again, strict=True):
             seconds = (found[number].seconds or 0.0) + (parity.seconds or 0.0)
             found[number] = parity.model_copy(update={"seconds": seconds})
     return found
 
 
-def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, brief: bool) -> list[Parity]:
+def _compared(
+    task: Task, programs: Sequence[Program], pieces: Pieces | None, progress: Progress, *, brief: bool
+) -> list[Parity]:
     """As `prove_programs` does; `brief` beside as few baselines as there can be, which allows less."""
     began = time.monotonic()
     plans = [program.parts.plan for program in programs]
@@ -94,36 +127,31 @@ def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, br
 
     if not task.roles.exact:
         return all_unproven("the data is a stream with an order of its own, so runs can't be compared step by step")
+    if pieces is not None and pieces.odd:
+        return all_unproven(_in_pieces(pieces.odd))
     with preserved(device, *(other for program in programs for other in program.parts.elsewhere)):
         try:
             truth = Truth(task, device)
         except Exception as error:
             return all_unproven(f"the model can't be turned into float64: {blame(error)}")
         witnesses, reduced = baselines(task, plans[0].device, few=brief), peers(task, plans[0], few=brief)
+        whole = [truth.program, *(witness.program for witness in [*witnesses, *reduced])]
         try:
-            alone = slice(1) if brief else slice(None)
-            collector = Collector(truth, witnesses[alone], reduced[alone], programs)
-            evidence = collector.collect(lambda states: progress(states, STATES))
-            free: dict[int, Freely] = {}
-            if not evidence.unproven:
-                able = [
-                    program
-                    for program, account in zip(programs, evidence.candidates, strict=True)
-                    if account.failed is None
-                ]
-                fp32, other = (
-                    [one for one in every if one.name not in collector.left_out] for every in (witnesses, reduced)
-                )
-                runs = run_freely(evidence.last, fp32, other, able, nudges=1 if brief else NUDGES)
-                free = dict(zip(map(id, able), runs, strict=True))
+            with nullcontext() if pieces is None else pieces.followed(whole):
+                evidence, free = _seen(truth, witnesses, reduced, programs, progress, brief)
         finally:
             for witness in [*witnesses, *reduced]:
                 witness.program.close()
             for program, state in zip(programs, before, strict=True):
                 program.restore(state)
+    evidence.in_pieces = pieces is not None
+    wrong = None if pieces is None else pieces.wrong()
     for program, account in zip(programs, evidence.candidates, strict=True):
-        if truth.watch.draws and (apart := _draws_apart(program)):
-            account.unproven = f"it draws random numbers {apart}, so they are other ones than the baseline's"
+        if truth.watch.draws and program.parts.elsewhere:
+            account.unproven = "it draws random numbers on several devices, so they are other ones than the baseline's"
+        elif truth.watch.draws and program.parts.plan.accumulation > 1 and (pieces is None or pieces.odd):
+            account.unproven = _in_pieces("" if pieces is None else pieces.odd)
+        account.draws = wrong
     common |= {"states": len(evidence.steps), "seconds": time.monotonic() - began}
     return [
         Parity(
@@ -136,8 +164,28 @@ def _compared(task: Task, programs: Sequence[Program], progress: Progress, *, br
     ]
 
 
-def _draws_apart(program: Program) -> str:
-    """In what way a Program's random numbers come otherwise than the baseline's; empty if they don't."""
-    if program.parts.plan.accumulation > 1:
-        return "for each piece of a batch"
-    return "on several devices" if program.parts.elsewhere else ""
+def _in_pieces(odd: str) -> str:
+    """Why pieces can't be compared."""
+    reason = "it draws random numbers for each piece of a batch, so they are other ones than the baseline's"
+    return f"{reason}, and {odd}" if odd else reason
+
+
+def _seen(
+    truth: Truth,
+    witnesses: Sequence[Witness],
+    reduced: Sequence[Witness],
+    programs: Sequence[Program],
+    progress: Progress,
+    brief: bool,
+) -> tuple[Evidence, dict[int, Freely]]:
+    """Of single steps, and of the free run of each Program that could take them, by its id."""
+    alone = slice(1) if brief else slice(None)
+    collector = Collector(truth, witnesses[alone], reduced[alone], programs)
+    evidence = collector.collect(lambda states: progress(states, STATES))
+    if evidence.unproven:
+        return evidence, {}
+    accounts = zip(programs, evidence.candidates, strict=True)
+    able = [program for program, account in accounts if account.failed is None]
+    fp32, other = ([one for one in every if one.name not in collector.left_out] for every in (witnesses, reduced))
+    runs = run_freely(evidence.last, fp32, other, able, nudges=1 if brief else NUDGES)
+    return evidence, dict(zip(map(id, able), runs, strict=True))

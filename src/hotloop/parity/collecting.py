@@ -41,6 +41,7 @@ class Account:
         errors: of each tensor, at each state.
         differs: where the State first wasn't bitwise the baseline's after a step.
         failed: what a step raised, and which; nothing is asked of it from then on.
+        draws: what is wrong with its random numbers in themselves.
         unproven: why it can't be compared, though others can.
         looks: at how many states more nudges were asked for because of it.
     """
@@ -49,6 +50,7 @@ class Account:
     errors: list[Errors] = field(default_factory=list)
     differs: str | None = None
     failed: str | None = None
+    draws: str | None = None
     unproven: str | None = None
     looks: int = 0
 
@@ -63,6 +65,7 @@ class Evidence:
         rounding: the worst error at each state of those that candidates are judged by, with more nudges where a
             candidate was far off.
         last: the State that the path came to.
+        in_pieces: whether everybody got the random numbers that candidates draw for pieces of a batch.
         unproven: why nothing can be said, where that is so.
     """
 
@@ -72,6 +75,7 @@ class Evidence:
     last: State
     steps: list[int] = field(default_factory=list)
     rounding: list[Errors] = field(default_factory=list)
+    in_pieces: bool = False
     unproven: str | None = None
 
     @property

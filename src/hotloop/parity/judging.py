@@ -37,6 +37,8 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
     if account.failed:
         reason = f"its {account.failed}, which the baseline's doesn't"
         return {"parity": "broken", "reason": reason, "first": account.failed.partition(" raised ")[0]}
+    if account.draws:
+        return {"parity": "broken", "reason": f"its {account.draws}", "first": account.draws.partition(" (")[0]}
     of_fp32 = [] if evidence.peers else evidence.rounding
     known = {"errors": typical(account, evidence.baselines, of_fp32)[:SHOWN]}
     table = typical(account, evidence.judges, evidence.rounding)
@@ -49,7 +51,7 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
             f" rounding alone comes to {free.rounding:.2g}"
         )
         return known | {"parity": "broken", "reason": reason, "first": f"the parameters, within {free.steps} steps"}
-    bitwise = account.differs is None and (free is None or free.bitwise)
+    bitwise = not evidence.in_pieces and account.differs is None and (free is None or free.bitwise)
     return known | _fine(table, bitwise, evidence)
 
 
@@ -67,6 +69,11 @@ def _fine(table: Sequence[TensorError], bitwise: bool, evidence: Evidence) -> di
         f"no tensor is further from float64 than {max(largest, 0.1):.1f} times what harmless changes of the baseline"
         f" come to (allowed: {TYPICAL:g})"
     )
+    if evidence.in_pieces:
+        reason += (
+            "; the baseline drew the plan's random numbers, which come for each piece of a batch, and which have the same rate"
+            " and scale and are independent"
+        )
     return {"parity": "fp32-equivalent", "reason": reason}
 
 

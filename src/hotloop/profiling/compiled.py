@@ -22,8 +22,8 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.utils._pytree import tree_leaves
 
 from hotloop.counting import operator_counts
+from hotloop.patches import Patches
 from hotloop.profiles import Phase
-from hotloop.profiling.patches import Patches
 from hotloop.profiling.unseen import unseen
 
 GRAPH = "hotloop-graph#"

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotloop.patches import Patches
 from hotloop.profiling.hooks import around
-from hotloop.profiling.patches import Patches
 from hotloop.profiling.sites import Sites
 
 _FORWARD, _RETAINED, _LOSS = "hotloop forward", "hotloop retained", "hotloop loss"

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotloop.parallel.summing import Around
+from hotloop.patches import Patches
 from hotloop.profiles import Phase
-from hotloop.profiling.patches import Patches
 from hotloop.profiling.phases import Clock, HostClock, Timeline
 from hotloop.profiling.unseen import unseen
 
@@ -56,14 +56,14 @@ def around(mine: Callable[[], bool], began: Began, ended: Ended) -> Callable[[An
     return make
 
 
-_AMONG_RANKS: tuple[Phase, ...] = ("waiting", "communication")
+AMONG_RANKS: tuple[Phase, ...] = ("waiting", "communication")
 
 
 def among_ranks(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -> Callable[[Any], Any]:
     """Puts a function that sends, receives or waits into a phase, unless it is a part of another one that does."""
 
     def began(args: tuple, kwargs: dict) -> None:
-        timeline.enter(timeline.current if timeline.current in _AMONG_RANKS else phase)
+        timeline.enter(timeline.current if timeline.current in AMONG_RANKS else phase)
 
     return around(mine, began, lambda *ended: timeline.leave())
 

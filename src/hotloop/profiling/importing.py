@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hotloop.profiling.patches import Patches
+from hotloop.patches import Patches
 
 
 class AtImport(MetaPathFinder):

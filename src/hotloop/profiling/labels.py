@@ -18,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.nn.modules.loss import _Loss
 
 from hotloop.lowering import capture
+from hotloop.patches import Patches
 from hotloop.profiles import Phase
 from hotloop.profiling.compiled import PHASE
-from hotloop.profiling.patches import Patches
 
 
 class Labels:

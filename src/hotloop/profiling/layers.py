@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from hotloop.lowering.handwritten import ArraysStep
+from hotloop.patches import Patches
 from hotloop.profiles import GroupTime, ModuleTime, OptimizerUse
 from hotloop.profiling.naming import Name
-from hotloop.profiling.patches import Patches
 from hotloop.profiling.schedule import Kind
 from hotloop.profiling.tree import Own, tree, upwards
 from hotloop.profiling.watcher import Watch

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
+from hotloop.patches import Patches
 from hotloop.profiling.hooks import around
-from hotloop.profiling.patches import Patches
 from hotloop.profiling.sites import Sites
 
 _MOST_SAMPLES = 256

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
-
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.local import SYNC_EVERY
 from hotloop.parallel.averaging import Average
 from hotloop.parallel.towers import Towers
 from hotloop.parallel.waiting import Spent
 from hotloop.parallel.world import World
+from hotloop.patches import Patches
 from hotloop.profiles import Phase, Profile, RankTime
 from hotloop.profiling.course import LONGEST_S, SETTLED
 from hotloop.profiling.facts import Facts
-from hotloop.profiling.hooks import among_ranks
+from hotloop.profiling.hooks import AMONG_RANKS, among_ranks
 from hotloop.profiling.modules import ModuleClock, Owner
-from hotloop.profiling.patches import Patches
 from hotloop.profiling.watcher import Watch
 
 
@@ -36,7 +33,8 @@ class Hearing:
 
     def enter(self, phase: Phase) -> None:
         if self._watch.mine():
-            self._watch.timeline.enter(phase)
+            current = self._watch.timeline.current
+            self._watch.timeline.enter(current if current in AMONG_RANKS else phase)
             self._before.append(self._clock.aside())
 
     def leave(self) -> None:
@@ -54,12 +52,9 @@ _SENDING = ((Towers, "collect"), (Towers, "spread"), (Average, "take"))
 """What does nothing but send and receive, with all that makes it ready."""
 
 
-def tell_of_ranks(watch: Watch, parts: Ingredients, patches: Patches) -> None:
-    """Has the timeline hear what torch's engines wait for by themselves; stages wait for what others compute."""
-    phase: Phase = "waiting" if parts.relayed else "communication"
-    told = among_ranks(watch.mine, watch.timeline, phase)
-    patches.put(dist.Work, "wait", told)
-    patches.put(functional, "wait_tensor", told)
+def tell_of_ranks(watch: Watch, patches: Patches) -> None:
+    """Has the timeline hear what else than waiting is for the other ranks alone."""
+    told = among_ranks(watch.mine, watch.timeline, "communication")
     for owner, name in _SENDING:
         patches.put(owner, name, told)
 
@@ -108,7 +103,7 @@ def put_together(own: Profile, spent: Sequence[Spent], parts: Ingredients) -> Pr
     )
     ranks = parts.world.gathered(mine)
     for name in ("waiting_ms", "communication_ms"):
-        if not any(getattr(one, name) for one in ranks):  # nobody counts what torch's engines do by themselves
+        if not any(getattr(one, name) for one in ranks):  # it can't be told from the other
             ranks = [one.model_copy(update={name: None}) for one in ranks]
     operators = [one for one in own.operators if not one.name.startswith(_RANGES)]
     update = {

@@ -16,6 +16,7 @@ from hotloop.lowering.handwritten import ArraysStep
 from hotloop.lowering.telling import Say
 from hotloop.measuring.runner import Runner
 from hotloop.parallel.waiting import Spent
+from hotloop.patches import Patches
 from hotloop.plan import BASELINE, Plan
 from hotloop.profiles import Phase, Profile
 from hotloop.profiling.compiled import Compilations
@@ -26,7 +27,6 @@ from hotloop.profiling.hooks import around
 from hotloop.profiling.labels import Labels
 from hotloop.profiling.layers import LayerClock
 from hotloop.profiling.observing import Lines, Modules, observers
-from hotloop.profiling.patches import Patches
 from hotloop.profiling.phases import Timeline, clock_for
 from hotloop.profiling.schedule import DEFAULT_STEPS
 from hotloop.profiling.sharing import Hearing, agreed, put_together, settled, tell_of_ranks
@@ -181,7 +181,7 @@ def _within(program: Program, watch: Watch) -> Iterator[None]:
     if isinstance(program._step, ArraysStep):
         _tell_of_arrays(watch, program._step, patches)
     if not program.parts.world.alone:
-        tell_of_ranks(watch, program.parts, patches)
+        tell_of_ranks(watch, patches)
     try:
         yield
     finally:

@@ -1,0 +1,278 @@
+"""Draws of plans that cut a batch into pieces: everybody else gets the same, and they are looked at by themselves."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from scipy import stats
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hotloop.data.feed import peek
+from hotloop.data.tree import to_device
+from hotloop.lowering import Program
+from hotloop.lowering.accumulation import bounds
+from hotloop.lowering.ingredients import counts_samples
+from hotloop.parallel.draws import Batchwise, Drawing, Drawn, Watching, along
+from hotloop.rng import Streams, generator_states, preserved
+
+_FEW, _MORE = 2, 3
+"""Samples of the batches that show how a model draws."""
+
+_KEPT, _KEPT_STEPS = 4096, 32
+"""Numbers of one draw, and steps, that are looked at."""
+
+_ENOUGH = 30
+"""Numbers of a kind without which nothing can be said of how they go together."""
+
+_UNLIKELY = 1e-7
+"""A probability by chance below which two draws are not alike, or not independent."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One draw of a model's forward pass, and along which of its dimensions it goes with the samples."""
+
+    drawing: Drawing
+    along: Batchwise
+
+    def drawn(self, rows: int) -> Tensor:
+        """As much as so many samples draw."""
+        shape = list(self.drawing.shape)
+        shape[self.along.dim] = rows * self.along.each
+        return self.drawing.draw(tuple(shape), self.along.order)
+
+    def samples(self, shape: tuple[int, ...]) -> int:
+        """Those that draw into this shape; 0 where it is no such draw."""
+        like = len(shape) == len(self.drawing.shape)
+        return shape[self.along.dim] // self.along.each if like else 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a model draws in its forward pass.
+
+    Attributes:
+        places: the draws, in order.
+        odd: why pieces of a batch can't be put together; empty if they can.
+    """
+
+    places: tuple[Place, ...] = ()
+    odd: str = ""
+
+
+def look(program: Program) -> Look:
+    """Runs a copy of the model on 2 and on 3 samples; what isn't seen here may still be drawn in a step."""
+    try:
+        with preserved(*program.devices):
+            few, more = (_seen(program, samples) for samples in (_FEW, _MORE))
+    except Exception:  # the step itself will say what there is to say
+        return Look()
+    if few.elsewhere or more.elsewhere:
+        return Look(odd="numbers come from Python's or NumPy's generator")
+    if not few.drawn and not more.drawn:
+        return Look()
+    if len(few.known) != len(few.drawn):
+        return Look(odd="an operation computes with what it draws")
+    if [one.name for one in few.drawn] != [one.name for one in more.drawn]:
+        return Look(odd="a batch of another size draws otherwise")
+    if not counts_samples(program.parts):
+        return Look(odd="a piece in which nothing counts draws nothing")
+    places = []
+    for drawing, one, other in zip(few.known, few.drawn, more.drawn, strict=True):
+        if one.shape == other.shape:
+            return Look(odd="what is drawn once for a batch is drawn once for each piece")
+        dimension = along(one, other, (_FEW, _MORE))
+        if dimension is None or drawing.how is None or not one.dense:
+            return Look(odd=f"what {one.name} draws isn't known well enough")
+        places.append(Place(drawing, dimension))
+    return Look(tuple(places))
+
+
+@dataclass
+class _Seen:
+    drawn: list[Drawn]
+    known: list[Drawing]
+    elsewhere: bool
+
+
+def _seen(program: Program, samples: int) -> _Seen:
+    """What a copy of the model draws from torch's generator, what of it can be repeated, and whether others are asked."""
+    parts = program.parts
+    model = copy.deepcopy(parts.model).train()
+    batch = to_device(peek(parts.roles, samples), parts.device)
+    Streams(parts.task.seed, parts.device).reseed("look")
+    before = generator_states()
+    with _Noting() as known, Watching(parts.device) as watching, torch.no_grad():
+        parts.compute(model, batch)
+    after = generator_states()
+    moved = any(before[whose] != after[whose] for whose in before if whose != "torch's")
+    return _Seen(watching.drawn, known.drawings, moved)
+
+
+class _Noting(TorchDispatchMode):
+    """Notes each draw that can be repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawings: list[Drawing] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (drawing := Drawing.of(function, args, kwargs or {})) is not None:
+            self.drawings.append(drawing)
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass
+class Pieces:
+    """What the pieces of a batch draw, one after the other, put together to what the whole batch draws.
+
+    Attributes:
+        device: that the generator is of.
+        count: of pieces.
+        odd: why this can't be had after all; empty as long as it can.
+    """
+
+    device: torch.device
+    count: int
+    places: tuple[Place, ...]
+    odd: str = ""
+    _kept: dict[tuple[int, int], dict[int, Tensor]] = field(default_factory=dict)
+
+    def drawn(self, step: int, samples: int) -> Iterator[Tensor]:
+        """Draws for a batch from where torch's generator stands, piece by piece; yields what the whole batch gets."""
+        rows = [last - first for first, last in itertools.pairwise(bounds(samples, self.count)) if first < last]
+        of_pieces = [[place.drawn(each) for place in self.places] for each in rows]
+        for piece, values in enumerate(of_pieces):
+            for number, value in enumerate(values):
+                kept = self._kept.setdefault((number, piece), {})
+                if len(kept) < _KEPT_STEPS:  # everybody takes the same steps
+                    kept[step] = value.flatten()[:_KEPT].detach().cpu().clone()
+        for number, place in enumerate(self.places):
+            yield torch.cat([values[number] for values in of_pieces], dim=place.along.dim)
+
+    def wrong(self) -> str | None:
+        """What is wrong with the draws in themselves: their rate and scale, or that they depend on each other."""
+        for number, place in enumerate(self.places):
+            own = {piece: steps for (at, piece), steps in sorted(self._kept.items()) if at == number}
+            with preserved(self.device):
+                torch.manual_seed(0)
+                entries = math.prod(place.drawing.shape) // _FEW
+                expected = place.drawn(1 + 4 * _KEPT // max(1, entries)).flatten().double().cpu()
+            if found := _wrong(own, expected):
+                return f"draw {number + 1} of a piece ({place.drawing.name}) {found}"
+        return None
+
+    @contextmanager
+    def followed(self, programs: Sequence[Program]) -> Iterator[None]:
+        """Has Programs that take a batch as a whole draw what the pieces draw."""
+        each = {id(program): program for program in programs}.values()
+        before = [(program, program.parts) for program in each]
+        try:
+            for program in each:
+                given = _Given(self)
+                draws = program._step.draws
+                draws.seed = _begun_anew(draws.seed, given)  # type: ignore[method-assign]
+                program.parts = replace(program.parts, around=(*program.parts.around, lambda mode=given: mode))
+            yield
+        finally:
+            for program, parts in before:
+                program._step.draws.__dict__.pop("seed", None)
+                program.parts = parts
+
+
+def _begun_anew(seed: Any, given: _Given) -> Any:
+    def seeded(step: int) -> None:
+        seed(step)
+        given.begin(step)
+
+    return seeded
+
+
+class _Given(TorchDispatchMode):
+    """Gives each operator that draws the next of what the pieces have drawn for the whole batch.
+
+    Where a step draws otherwise than the look has shown, that is noted, and it draws by itself.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+        self._step = self._number = 0
+        self._drawn: Iterator[Tensor] | None = None
+
+    def begin(self, step: int) -> None:
+        """A step begins: the generators are seeded for it."""
+        self._step, self._number, self._drawn = step, 0, None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawing = Drawing.of(function, args, kwargs)
+        value = None if drawing is None else self._next(drawing)
+        result = function(*args, **kwargs)
+        if drawing is None or value is None:
+            return result
+        if isinstance(result, tuple):
+            return drawing.finished(args, value)
+        return result.copy_(value)  # laid out in memory as it would be
+
+    def _next(self, drawing: Drawing) -> Tensor | None:
+        places, number = self._pieces.places, self._number
+        self._number += 1
+        if number >= len(places):
+            return self._odd("a step draws more often than a first look has shown")
+        expected = places[number].drawing
+        if (drawing.name, drawing.how) != (expected.name, expected.how):
+            return self._odd(f"{drawing.name} draws otherwise than a first look has shown")
+        if self._drawn is None:
+            self._drawn = self._pieces.drawn(self._step, places[number].samples(drawing.shape))
+        value = next(self._drawn)
+        if tuple(value.shape) != drawing.shape:
+            return self._odd(f"{drawing.name} draws into another shape than a first look has shown")
+        return value
+
+    def _odd(self, why: str) -> None:
+        self._pieces.odd = self._pieces.odd or why
+
+
+def _wrong(own: dict[int, dict[int, Tensor]], expected: Tensor) -> str | None:
+    """Compares pieces with one draw of the same operator, with each other, and with themselves a step before."""
+    for piece, steps in own.items():
+        values = [steps[step] for step in sorted(steps)]
+        if _chance_that_alike(torch.cat(values).double(), expected) < _UNLIKELY:
+            return f"has another rate or scale in piece {piece + 1} than in a whole batch"
+        if _chance_that_independent(values[:-1], values[1:]) < _UNLIKELY:
+            return f"of piece {piece + 1} depends on that of the step before"
+        both = sorted(own[0].keys() & steps.keys())
+        if piece and _chance_that_independent([own[0][at] for at in both], [steps[at] for at in both]) < _UNLIKELY:
+            return f"of piece {piece + 1} depends on that of the first piece"
+    return None
+
+
+def _chance_that_alike(one: Tensor, other: Tensor) -> float:
+    return float(stats.ks_2samp(one.numpy(), other.numpy(), method="asymp").pvalue)
+
+
+def _chance_that_independent(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """That they go together so well by chance; 1 where there is too little to say.
+
+    Numbers of two values by Fisher's exact test, others by the correlation of their ranks.
+    """
+    pairs = [(a[: len(b)].double(), b[: len(a)].double()) for a, b in zip(some, others, strict=False)]
+    if not pairs:
+        return 1.0
+    x, y = (torch.cat(each) for each in zip(*pairs, strict=True))
+    if len(x) < _ENOUGH or x.min() == x.max() or y.min() == y.max():
+        return 1.0
+    if len(x.unique()) == len(y.unique()) == 2:
+        high = x == x.max(), y == y.max()
+        table = [[int((a & b).sum()) for b in (high[1], ~high[1])] for a in (high[0], ~high[0])]
+        return float(stats.fisher_exact(table).pvalue)
+    return float(stats.spearmanr(x.numpy(), y.numpy()).pvalue)
