@@ -94,7 +94,7 @@ def _row(task: hotloop.Task, name: str, timing: Timing, plan: Plan) -> dict[str,
     figures = timing.model_dump(include={"step_ms", "ratio", "ratio_low", "ratio_high", "verdict", "failure"})
     row = {"network": name, "rewrites": timing.name, **figures}
     if timing.failure is None:
-        row["parity"] = prove(task, [plan])[0].parity
+        row["parity"] = prove(task, plan).parity
     print(row, flush=True)
     return row
 

@@ -66,7 +66,8 @@ def waiting(model: Any) -> Callable[[], None]:
     def wait() -> None:
         import jax
 
-        jax.block_until_ready(getattr(model, "_jax_state", None))
+        kinds = getattr(model, "_jax_state", None) or {}
+        jax.block_until_ready([list(values) for values in kinds.values()])  # Keras's own lists are nothing to JAX
 
     return wait
 

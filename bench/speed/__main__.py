@@ -51,11 +51,12 @@ FULL_SESSIONS = 5
 FULL_BUDGET = 3.0
 """Times the short bench's."""
 
-STEPS = 50_000
-"""Of the run that hotloop's `auto` is asked to plan; the bench ends it before."""
+STEPS = 1_000_000
+"""Of the run that hotloop's `auto` is asked to plan: a long one, since its steady state is compared; the bench ends it
+before. What it plans for a run of minutes shows in `--whole-run`."""
 
-RULES = "auto"
-"""hotloop's plan where nothing else is asked for; a small network's is then looked for by `tune`."""
+AUTO = "auto"
+"""hotloop's plan where nothing else is asked for."""
 
 WHOLE_PEERS = (TUTORIAL, "lightning")
 
@@ -72,7 +73,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", help="some of " + ", ".join(peer.name for peer in PEERS))
     parser.add_argument(
         "--plans",
-        help="of hotloop: auto, tune, baseline or axis=value,...; separated by /; default tune for small networks, else auto",
+        help="of hotloop: auto, tune, baseline or axis=value,...; separated by /; default auto",
     )
     parser.add_argument("--full", action="store_true", help=f"{FULL_SESSIONS} sessions of each workload, resumable")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier --full or --whole-run measured")
@@ -104,13 +105,8 @@ def absent(lane: Lane) -> str:
 
 def own_lanes(plans: str | None) -> list[Lane]:
     """hotloop's lanes; the first is what the others are compared with."""
-    asked = (plans or RULES).split("/")
+    asked = (plans or AUTO).split("/")
     return [ours(plan, OURS if not number else f"{OURS}:{plan}") for number, plan in enumerate(asked)]
-
-
-def searching(lane: Lane) -> Lane:
-    """hotloop as `train --tune` runs it, in place of the rules of `auto`: of large networks that takes too long here."""
-    return replace(lane, options=("tune",))
 
 
 def begins(workload: Workload, lanes: Mapping[str, Lane], kept: Mapping[str, Path]) -> Begin:
@@ -172,10 +168,8 @@ def sessions(
         over_s = 0.0  # what those before left over, or took too much of
         for workload in workloads:
             budget_s = share * workload.budget_s + over_s
-            looking = workload.grey and not options.plans
-            own = [searching(lane) if looking and lane.name == OURS else lane for lane in lanes]
             began, measured = time.monotonic(), len(journal.rows)
-            measure(workload, own, Session(budget_s, rounds_of(options)), number, journal, is_short(options))
+            measure(workload, lanes, Session(budget_s, rounds_of(options)), number, journal, is_short(options))
             if len(journal.rows) > measured:
                 over_s = budget_s - (time.monotonic() - began)
 

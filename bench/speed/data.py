@@ -115,3 +115,9 @@ def _texts(length: int) -> Data:
 def samples(kind: Kind, home: Path = HOME) -> int:
     """How many there are to train on."""
     return len(np.load(home / "data" / kind / "y.npy", mmap_mode="r"))
+
+
+def data_bytes(kind: Kind, home: Path = HOME) -> int:
+    """Of the training samples as `prepared` makes them."""
+    x, y = (np.load(home / "data" / kind / f"{part}.npy", mmap_mode="r") for part in ("x", "y"))
+    return int(x.size * (4 if x.dtype == np.uint8 else x.itemsize) + y.nbytes)

@@ -20,7 +20,8 @@ class Lane:
         options: for the script.
         needs: packages of its own.
         written: which workloads it has a spelling of: `all`, `images`, or `small` for those on Fashion-MNIST.
-        large: whether it takes part in a short bench of the large networks, whose steps last seconds.
+        short: the workloads in which it takes part in a short bench, all if None: large networks have steps of seconds, and
+            torch.compile takes more than its share of half an hour to compile most of them.
         parts: of the time for starting that it gets, see `turns.py`. Of more than one if it compiles: such a peer starts
             after the others, and how long that takes depends on what its cache keeps.
     """
@@ -30,7 +31,7 @@ class Lane:
     options: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     written: str = "all"
-    large: bool = True
+    short: tuple[str, ...] | None = None
     parts: float = 1.0
 
     @property
@@ -39,7 +40,7 @@ class Lane:
 
     def missing(self, workload: Workload, *, short: bool = False) -> str:
         """Why the peer doesn't run that workload; empty if it does."""
-        if short and not workload.grey and not self.large:
+        if short and self.short is not None and workload.name not in self.short:
             return "left to --full, or to --peers"
         if self.written == "small" and not workload.grey:
             return "no spelling of this network without PyTorch in bench/peers"
@@ -48,17 +49,19 @@ class Lane:
         return ""
 
 
+_SMALL = ("W1", "W2", "W3", "W4", "W5")
+
 PEERS = (
     Lane(TUTORIAL, "tutorial"),
     Lane("lightning", "with_lightning", needs=("lightning",)),
-    Lane("accelerate", "with_accelerate", needs=("accelerate",), large=False),
+    Lane("accelerate", "with_accelerate", needs=("accelerate",), short=_SMALL),
     Lane("jax-scan", "with_jax", ("scan",), needs=("jax",), written="small"),
-    Lane("jax-step", "with_jax", ("step",), needs=("jax",), written="small"),
+    Lane("jax-step", "with_jax", ("step",), needs=("jax",), written="small", short=()),
     Lane("keras-jax", "with_keras", ("jax",), needs=("keras", "jax"), written="small"),
-    Lane("skorch", "with_skorch", needs=("skorch",), large=False),
+    Lane("skorch", "with_skorch", needs=("skorch",), short=_SMALL),
     Lane("keras-torch", "with_keras", ("torch",), needs=("keras",), written="small"),
-    Lane("transform", "transform", written="images", large=False),
-    Lane("torch.compile", "compiled", parts=2.5),
+    Lane("transform", "transform", written="images", short=_SMALL),
+    Lane("torch.compile", "compiled", short=("W1", "W4", "W8"), parts=5.0),
 )
 """The tutorial's loop is the first, since it says how long windows are."""
 

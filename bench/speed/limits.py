@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.speed.data import data_bytes
 from bench.speed.workloads import Workload
 from hotloop.counting import Counts, least_ms, limits_of
 
@@ -36,7 +37,7 @@ def work_of(workload: Workload) -> Counts:
 
 
 def limit_of(workload: Workload) -> dict[str, Any]:
-    """FLOPs and bytes of a step, and milliseconds that the CPU's measured limits allow for them."""
+    """FLOPs and bytes of a step, and milliseconds that the CPU's measured limits allow for them; bytes of the data set."""
     from hotloop.probe import probe
 
     device = probe("cpu").device("cpu")
@@ -45,6 +46,7 @@ def limit_of(workload: Workload) -> dict[str, Any]:
     return {
         "flops": work.flops,
         "bytes": work.bytes,
+        "data_bytes": data_bytes(workload.data),
         "least_ms": least_ms(work, limits, "fp32"),
         "flop_per_s": limits.flop_per_s.get("fp32"),
         "bytes_per_s": limits.bytes_per_s,

@@ -59,4 +59,4 @@ WORKLOADS = {
     )
 }
 """The budgets come to 1,660 s: with what is between them, a short bench ends within half an hour. On two cores and with
-empty caches a peer's start takes 4 to 9 s, torch.compile's 10 to 40 s, and hotloop's search 5 to 80 s, most in W3."""
+empty caches a peer's start takes 4 to 9 s, and hotloop's 25 s to compile a small network's step and 90 s a large one's."""
