@@ -9,6 +9,8 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,6 +198,32 @@ def test_keras_is_counted_without_waiting_for_each_loss(tmp_path: Path, monkeypa
     model.fit(np.ones((4, 3)), np.ones((4, 1)), batch_size=2, epochs=9, callbacks=callbacks, verbose=0)
     # The window ends with the third step, and Keras does the one that it has begun.
     assert marks.done == 4 == int(model.optimizer.iterations)
+
+
+def test_a_window_of_keras_on_jax_ends_with_what_jax_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX takes containers that it doesn't know, such as Keras's own, for values that are there."""
+    from bench.peers.with_keras import waiting
+
+    class Tracked(list):
+        pass
+
+    class TrackedKinds(dict):
+        pass
+
+    waited: list[str] = []
+
+    def wait_for(tree: Any) -> None:
+        if type(tree) is list:
+            for value in tree:
+                wait_for(value)
+        elif type(tree) is str:
+            waited.append(tree)
+
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(block_until_ready=wait_for))
+    model = SimpleNamespace(_jax_state=TrackedKinds(weights=Tracked(["w", "b"]), moments=Tracked(["m"])))
+    waiting(model)()
+    assert waited == ["w", "b", "m"]
+    waiting(SimpleNamespace())()
 
 
 def test_jax_draws_nothing_outside_of_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
