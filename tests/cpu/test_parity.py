@@ -20,12 +20,13 @@ from hotloop import parity
 from hotloop.lowering import Program, lower
 from hotloop.lowering.step import EagerStep
 from hotloop.parity import prove, prove_programs
-from hotloop.parity.collecting import Account, Collector
+from hotloop.parity.collecting import Account, Collector, Evidence
 from hotloop.parity.judging import TYPICAL, typical
+from hotloop.parity.judging import judged as judged_by_parity
 from hotloop.parity.witnesses import Truth, baselines
 from hotloop.plan import BASELINE, Plan
 from hotloop.rng import generator_states
-from hotloop.state import differences
+from hotloop.state import State, differences
 from hotloop.verdicts import TRUSTED, Parity
 from tests.cpu.families import family
 from tests.cpu.more_families import another_family
@@ -470,9 +471,9 @@ def test_one_baseline_is_enough_for_what_passes_beside_it(monkeypatch: pytest.Mo
     asked: list[tuple[bool, int]] = []
     compared = parity._compared
 
-    def recorded(task: Any, programs: Any, progress: Any, *, brief: bool) -> list[Parity]:
+    def recorded(task: Any, programs: Any, *given: Any, brief: bool) -> list[Parity]:
         asked.append((brief, len(programs)))
-        return compared(task, programs, progress, brief=brief)
+        return compared(task, programs, *given, brief=brief)
 
     monkeypatch.setattr(parity, "_compared", recorded)
     task = family("mlp")
@@ -488,10 +489,10 @@ def test_what_fails_beside_one_baseline_may_pass_beside_all(monkeypatch: pytest.
     program = lower(task, Plan(optimizer="fused"))
     alone = parity._compared
 
-    def strict(task: Any, programs: Any, progress: Any, *, brief: bool) -> list[Parity]:
+    def strict(*given: Any, brief: bool) -> list[Parity]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("hotloop.parity.judging.TYPICAL", 1e-3 if brief else 4.0)
-            return alone(task, programs, progress, brief=brief)
+            return alone(*given, brief=brief)
 
     monkeypatch.setattr(parity, "_compared", strict)
     assert prove_programs(task, [program])[0].parity in ("bitwise", "fp32-equivalent")
@@ -518,6 +519,21 @@ def test_an_error_of_one_size_is_held_against_errors_of_one_size() -> None:
     rounding = [{WEIGHT: 2e-6}] * 6
     (row,) = typical(accounts["plan"], [accounts["plain"], accounts["other"]], rounding)
     assert row.ratio > TYPICAL
+
+
+@pytest.mark.parametrize(("error", "parity"), [(2e-6, "fp32-equivalent"), (1e-4, "broken")])
+def test_what_rounding_cancels_by_chance_at_one_state_is_no_measure(error: float, parity: str) -> None:
+    """Rounding moves a loss by 1e-6 or so, and at one state by next to nothing; 1e-4 is no rounding anywhere."""
+    loss = ("loss", "loss")
+    usual, lucky = [1e-6, 2e-6, 1e-6, 3e-6, 2e-6], 5
+    plain, plan = (
+        Account(name, [{loss: size} for size in [*usual, last]]) for name, last in ((("plain"), 1e-9), ("plan", error))
+    )
+    plan.differs = "parameters/weight after step 1"
+    evidence = Evidence([plain], [], [plan], State({}, {}), list(range(6)), [{loss: size} for size in [*usual, 1e-9]])
+    found = judged_by_parity(plan, evidence, None)
+    assert found["parity"] == parity, found["reason"]
+    assert (found.get("first") == f"loss 'loss' at step {lucky + 1}") == (parity == "broken")
 
 
 def test_one_program_s_class_does_not_depend_on_the_others() -> None:
@@ -562,7 +578,7 @@ def test_a_plan_whose_step_fails_is_broken_and_says_where() -> None:
 def test_a_harmless_change_that_the_model_can_t_take_is_left_out() -> None:
     task = pictures()
     program = hotloop.lower(task, Plan(optimizer="foreach"))
-    (found,) = parity._compared(task, [program], lambda done, total: None, brief=False)  # beside channels_last, too
+    (found,) = parity._compared(task, [program], None, lambda done, total: None, brief=False)  # beside channels_last, too
     assert found.parity in TRUSTED and found.states >= 16
 
 

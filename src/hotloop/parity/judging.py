@@ -81,11 +81,13 @@ def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -
     """The class `broken`, with the first tensor and step that went wrong."""
     off = {(one.what, one.name) for one in table if one.ratio > TYPICAL}
     limit = REDUCED if evidence.peers else ANYWHERE
-    for step, errors, floor in zip(evidence.steps, account.errors, evidence.rounding, strict=True):
+    usual = {key: error for key, error in _medians(evidence.rounding).items() if error != float("inf")}
+    for step, errors, here in zip(evidence.steps, account.errors, evidence.rounding, strict=True):
+        floor = worst([here, usual])  # errors of a single number, such as a loss, may cancel at a state by chance
         far = {key for key, error in errors.items() if ratio(error, floor.get(key)) > limit}
-        here = far | {key for key in off if ratio(errors.get(key, 0.0), floor.get(key)) > TYPICAL}
-        if here:
-            what, name = min(here, key=lambda key: (KINDS.index(key[0]), -errors[key]))
+        wrong = far | {key for key in off if ratio(errors.get(key, 0.0), floor.get(key)) > TYPICAL}
+        if wrong:
+            what, name = min(wrong, key=lambda key: (KINDS.index(key[0]), -errors[key]))
             times = ratio(errors[what, name], floor.get((what, name)))
             size = "differs altogether" if times == float("inf") else f"is {times:.3g} times what rounding comes to"
             first = f"{what} {name!r} at step {step + 1}"
