@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotloop.errors import DeviceError, PlanError
+from hotloop.errors import DeviceError, MemoryExhausted, PlanError
 from hotloop.feasible import Refused, check, refused, settings
 from hotloop.hardware import Device, Hardware
 from hotloop.lowering import Program, lower
@@ -16,9 +16,10 @@ from hotloop.plan import Plan
 from hotloop.probe import check_device, devices, here
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
-from hotloop.rules import Choice, left_open, passed_over, ranked
+from hotloop.rules import Choice, left_open, passed_over, ranked, unrolled
 from hotloop.task import Task
 from hotloop.wanted import Wanted
+from hotloop.weighing import hoped, milliseconds, step_seconds
 
 
 def placed(plan: Plan, device: str | None = None) -> Plan:
@@ -32,19 +33,24 @@ def placed(plan: Plan, device: str | None = None) -> Plan:
     return plan.with_axes(device=str(check_device(plan.device if device is None else device)))
 
 
-def lowered(task: Task, wanted: Wanted, say: Say = lambda line: None, during: During | None = None) -> Program:
-    """The Task under the plan that was asked for; `auto` takes the first of its plans that can be lowered.
+def lowered(
+    task: Task, wanted: Wanted, say: Say = lambda line: None, during: During | None = None, done: int = 0
+) -> Program:
+    """The Task under the plan that was asked for; `auto` takes the first of its plans that can be lowered, and compiles
+    where timing some steps says that it pays.
 
     Args:
         say: is told what `auto` chose, and what it had to pass over.
         during: see `lower`.
+        done: steps of the run that lie behind.
 
     Raises:
         PlanError: the plan can't be run here, and it was asked for by name.
     """
     if not wanted.auto:
         return lower(task, placed(wanted.plan), say, during)
-    considered = consider(task, wanted.plan)
+    say = _once(say)
+    considered = consider(task, wanted.plan, done)
     choices = considered.choices
     if wanted.asked:
         for line in considered.passed_over:
@@ -53,7 +59,7 @@ def lowered(task: Task, wanted: Wanted, say: Say = lambda line: None, during: Du
             say(f"auto goes on eagerly: {eager}")
     else:  # nobody asked to wait for a compiler, or to trust what it made unproven: `tune` does both
         choices = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
-    program, plan = _first_lowered(task, choices, say, during)
+    program, plan = _weighed(task, considered.facts, choices, wanted, say, during)
     if wanted.asked:
         say(f"auto: {plan.brief()}")
     return program
@@ -63,7 +69,54 @@ def _only_eager(considered: Considered) -> str:
     """Why nothing could be compiled here, where that wasn't said with what was passed over; empty if it could."""
     refused = [one.violation.reason for one in considered.refused if one.axis == "compile"]
     said = any(line.startswith("compile=") for line in considered.passed_over)
-    return refused[0] if refused and not said else ""
+    return refused[0] if refused and not said else unrolled(considered.facts)
+
+
+def _once(say: Say) -> Say:
+    """A Task may be lowered more than once before it trains, and what is said of it is said once."""
+    said = set[str]()
+
+    def told(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    return told
+
+
+def _weighed(
+    task: Task, facts: TaskFacts, choices: list[Choice], wanted: Wanted, say: Say, during: During | None
+) -> tuple[Program, Plan]:
+    """The best choice that isn't compiled; or the same compiled, where that pays and then is faster indeed."""
+    eager = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
+    program, plan = _first_lowered(task, eager, say, during)
+    ways = [one.plan for one in choices if one not in eager and one.plan.with_axes(compile=plan.compile) == plan]
+    if not ways or facts.steps is None:
+        return program, plan
+    hope = hoped(program, facts.steps)
+    program.close()
+    del program  # training begins with one that has run no step, and there may be no memory for two
+    if isinstance(hope, str) or not hope.pays:
+        say(f"auto goes on eagerly: {hope}")
+        return lower(task, plan, say, during), plan
+    say(f"auto compiles: {hope}")
+    compiled = _compiled(task, ways[0], hope.step_s, say, during)
+    return (lower(task, plan, say, during), plan) if compiled is None else (compiled, ways[0])
+
+
+def _compiled(task: Task, plan: Plan, eager_s: float, say: Say, during: During | None) -> Program | None:
+    """The Program, if it can be compiled and its step takes less than the eager one."""
+    try:
+        program = lower(task, plan, say, during)
+    except (PlanError, MemoryExhausted) as error:
+        say(f"auto passes over {plan.brief()}: {error.given}")
+        return None
+    took_s = step_seconds(program)
+    if took_s < eager_s:
+        return program
+    say(f"auto goes on eagerly: a step takes {milliseconds(took_s)} compiled, and {milliseconds(eager_s)} eagerly")
+    program.close()
+    return None
 
 
 def _first_lowered(task: Task, choices: list[Choice], say: Say, during: During | None) -> tuple[Program, Plan]:
@@ -72,10 +125,8 @@ def _first_lowered(task: Task, choices: list[Choice], say: Say, during: During |
     for choice in choices:
         try:
             program = lower(task, choice.plan, say, during)
-        except DeviceError:
-            raise
-        except PlanError as error:
-            if choice is choices[-1]:
+        except (PlanError, MemoryExhausted) as error:
+            if isinstance(error, DeviceError) or choice is choices[-1]:
                 raise
             problem = problem or f"auto passes over {choice.plan.brief()}: {error.given}"
             continue
@@ -94,6 +145,7 @@ class Considered:
         passed_over: what should pay but can't be run here, each with the reason.
         refused: values of each axis that can't be run here, starting from the baseline.
         left_open: what lowering the first choice will find out.
+        facts: of the Task, with the steps that are left.
     """
 
     choices: list[Choice]
@@ -101,10 +153,14 @@ class Considered:
     refused: list[Refused]
     left_open: list[str]
     device: Device
+    facts: TaskFacts
 
 
-def consider(task: Task, base: Plan) -> Considered:
+def consider(task: Task, base: Plan, done: int = 0) -> Considered:
     """What the rules of `auto` say; the axes set in making `base` are kept.
+
+    Args:
+        done: steps of the run that lie behind.
 
     Raises:
         PlanError: those axes can't be run here.
@@ -112,6 +168,8 @@ def consider(task: Task, base: Plan) -> Considered:
     plain = placed(base)
     base = Plan(**{axis: getattr(plain, axis) for axis in base.model_fields_set})
     facts, hardware = known(task, plain)
+    if facts.steps is not None:
+        facts = facts.model_copy(update={"steps": max(facts.steps - done, 0)})
     check(plain, facts, hardware)
     found = hardware.device(plain.device)
     assert found is not None
@@ -125,6 +183,7 @@ def consider(task: Task, base: Plan) -> Considered:
         refused=refused(plain, facts, hardware),
         left_open=left_open(facts, choices[0].plan),
         device=found,
+        facts=facts,
     )
 
 

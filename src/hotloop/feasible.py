@@ -288,6 +288,8 @@ def _implementation(case: Case) -> Iterator[Violation]:
     if wanted == "default" or wanted in facts.implementations:
         return
     reason = f"{facts.optimizer} has no such implementation"
+    if wanted == "fused" and facts.not_fused:
+        reason += f" for this model: {facts.not_fused}"
     if facts.implementations:
         yield Violation(("optimizer",), reason, f"use one of: default, {', '.join(facts.implementations)}")
     else:

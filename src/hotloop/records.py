@@ -71,9 +71,11 @@ class TaskFacts(Record):
         fingerprint: hash of the source, the model's parameters by name and shape, and the sizes above.
         optimizer: its class.
         implementations: those of `forloop`, `foreach` and `fused` that the optimizer can be switched to.
+        not_fused: why the optimizer's fused form can't update this model; empty if it can, or there is none.
         closure: whether the optimizer asks for the loss itself, as LBFGS does.
         images: whether an input or a parameter has the 4 or 5 dimensions of images.
         convolutions: whether a parameter has them.
+        recurrent: whether a layer is one of torch's recurrent ones.
         data_bytes: of the training data, where it lies in memory as arrays.
         steps: of the whole run; None for a stream of unknown length.
     """
@@ -91,9 +93,11 @@ class TaskFacts(Record):
     fingerprint: str
     optimizer: str = ""
     implementations: list[str] = []
+    not_fused: str = ""
     closure: bool = False
     images: bool = False
     convolutions: bool = False
+    recurrent: bool = False
     data_bytes: int | None = None
     steps: int | None = None
 

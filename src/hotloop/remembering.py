@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from hotloop.choosing import lowered, placed
-from hotloop.errors import PlanError
+from hotloop.errors import MemoryExhausted, PlanError
 from hotloop.kept import best, recall
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
@@ -51,7 +51,7 @@ def lowered_by_memory(loaded: Loaded, task: Task, wanted: Wanted, say: Say, duri
     if plan is not None:
         try:
             program = lower(task, plan, say, during)
-        except PlanError as error:
+        except (PlanError, MemoryExhausted) as error:
             say(f"auto passes over the remembered plan {plan.brief()}: {error.given}")
         else:
             say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")

@@ -13,7 +13,7 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
 
 COMPILED_FROM_STEPS = 20_000
-"""A compilation takes 10 to 30 s, which a run of fewer steps hardly gets back."""
+"""A compilation takes 10 to 60 s, which a run of fewer steps hardly gets back; whether one of more does, timing tells."""
 
 _SHARE = 0.5
 """Of a device's free memory, for the data; the rest is for model, activations and workspaces."""
@@ -71,7 +71,7 @@ def left_open(facts: TaskFacts, plan: Plan) -> list[str]:
     if plan.residency != "stream" and facts.data == "Samples":
         found.append(f"residency={plan.residency}: whether the data set fits, and gives the same sample each time")
     if plan.compile != "none":
-        found.append(f"compile={plan.compile}: whether the step can be captured as one graph")
+        found.append(f"compile={plan.compile}: whether the step can be captured as one graph, and compiling it pays")
     if plan.accumulation > 1:
         found.append(f"accumulation={plan.accumulation}: whether the pieces of a batch add up to the whole")
     return found
@@ -91,12 +91,17 @@ def _with(plan: Plan, *wishes: Wish) -> Plan:
 def _wishes(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[Wish]:
     """The changes that the rules propose, for axes that weren't set, whether they can be run or not."""
     plain = _placed(hardware, base)
-    every = (*_update(facts), *_data(facts, hardware, plain), *_compilation(facts, hardware, plain))
+    every = (*_update(facts, hardware, plain), *_data(facts, hardware, plain), *_compilation(facts, hardware, plain))
     yield from (wish for wish in every if wish.axis not in base.model_fields_set)
 
 
-def _update(facts: TaskFacts) -> Iterator[Wish]:
-    for name, how in (("fused", "one kernel"), ("foreach", "operations over lists of parameters")):
+def _update(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
+    """On a CPU lists of parameters win where there are hundreds of small ones, and lose to caches elsewhere."""
+    device = device_of(plan, hardware)
+    ways = [("fused", "one kernel")]
+    if device is not None and device.is_accelerator:
+        ways.append(("foreach", "operations over lists of parameters"))
+    for name, how in ways:
         if name in facts.implementations:
             yield Wish("optimizer", name, f"optimizer={name}: the update of {facts.optimizer} as {how}")
             return
@@ -106,7 +111,8 @@ def _data(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
     device = device_of(plan, hardware)
     free = device.memory_free if device is not None and device.is_accelerator else None
     if facts.data == "Samples":
-        yield Wish("residency", "host", "residency=host: samples are loaded once, and not again in each epoch")
+        if read_again(facts):
+            yield Wish("residency", "host", "residency=host: samples are loaded once, and not again in each epoch")
     elif free is not None and facts.data_bytes is not None and facts.data_bytes <= _SHARE * free.value:
         yield Wish("residency", "device", f"residency=device: the data fits into the memory of {plan.device}")
 
@@ -114,8 +120,21 @@ def _data(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
 def _compilation(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
     device = device_of(plan, hardware)
     value = {"cpu": "package", "cuda": "step"}.get(device.kind if device else "")
-    if value and _long(facts):
-        yield Wish("compile", value, f"compile={value}: with {facts.steps:,} steps a compilation has time to pay")
+    if value and _long(facts) and not facts.recurrent:
+        why = f"with {facts.steps:,} steps a compilation may pay, which train times some steps to tell"
+        yield Wish("compile", value, f"compile={value}: {why}")
+
+
+def read_again(facts: TaskFacts) -> bool:
+    """Whether samples are loaded more than once; data of one epoch is better loaded while training goes on."""
+    return facts.steps is None or facts.batches is None or facts.steps > facts.batches
+
+
+def unrolled(facts: TaskFacts) -> str:
+    """Why a long run isn't compiled whatever its steps take; empty if nothing speaks against it."""
+    if not (_long(facts) and facts.recurrent):
+        return ""
+    return "captured, recurrent layers are written out time step by time step, which compilers take very long for"
 
 
 def _long(facts: TaskFacts) -> bool:
@@ -135,3 +154,5 @@ def _reasons(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[str]:
     if "compile" not in kept and not _long(facts):
         run = "a stream doesn't say how many steps there are" if facts.steps is None else f"{facts.steps:,} steps"
         yield f"compile=none: a compilation is tried from {COMPILED_FROM_STEPS:,} steps on ({run})"
+    if "compile" not in kept and (why := unrolled(facts)):
+        yield f"compile=none: {why}"

@@ -181,7 +181,8 @@ def _go_on(
         f"{name} {then[name]} then, {now} now" for name, now in versions().items() if then.get(name, now) != now
     ]:
         say(f"{', '.join(other)}: the result may differ in its last bits")
-    first = partial(lowered, task, wanted, say, during)
+    done = handle.epochs[-1]["step"] if handle.epochs else 0
+    first = partial(lowered, task, wanted, say, during, done)
     return handle, _train(handle, task, first, True, stop_after_s, callbacks, say)
 
 

@@ -209,7 +209,7 @@ class Random(torch.utils.data.Dataset):
 
 
 plain = make(epochs=1)
-task = make(data=Random(), epochs=1)
+task = make(data=Random(), epochs=2)
 """
 
 
@@ -286,4 +286,4 @@ def test_plan_takes_the_parameters_of_a_task(tmp_path: Path, hotloop: Hotloop) -
     body = "def task(adam=True):\n    return make(optimizer=torch.optim.Adam if adam else torch.optim.RMSprop)\n"
     Path("task.py").write_text(SMALL + body)
     assert hotloop("plan", "task.py", *CPU, "--json").document["plan"]["optimizer"] == "fused"
-    assert hotloop("plan", "task.py", *CPU, "-p", "adam=false", "--json").document["plan"]["optimizer"] == "foreach"
+    assert hotloop("plan", "task.py", *CPU, "-p", "adam=false", "--json").document["plan"]["optimizer"] == "default"

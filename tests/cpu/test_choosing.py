@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import probe
+from hotloop import choosing, probe, rules, weighing
 from hotloop.choosing import consider, known, lowered, placed
-from hotloop.errors import DeviceError, PlanError
+from hotloop.errors import DeviceError, MemoryExhausted, PlanError
 from hotloop.hardware import Device
-from hotloop.lowering import order
+from hotloop.lowering import order, residency
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
+from hotloop.state import differences
 from hotloop.wanted import Wanted
 from tests.cpu.programs import a_task, labelled
 
@@ -117,6 +118,146 @@ def test_auto_gives_up_what_cannot_be_lowered_and_says_so_once(monkeypatch) -> N
     assert said == ["auto passes over optimizer=fused: optimizer=fused met a planted fault", "auto: baseline"]
     with pytest.raises(PlanError, match="planted fault"):
         lowered(a_task(), Wanted(Plan(device="cpu", optimizer="fused")))
+
+
+def test_auto_gives_up_what_there_is_no_memory_for(monkeypatch) -> None:
+    def no_room(parts: Ingredients) -> Ingredients:
+        if parts.plan.optimizer != "default":
+            raise torch.OutOfMemoryError("planted: no room")
+        return parts
+
+    monkeypatch.setattr(order, "TRANSFORMS", (*order.TRANSFORMS, no_room))
+    said: list[str] = []
+    assert lowered(a_task(), AUTO, said.append).parts.plan == BASELINE
+    assert len(said) == 2 and said[0].startswith("auto passes over optimizer=fused: ") and "planted" in said[0]
+    with pytest.raises(MemoryExhausted):
+        lowered(a_task(), Wanted(Plan(device="cpu", optimizer="fused")))
+
+
+class Samples(torch.utils.data.Dataset):
+    """The samples of `labelled`, one by one; `asked` is told of each."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        x, y = labelled()
+        return x[index], y[index]
+
+
+def test_auto_goes_on_sample_by_sample_where_the_data_has_no_room(monkeypatch) -> None:
+    tries: list[str] = []
+
+    def no_room(samples: Any, how: Any) -> Any:
+        tries.append(how.name)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+
+    monkeypatch.setattr(residency, "materialise", no_room)
+    said: list[str] = []
+    task = a_task(data=Samples(), epochs=2)
+    assert lowered(task, AUTO, said.append).parts.plan == Plan(optimizer="fused")
+    assert tries == ["data"]  # what failed once isn't tried again
+    assert [line for line in said if "residency=host" in line and "no memory left" in line] == said[:-1]
+    with pytest.raises(PlanError, match="no memory left for it") as caught:
+        hotloop.lower(a_task(data=Samples(), epochs=2), Plan(residency="host"))
+    assert "\n" not in str(caught.value) and "residency='stream'" in str(caught.value)
+
+
+def test_samples_of_one_epoch_are_not_read_first() -> None:
+    assert consider(a_task(data=Samples(), epochs=2), CPU).choices[0].plan.residency == "host"
+    assert consider(a_task(data=Samples(), epochs=1), CPU).choices[0].plan.residency == "stream"
+    left = consider(a_task(data=Samples(), epochs=3), CPU, done=10)  # of 15 steps
+    assert left.facts.steps == 5 and left.choices[0].plan.residency == "stream"
+
+
+# --- whether compiling pays
+
+
+@pytest.fixture
+def long(monkeypatch) -> None:
+    """Any run has steps enough for the rules."""
+    monkeypatch.setattr(rules, "COMPILED_FROM_STEPS", 1)
+
+
+@pytest.fixture
+def pretended(monkeypatch) -> list[Plan]:
+    """Every compilation pays, and is only pretended; the plans that were lowered."""
+    plans: list[Plan] = []
+
+    def pretend(task: Any, plan: Plan, *told: Any) -> Any:
+        plans.append(plan)
+        return hotloop.lower(task, plan.with_axes(compile="none"))
+
+    monkeypatch.setattr(choosing, "lower", pretend)
+    monkeypatch.setattr(weighing, "COMPILE_S", 0.0)
+    return plans
+
+
+def test_a_run_that_is_over_before_a_compiler_would_be_is_not_compiled(long) -> None:
+    said: list[str] = []
+    program = lowered(a_task(), AUTO, said.append)
+    assert program.parts.plan == Plan(optimizer="fused")
+    assert [line.partition(": a step takes")[0] for line in said] == ["auto goes on eagerly", "auto: optimizer=fused"]
+    assert "steps left" in said[0]
+    assert (
+        "whether the step can be captured as one graph, and compiling it pays" in consider(a_task(), CPU).left_open[0]
+    )
+
+
+def test_what_was_timed_is_not_what_trains(long) -> None:
+    """Modules may count their calls, and data sets what they were asked for."""
+    data = Samples()
+    program = lowered(a_task(data=data, epochs=1), AUTO)
+    fresh = hotloop.lower(a_task(data=Samples(), epochs=1), program.parts.plan)
+    assert differences(program.state(), fresh.state()) == []
+    assert len(data.asked) <= 2 + 2 + 5 + 2  # looks at the first two, and one batch to time
+
+
+@pytest.mark.parametrize(("compiled_s", "kept"), [(0.0, "package"), (float("inf"), "none")])
+def test_a_compiled_step_stays_if_it_is_faster(compiled_s: float, kept: str, long, pretended, monkeypatch) -> None:
+    monkeypatch.setattr(choosing, "step_seconds", lambda program: compiled_s)
+    said: list[str] = []
+    lowered(a_task(), AUTO, said.append)
+    assert [plan.compile for plan in pretended] == ["none", "package", "none"][: 2 if kept == "package" else 3]
+    assert said[0].startswith("auto compiles: a step takes ")
+    assert said[-1] == f"auto: {Plan(optimizer='fused', compile=kept).brief()}"
+    assert any("ms compiled, and" in line for line in said) == (kept == "none")
+
+
+def test_what_can_t_be_timed_goes_on_eagerly_to_fail_in_training(long, pretended, monkeypatch) -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                raise ValueError("planted")
+            return super().forward(x)
+
+    said: list[str] = []
+    lowered(a_task(model=lambda: Fails(6, 3)), AUTO, said.append)
+    assert said[0].startswith("auto goes on eagerly: its steps couldn't be timed (ValueError: planted")
+
+
+class Reader(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x[:, None])[0][:, -1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_not_compiled(kind: type[nn.Module], long) -> None:
+    task, said = a_task(model=lambda: Reader(kind(6, 4, batch_first=True))), list[str]()
+    choices = consider(task, CPU).choices
+    assert {choice.plan.compile for choice in choices} == {"none"}
+    assert any("compile=none: captured, recurrent layers" in why for why in choices[0].why)
+    assert lowered(task, AUTO, said.append).parts.plan.compile == "none"
+    assert len([line for line in said if "recurrent layers" in line]) == 1
+    assert consider(task, Plan(device="cpu", compile="step")).choices[0].plan.compile == "step"  # asked for
 
 
 def test_auto_passes_on_what_the_baseline_cannot_do_either(monkeypatch) -> None:

@@ -111,6 +111,14 @@ def test_only_what_can_be_run_is_tried() -> None:
     assert compiled_changes(facts, replace(hardware, compiler=None), Plan()) == []
 
 
+def test_samples_of_one_epoch_are_not_read_first() -> None:
+    facts, hardware = told(family("cnn"))
+    for steps, residencies in ((100, []), (101, ["host"])):
+        read = facts.model_copy(update={"data": "Samples", "batches": 100, "steps": steps})
+        changes = eager_changes(read, hardware, Plan(device="cpu"), threads=1)
+        assert [change["residency"] for change in changes if "residency" in change] == residencies
+
+
 def test_axes_that_the_user_set_stay() -> None:
     facts, hardware = told(family("cnn"))
     changes = without(eager_changes(facts, hardware, Plan(), threads=64), {"threads", "optimizer"})

@@ -30,9 +30,12 @@ BEST = {
                                         "residency": "device"}),
     "data as large as the memory": (SMALL_GPU, {}, {"device": "cuda:0", "optimizer": "fused"}),
     "samples": (CPU, {"data": "Samples", "data_bytes": None}, {"residency": "host", "optimizer": "fused"}),
+    "samples of a single epoch": (CPU, {"data": "Samples", "data_bytes": None, "steps": 100}, {"optimizer": "fused"}),
     "samples on a GPU": (GPU, {"data": "Samples", "data_bytes": None},
                          {"device": "cuda:0", "residency": "host", "optimizer": "fused"}),
-    "no fused update": (CPU, FOREACH, {"optimizer": "foreach"}),
+    "no fused update": (CPU, FOREACH, {}),
+    "no fused update on a GPU": (GPU, FOREACH, {"device": "cuda:0", "optimizer": "foreach", "residency": "device"}),
+    "a long one with recurrent layers": (CPU, {**LONG, "recurrent": True}, {"optimizer": "fused"}),
     "LBFGS": (CPU, {**LBFGS, **LONG}, {}),
     "a Mac": (MAC, LONG, {"device": "mps", "optimizer": "fused", "residency": "device"}),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import TaskError, calling
 from hotloop.lowering.ingredients import Ingredients, count_parameters, input_shapes
 from hotloop.lowering.step import needs_closure
+from hotloop.lowering.update import gapless
 from hotloop.records import TaskFacts
 from hotloop.task import Parameters, Task
 
@@ -48,6 +49,7 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
         **_of_optimizer(parts.task, model),
         images=not (dimensions | {value.ndim for value in tensors(inputs_of(batch))}).isdisjoint(_IMAGES),
         convolutions=not dimensions.isdisjoint(_IMAGES),
+        recurrent=any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()),
         data_bytes=roles.train.nbytes() if isinstance(roles.train, Table) else None,
         steps=_steps(parts.task, roles),
     )
@@ -60,19 +62,30 @@ def _steps(task: Task, roles: Roles) -> int | None:
 def _of_optimizer(task: Task, model: nn.Module) -> dict[str, Any]:
     optimizer = _trial(task, model)
     switches = [name for name in ("foreach", "fused") if all(name in group for group in optimizer.param_groups)]
-    if "fused" in switches and not _can_be_fused(model):
-        switches.remove("fused")
+    unfit = _not_fused(model) if "fused" in switches else ""
+    able = ["forloop", *switches] if switches else []
     return {
         "optimizer": type(optimizer).__name__,
-        "implementations": ["forloop", *switches] if switches else [],
+        "implementations": [name for name in able if name != "fused" or not unfit],
+        "not_fused": unfit,
         "closure": needs_closure(optimizer),
     }
 
 
-def _can_be_fused(model: nn.Module) -> bool:
-    """torch's fused kernels take dense gradients of real numbers alone."""
-    sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    return not sparse and all(value.is_floating_point() for value in model.parameters())
+def _not_fused(model: nn.Module) -> str:
+    """Why torch's fused kernels can't update the model; empty if they can.
+
+    They walk through parameters as if there were no gaps, and through gradients that are dense and of real numbers.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            return f"the gradient of {name or 'the model'!r} is sparse"
+    for name, value in model.named_parameters():
+        if not value.is_floating_point():
+            return f"the parameter {name!r} is not of real numbers"
+        if value.requires_grad and not gapless(value):
+            return f"the parameter {name!r} is a view with gaps in memory, of strides {value.stride()}"
+    return ""
 
 
 def _trial(task: Task, model: nn.Module) -> torch.optim.Optimizer:

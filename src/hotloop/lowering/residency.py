@@ -10,7 +10,7 @@ import torch
 from hotloop.data.materialise import Reading, materialise, megabytes
 from hotloop.data.order import Order
 from hotloop.data.source import Samples, Source, Stream, Table
-from hotloop.errors import PlanError
+from hotloop.errors import PlanError, blame, out_of_memory
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.probe.machine import free_memory
 
@@ -76,6 +76,11 @@ def _read(parts: Ingredients, name: str, samples: Samples) -> tuple[Table | Plan
     except PlanError as error:
         error = error.with_traceback(None)  # it is kept, and all that its frames hold need not be
         return error, () if name == "data" else (f"{error.given}; it is loaded sample by sample",)
+    except Exception as error:
+        if not any(map(out_of_memory, filter(None, [error, error.__cause__]))):
+            raise
+        none_left = how.refused(f"there was no memory left for it ({blame(error)})")
+        return none_left, () if name == "data" else (f"{none_left.given}; it is loaded sample by sample",)
     took = time.perf_counter() - began
     roles.reading_s[name] = (took, time.perf_counter())
     said = f"read {len(table):,} samples of {name} into memory ({megabytes(table.nbytes())}) in {took:.1f}s"

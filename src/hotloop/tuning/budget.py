@@ -19,6 +19,9 @@ _UNKNOWN_S = 30.0
 COLD_COMPILE_S = 30.0
 """A compilation with nothing kept from an earlier one; it takes 10 to 40 s on processors of today."""
 
+REALISED = 0.7
+"""Of what compiling could win, so that it's rarely tried in vain."""
+
 
 @dataclass(frozen=True)
 class Budget:

@@ -9,6 +9,7 @@ from hotloop.feasible import device_of, violations
 from hotloop.hardware import Hardware
 from hotloop.plan import Plan
 from hotloop.records import TaskFacts
+from hotloop.rules import read_again
 from hotloop.verdicts import Timing
 
 Change = dict[str, Any]
@@ -98,6 +99,8 @@ def _layout(facts: TaskFacts) -> Iterator[Change]:
 def _residency(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[Change]:
     device = device_of(base, hardware)
     if facts.data == "Samples":
+        if not read_again(facts):
+            return
         yield {"residency": "host"}
     if device is not None and device.is_accelerator:
         yield {"residency": "device"}

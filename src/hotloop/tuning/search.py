@@ -18,7 +18,7 @@ from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.task import Task
 from hotloop.tuning.bounds import compiling_gains, makeup
-from hotloop.tuning.budget import COLD_COMPILE_S, Budget
+from hotloop.tuning.budget import COLD_COMPILE_S, REALISED, Budget
 from hotloop.tuning.candidates import (
     Change,
     combined,
@@ -41,9 +41,6 @@ _GLANCE_S = 0.2
 
 _SHORT_MS = 5.0
 """A step's, for which threads may cost more than they save."""
-
-_REALISED = 0.7
-"""Of what compiling could win, so that it's rarely tried in vain."""
 
 _DOUBT = 2
 """Times what a race costs: so much must be hoped for to hold it again."""
@@ -160,7 +157,7 @@ class Search:
         timing = self.timings.get(plan.brief(), base)
         assert timing.step_ms is not None and base.step_ms is not None
         gains = compiling_gains(makeup(self._lowered(timing.name, plan)), timing.step_ms / 1e3)
-        won = _REALISED * budget.after(base.step_ms / timing.step_ms).wins_s(gains)
+        won = REALISED * budget.after(base.step_ms / timing.step_ms).wins_s(gains)
         if self.time_limit_s is None and won < COLD_COMPILE_S:
             self.notes.append(
                 f"no compilation was tried: it would win about {won:.0f} s of this run, and takes about"
