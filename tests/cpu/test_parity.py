@@ -578,7 +578,9 @@ def test_a_plan_whose_step_fails_is_broken_and_says_where() -> None:
 def test_a_harmless_change_that_the_model_can_t_take_is_left_out() -> None:
     task = pictures()
     program = hotloop.lower(task, Plan(optimizer="foreach"))
-    (found,) = parity._compared(task, [program], None, lambda done, total: None, brief=False)  # beside channels_last, too
+    (found,) = parity._compared(
+        task, [program], None, lambda done, total: None, brief=False
+    )  # beside channels_last, too
     assert found.parity in TRUSTED and found.states >= 16
 
 

@@ -32,6 +32,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`all` is asked for what it does, not for where that is likely to be faster."""
+    monkeypatch.setattr(conv_as_gemm, "_CACHED_BYTES", float("inf"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -150,6 +156,16 @@ def test_what_a_rewrite_is_not_for_is_refused(which: str, layers: list[nn.Module
     with pytest.raises(PlanError, match=f"rewrites={which} finds nothing") as error:
         rewrite(step.captured.graph, which)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("most_bytes", "found"), [(1, 0), (1 << 20, 1)])
+def test_a_convolution_whose_columns_fit_no_cache_is_left_to_the_library_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int, found: int
+) -> None:
+    monkeypatch.setattr(conv_as_gemm, "_CACHED_BYTES", most_bytes)
+    layers = nn.Conv2d(2, 2, 3), nn.ReLU(), nn.MaxPool2d(2)
+    assert rewrite(Step(convolving(*layers)).captured.graph, "all")["conv_as_gemm"] == found
+    assert rewrite(Step(convolving(*layers)).captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
 
 
 def test_a_convolution_whose_input_learns_is_left_alone() -> None:

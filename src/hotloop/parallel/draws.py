@@ -123,7 +123,8 @@ def along(few: Drawn, more: Drawn, rows: tuple[int, int]) -> Batchwise | None:
 
 def memory_order(value: Tensor) -> tuple[int, ...]:
     """Its dimensions from the widest steps in memory to the narrowest; in that order it is drawn."""
-    return tuple(sorted(range(value.ndim), key=lambda dim: -value.stride(dim)))
+    strides = value.stride()
+    return tuple(sorted(range(value.ndim), key=lambda dim: -strides[dim]))
 
 
 @dataclass

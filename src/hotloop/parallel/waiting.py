@@ -229,9 +229,9 @@ def told(shares: dict[str, Any]) -> str:
     """The shares in a line; where each piece of work comes from another rank, waiting and sending are one."""
     for column, other in (("waiting", "communication"), ("communication", "waiting")):
         if not any(shares[other]):
-            ranks = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares[column]))
+            each = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares[column]))
             return (
-                f"of a step's {shares['step_ms']:.3g} ms in {column}, with {other} in it: {ranks};"
+                f"of a step's {shares['step_ms']:.3g} ms in {column}, with {other} in it: {each};"
                 f" the slowest is rank {shares['slowest']}"
             )
     ranks = [

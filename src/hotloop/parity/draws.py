@@ -180,7 +180,7 @@ class Pieces:
                 given = _Given(self)
                 draws = program._step.draws
                 draws.seed = _begun_anew(draws.seed, given)  # type: ignore[method-assign]
-                program.parts = replace(program.parts, around=(*program.parts.around, lambda mode=given: mode))
+                program.parts = replace(program.parts, around=(*program.parts.around, given.on))
             yield
         finally:
             for program, parts in before:
@@ -208,6 +208,10 @@ class _Given(TorchDispatchMode):
         self._step = self._number = 0
         self._drawn: Iterator[Tensor] | None = None
 
+    def on(self) -> _Given:
+        """For a step, or several."""
+        return self
+
     def begin(self, step: int) -> None:
         """A step begins: the generators are seeded for it."""
         self._step, self._number, self._drawn = step, 0, None
@@ -227,19 +231,20 @@ class _Given(TorchDispatchMode):
         places, number = self._pieces.places, self._number
         self._number += 1
         if number >= len(places):
-            return self._odd("a step draws more often than a first look has shown")
+            return self._none("a step draws more often than a first look has shown")
         expected = places[number].drawing
         if (drawing.name, drawing.how) != (expected.name, expected.how):
-            return self._odd(f"{drawing.name} draws otherwise than a first look has shown")
+            return self._none(f"{drawing.name} draws otherwise than a first look has shown")
         if self._drawn is None:
             self._drawn = self._pieces.drawn(self._step, places[number].samples(drawing.shape))
         value = next(self._drawn)
         if tuple(value.shape) != drawing.shape:
-            return self._odd(f"{drawing.name} draws into another shape than a first look has shown")
+            return self._none(f"{drawing.name} draws into another shape than a first look has shown")
         return value
 
-    def _odd(self, why: str) -> None:
+    def _none(self, why: str) -> Tensor | None:
         self._pieces.odd = self._pieces.odd or why
+        return None
 
 
 def _wrong(own: dict[int, dict[int, Tensor]], expected: Tensor) -> str | None:
