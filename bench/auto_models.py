@@ -1,11 +1,12 @@
-"""Does `plan="auto"` pay on networks that nobody here had in mind? Ten of transformers, against the baseline.
+"""Does `plan="auto"` pay on networks that nobody here had in mind? The ten of `bench/zoo.py`, against the baseline.
 
     .venv-bench/bin/python -m bench.auto_models                       about an hour; Ctrl-C, and the same command goes on
     .venv-bench/bin/python -m bench.auto_models bert vit --seconds 20
 
 For each network, in a process of its own: `tune` looks for the fastest plan that is proven equal. Then the baseline, what
 the rules of `auto` say without any search, and what was found race once more, since the winner of a search owes a part
-of its figure to luck. What `tune` raced and left out stands below each.
+of its figure to luck. What `tune` raced and left out stands below each. A network, or a plan of that last race, that fails
+is named, and so is one that is slower than the baseline; then the exit code is 1.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hotloop.errors import HotloopError
 from hotloop.files import write_atomic
 from hotloop.plan import BASELINE, Plan
 from hotloop.probe import machine
+from hotloop.report.progress import duration
 
 STEPS = 50_000
 """Of the run that plans are chosen for."""
@@ -73,8 +75,10 @@ def timings(row: Row) -> dict[str, Row]:
 
 
 def gain(row: Row, which: str) -> tuple[float, float, float]:
-    """Times as fast as the baseline, with the interval; exactly 1 where the baseline was kept."""
+    """Times as fast as the baseline, with the interval; exactly 1 where the baseline was kept, NaN where the plan failed."""
     one = timings(row)[which]
+    if one["failure"]:  # which leaves no plan, as the baseline's looks
+        return math.nan, math.nan, math.nan
     if one["name"] == row["verdict"]["baseline"] or Plan(**one["plan"]) == BASELINE:
         return 1.0, 1.0, 1.0
     if one["ratio"] is None or one["ratio_low"] is None:
@@ -95,20 +99,41 @@ def geometric_mean(found: Sequence[Row], which: str) -> tuple[float, float, floa
 
 def markdown(measured: Sequence[Row]) -> str:
     done = [row for row in measured if not row.get("failure")]
-    cells = [
-        [row["model"], f"{row['verdict']['plans'][0]['step_ms']:.3g} ms", _text(gain(row, RULES)), _plan(row, RULES)]
-        + [_text(gain(row, FOUND)), row["plan"]]
-        for row in done
-    ]
-    means = ["**geometric mean**", "", _text(geometric_mean(done, RULES)), "", _text(geometric_mean(done, FOUND)), ""]
-    head = ("network", "baseline's step", "auto's rules", "plan", "found by tune", "plan")
-    parts = ["Times as fast as the baseline, with 99 % intervals.\n", *table(head, [*cells, means]), ""]
-    parts += [f"- {row['model']}: {row['failure']}" for row in measured if row.get("failure")]
+    cells = []
+    for row in done:
+        base = row["verdict"]["plans"][0]
+        cells.append([row["model"], f"{base['step_ms']:.3g} ms", _run(base), *_cells(row, RULES), *_cells(row, FOUND)])
+    means = ["**geometric mean**", "", ""]
+    means += [_text(geometric_mean(done, RULES)), "", "", _text(geometric_mean(done, FOUND)), "", ""]
+    head = ("network", "baseline's step", "run", "auto's rules", "run", "plan", "found by tune", "run", "plan")
+    about = (
+        "Times as fast as the baseline, by the step alone, with 99 % intervals. A run is all of its steps with what it"
+        " takes to start and compile. What failed is in no mean.\n"
+    )
+    parts = [about, *table(head, [*cells, means]), "", *(f"- {line}" for line in failures(measured))]
     return "\n".join([*parts, "\n## What was raced and left out\n", *_left_out(done)]) + "\n"
 
 
-def _plan(row: Row, which: str) -> str:
-    return Plan(**timings(row)[which]["plan"]).brief()
+def _cells(row: Row, which: str) -> list[str]:
+    """How much faster its steps are, how long the run takes, and under which plan."""
+    one = timings(row)[which]
+    if one["failure"]:
+        return ["failed", "-", "-"]
+    return [_text(gain(row, which)), _run(one), Plan(**one["plan"]).brief()]
+
+
+def _run(one: Row) -> str:
+    return "-" if one["run_s"] is None else duration(one["run_s"])
+
+
+def failures(measured: Sequence[Row]) -> list[str]:
+    """Networks that couldn't be measured, and plans that would be taken and failed, with the reason."""
+    found = [f"{row['model']}: {row['failure']}" for row in measured if row.get("failure")]
+    for row in measured:
+        if not row.get("failure"):
+            plans = {which: one for which, one in timings(row).items() if one["failure"]}
+            found += [f"{row['model']} ({which}): {one['failure']}" for which, one in plans.items()]
+    return found
 
 
 def _text(gained: tuple[float, float, float]) -> str:
@@ -152,7 +177,7 @@ def main() -> int:
         print(json.dumps(raced(options.models[0], options.seconds)))
         return 0
     try:
-        setup = {"seconds": options.seconds, "versions": machine.versions(None)}
+        setup = {"seconds": options.seconds, "networks": NAMES, "versions": machine.versions(None)}
         journal = Journal(options.journal, resume=not options.fresh, setup=setup)
     except HotloopError as error:
         parser.error(str(error))
@@ -160,11 +185,8 @@ def main() -> int:
         for name in options.models or NAMES:
             if not journal.has({"model": name}):
                 journal.add({"model": name}, **in_own_process(name, options.seconds))
-                print(
-                    f"{name}: {journal.rows[-1].get('failure') or journal.rows[-1]['plan']}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                row = journal.rows[-1]
+                print("; ".join(failures([row])) or f"{name}: {row['plan']}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print(f"stopped; what was measured is in {journal.path}: the same command goes on", file=sys.stderr)
         return 130
@@ -175,7 +197,7 @@ def main() -> int:
         folder = write_claim("auto-models", command, BASELINE, {"models": journal.rows})
         write_atomic(folder / "README.md", text)
         print(folder, file=sys.stderr)
-    return 1 if slower(journal.rows) else 0
+    return 1 if slower(journal.rows) or failures(journal.rows) else 0
 
 
 if __name__ == "__main__":

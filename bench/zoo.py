@@ -1,4 +1,7 @@
-"""Ten networks of transformers, small, with random weights, on data made up here: what strangers would train.
+"""Ten small networks with random weights on data made up here: what strangers would train.
+
+Nine are of transformers, and one is of PyTorch's LSTM. One trains with RMSprop and one with SGD and momentum, the others
+with AdamW; one draws its samples from a map-style data set in a single long epoch, the others have theirs in memory.
 
 hotloop tune bench/zoo.py -p name=bert
 """
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import hotloop
 
@@ -36,14 +40,24 @@ _SMALL = dict(
 
 _NO_ENDS = dict(bos_token_id=0, eos_token_id=0)
 
+
+class Recurrent(nn.Module):
+    """An LSTM in two layers that says of which class a text is, called as the networks of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 128)
+        self.recurrent = nn.LSTM(128, 128, num_layers=2, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(128, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 (B, T) -> logits (B, classes)."""
+        return self.head(self.recurrent(self.embedding(tokens))[0][:, -1])
+
+
 CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {
     "bert": lambda: _made("BertConfig", "BertForSequenceClassification", **_SMALL),
     "electra": lambda: _made("ElectraConfig", "ElectraForSequenceClassification", embedding_size=128, **_SMALL),
-    "distilbert": lambda: _made(
-        "DistilBertConfig",
-        "DistilBertForSequenceClassification",
-        **dict(vocab_size=WORDS, dim=128, n_layers=2, n_heads=2, hidden_dim=512, num_labels=CLASSES),
-    ),
 }
 """Tokens int64 (B, T), labels int64 (B,)."""
 
@@ -98,7 +112,36 @@ SEEING: dict[str, Callable[[], nn.Module]] = {
 }
 """Images float32 (B, 3, 64, 64), labels int64 (B,)."""
 
-NAMES = (*CLASSIFIERS, *WRITERS, *SEEING)
+OWN: dict[str, Callable[[], nn.Module]] = {"lstm": Recurrent}
+"""Tokens int64 (B, T), labels int64 (B,); the loss is outside of the network."""
+
+NETWORKS = {**CLASSIFIERS, **OWN, **WRITERS, **SEEING}
+
+NAMES = tuple(NETWORKS)
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "mobilenet": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.9),
+    "resnet": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, weight_decay=1e-4),
+}
+"""Where it isn't AdamW."""
+
+MAPPED = ("gpt2",)
+"""Whose samples come from a map-style data set, each of them once."""
+
+
+class Windows(Dataset):
+    """So many windows of one long text, cut out when they are asked for: tokens (T,), twice."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.text = torch.randint(WORDS, (samples + LENGTH,), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = self.text[index : index + LENGTH]
+        return tokens, tokens
 
 
 def of_text(model: nn.Module, batch: Any) -> Tensor:
@@ -113,19 +156,34 @@ def of_images(model: nn.Module, batch: Any) -> Tensor:
     return model(pixel_values=images, labels=labels).loss
 
 
+def of_logits(model: nn.Module, batch: Any) -> Tensor:
+    """The same for a network that puts out logits alone."""
+    tokens, labels = batch
+    return nn.functional.cross_entropy(model(tokens), labels)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
 def task(name: str = "bert", epochs: int = 1) -> hotloop.Task:
+    """One of them; `epochs` is how often it sees so many samples, whether they are the same each time or not."""
+    mapped = name in MAPPED
+    return hotloop.Task(
+        model=NETWORKS[name],
+        step=of_images if name in SEEING else of_logits if name in OWN else of_text,
+        optimizer=OPTIMIZERS.get(name, adamw),
+        data=Windows(SAMPLES * epochs) if mapped else _in_memory(name),
+        batch_size=16,
+        epochs=1 if mapped else epochs,
+        name=name,
+    )
+
+
+def _in_memory(name: str) -> tuple[Tensor, Tensor]:
     draws = torch.Generator().manual_seed(0)
     labels = torch.randint(CLASSES, (SAMPLES,), generator=draws)
     if name in SEEING:
-        x, step = torch.randn(SAMPLES, 3, 64, 64, generator=draws), of_images
-    else:
-        x, step = torch.randint(WORDS, (SAMPLES, LENGTH), generator=draws), of_text
-    return hotloop.Task(
-        model={**CLASSIFIERS, **WRITERS, **SEEING}[name],
-        step=step,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
-        data=(x, x if name in WRITERS else labels),
-        batch_size=16,
-        epochs=epochs,
-        name=name,
-    )
+        return torch.randn(SAMPLES, 3, 64, 64, generator=draws), labels
+    x = torch.randint(WORDS, (SAMPLES, LENGTH), generator=draws)
+    return x, x if name in WRITERS else labels

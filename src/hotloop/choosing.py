@@ -34,7 +34,12 @@ def placed(plan: Plan, device: str | None = None) -> Plan:
 
 
 def lowered(
-    task: Task, wanted: Wanted, say: Say = lambda line: None, during: During | None = None, done: int = 0
+    task: Task,
+    wanted: Wanted,
+    say: Say = lambda line: None,
+    during: During | None = None,
+    done: int = 0,
+    facts: TaskFacts | None = None,
 ) -> Program:
     """The Task under the plan that was asked for; `auto` takes the first of its plans that can be lowered, and compiles
     where timing some steps says that it pays.
@@ -43,6 +48,7 @@ def lowered(
         say: is told what `auto` chose, and what it had to pass over.
         during: see `lower`.
         done: steps of the run that lie behind.
+        facts: of the Task, where they are known already.
 
     Raises:
         PlanError: the plan can't be run here, and it was asked for by name.
@@ -50,7 +56,7 @@ def lowered(
     if not wanted.auto:
         return lower(task, placed(wanted.plan), say, during)
     say = _once(say)
-    considered = consider(task, wanted.plan, done)
+    considered = consider(task, wanted.plan, done, facts)
     choices = considered.choices
     if wanted.asked:
         for line in considered.passed_over:
@@ -156,8 +162,8 @@ class Considered:
     facts: TaskFacts
 
 
-def consider(task: Task, base: Plan, done: int = 0) -> Considered:
-    """What the rules of `auto` say; the axes set in making `base` are kept.
+def consider(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None = None) -> Considered:
+    """What the rules of `auto` say; the axes set in making `base` are kept, and `facts` save building the model.
 
     Args:
         done: steps of the run that lie behind.
@@ -167,7 +173,7 @@ def consider(task: Task, base: Plan, done: int = 0) -> Considered:
     """
     plain = placed(base)
     base = Plan(**{axis: getattr(plain, axis) for axis in base.model_fields_set})
-    facts, hardware = known(task, plain)
+    facts, hardware = known(task, plain) if facts is None else (facts, here(plain.device))
     if facts.steps is not None:
         facts = facts.model_copy(update={"steps": max(facts.steps - done, 0)})
     check(plain, facts, hardware)

@@ -21,6 +21,7 @@ from hotloop.pacing import seconds
 from hotloop.parity import prove_plans
 from hotloop.plan import BASELINE, Plan
 from hotloop.probe import check_device, machine
+from hotloop.records import TaskFacts
 from hotloop.remembering import fingerprinted, lowered_by_memory
 from hotloop.report.contest import watched
 from hotloop.rivals import Asked, Contest
@@ -95,7 +96,7 @@ def raced(
     task = replace(loaded.task, **(overrides or {}))
     facts = fingerprinted(replace(loaded, task=task))
     entrants = [
-        Entrant(name, _lowering(loaded, task, wanted, say), None if wanted.auto else _on_its_device(wanted.plan))
+        Entrant(name, _lowering(loaded, task, wanted, say, facts), None if wanted.auto else _on_its_device(wanted.plan))
         for name, wanted in entries.items()
     ]
     limit = seconds(contest.time_limit, "time-limit")
@@ -129,8 +130,8 @@ def _on_its_device(plan: Plan) -> Plan:
         return plan
 
 
-def _lowering(loaded: Loaded, task: Task, wanted: Wanted, say: Say) -> Callable[[], Program]:
-    return lambda: lowered_by_memory(loaded, task, wanted, say)
+def _lowering(loaded: Loaded, task: Task, wanted: Wanted, say: Say, facts: TaskFacts) -> Callable[[], Program]:
+    return lambda: lowered_by_memory(loaded, task, wanted, say, facts=facts)
 
 
 def _proven(task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, progress: Progress) -> list[Timing]:

@@ -1,13 +1,14 @@
 """Results of races, kept in the user's cache folder: one file for each plan of a Task on a machine with its versions.
 
 Only ratios against the plain baseline are kept, since times of races on different days don't compare. What doesn't work
-is kept as well, so that nobody tries it again before something has changed.
+is kept as well, so that nobody tries it again before something has changed; but not what only lacked memory that day.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class Kept(Record):
     """A plan's result in one race.
 
     Attributes:
-        key: what it depends on: Task, machine, versions, and the plan's axes.
+        key: what it depends on: Task, machine, versions, and the axes of the plan and of the baseline beside it.
         timing: the result; `ratio` is against the baseline, whose own is `baseline`.
     """
 
@@ -37,11 +38,14 @@ class Kept(Record):
     timing: Timing
     baseline: Timing
 
-    def run_s(self, steps: int | None) -> float:
-        """Seconds that a run of so many steps takes, if the baseline is as fast as in the race; steps alone if None."""
-        assert self.baseline.step_ms is not None
-        step_ms = self.baseline.step_ms / (self.timing.ratio or 1.0)
-        return self.timing.model_copy(update={"step_ms": step_ms}).finishes(steps)
+    def wins_s(self, steps: int | None, step_ms: float) -> float:
+        """Seconds that the plan wins in a run of so many steps, of which the baseline's take `step_ms`; in a step if None.
+
+        Starting and compiling count against the start of the same race's baseline.
+        """
+        baseline = self.baseline.model_copy(update={"step_ms": step_ms})
+        own = self.timing.model_copy(update={"step_ms": step_ms / (self.timing.ratio or 1.0)})
+        return baseline.finishes(steps) - own.finishes(steps)
 
 
 def folder() -> Path:
@@ -57,24 +61,35 @@ def remember(verdict: Verdict) -> list[str]:
     where = _about(verdict.fingerprint, verdict.machine, verdict.versions)
     try:
         for timing in verdict.plans:
-            if timing.plan:
-                path = _path(where, timing.plan)
-                kept = Kept(key={**where, "plan": timing.plan}, timing=_with_parity(timing, path), baseline=base)
-                write_atomic(path, kept.model_dump_json(indent=2))
+            if timing.plan and not timing.short_of_memory:
+                _keep(Kept(key=_key(where, timing, base), timing=timing, baseline=base), _path(where, timing, base))
     except HotloopError as error:
         return [f"what the race found couldn't be kept: {error.given}"]
     return []
 
 
-def _with_parity(timing: Timing, path: Path) -> Timing:
-    """A race without proofs leaves what was proven before as it is."""
-    if timing.parity is not None or timing.failure is not None:
-        return timing
+def _keep(new: Kept, path: Path) -> None:
+    """Writes a result in the place of an earlier one, of which stays what this race says nothing of."""
     try:
-        before = Kept.model_validate_json(path.read_text(encoding="utf-8")).timing
+        before = Kept.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return timing
-    return timing.model_copy(update={"parity": before.parity, "parity_reason": before.parity_reason})
+        before = new
+    kept = new if before.key != new.key else _merged(before, new)
+    write_atomic(path, kept.model_dump_json(indent=2))
+
+
+def _merged(before: Kept, new: Kept) -> Kept:
+    """The newer figures, unless they leave undecided what was decided before; and the newest proof there is."""
+    if before.timing.failure is not None or new.timing.failure is not None:
+        return new
+    figures = before if _sureness(new.timing) < _sureness(before.timing) else new
+    proof = before.timing if new.timing.parity is None else new.timing
+    known = {"parity": proof.parity, "parity_reason": proof.parity_reason}
+    return figures.model_copy(update={"timing": figures.timing.model_copy(update=known)})
+
+
+def _sureness(timing: Timing) -> int:
+    return 0 if timing.verdict is None else 2 if timing.decided else 1
 
 
 def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple[list[Kept], list[str]]:
@@ -83,7 +98,7 @@ def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple
     for path in sorted(_place(where).glob("*.json")):
         try:
             kept = Kept.model_validate_json(path.read_text(encoding="utf-8"))
-            if kept.key != {**where, "plan": kept.timing.plan}:
+            if kept.key != _key(where, kept.timing, kept.baseline):
                 raise ValueError("its content is not what its name says")
         except (OSError, ValueError) as error:  # pydantic's ValidationError is a ValueError
             why = "not what hotloop wrote" if isinstance(error, ValidationError) else error
@@ -94,10 +109,16 @@ def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple
 
 
 def best(kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TRUSTED) -> Kept | None:
-    """The plan of an accepted parity that was found faster than the baseline and finishes such a run first; or None."""
+    """The plan of an accepted parity that was found faster than the baseline and finishes such a run first; or None.
+
+    Ratios of several races stand beside one time of the baseline's step, the middle one of those measured.
+    """
     able = [one for one in kept if one.timing.verdict == "faster" and one.timing.parity in accepted]
-    finishing = [one for one in able if steps is None or one.run_s(steps) < one.baseline.finishes(steps)]
-    return min(finishing, key=lambda one: one.run_s(steps), default=None)
+    if not able:
+        return None
+    step_ms = statistics.median(one.baseline.step_ms or 0.0 for one in able)
+    first = max(able, key=lambda one: one.wins_s(steps, step_ms))
+    return first if first.wins_s(steps, step_ms) > 0 else None
 
 
 def _about(fingerprint: str, machine: str, versions: Mapping[str, str]) -> dict[str, Any]:
@@ -108,8 +129,12 @@ def _place(where: dict[str, Any]) -> Path:
     return folder() / _digest(where)
 
 
-def _path(where: dict[str, Any], plan: dict[str, Any]) -> Path:
-    return _place(where) / f"{_digest(plan)}.json"
+def _key(where: dict[str, Any], timing: Timing, baseline: Timing) -> dict[str, Any]:
+    return {**where, "plan": timing.plan, "baseline": baseline.plan}
+
+
+def _path(where: dict[str, Any], timing: Timing, baseline: Timing) -> Path:
+    return _place(where) / f"{_digest(_key(where, timing, baseline))}.json"
 
 
 def _digest(value: dict[str, Any]) -> str:

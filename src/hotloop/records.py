@@ -68,7 +68,8 @@ class TaskFacts(Record):
         data: its form: `Table`, `Samples` or `Stream`.
         exact: whether order and draws follow from the seed alone.
         order: hash of what decides the order of the data and which of it is held out.
-        fingerprint: hash of the source, the model's parameters by name and shape, and the sizes above.
+        fingerprint: hash of the source, of what model and optimizer show of themselves, and of the sizes above, whatever
+            the seed.
         optimizer: its class.
         implementations: those of `forloop`, `foreach` and `fused` that the optimizer can be switched to.
         not_fused: why the optimizer's fused form can't update this model; empty if it can, or there is none.

@@ -16,6 +16,7 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.setting import machine_name, speed_versions
+from hotloop.sources import imported_packages, versions_of
 from hotloop.task import Task
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import TRUSTED
@@ -23,31 +24,53 @@ from hotloop.wanted import Wanted
 
 
 def fingerprinted(loaded: Loaded) -> TaskFacts:
-    """The Task's facts; their fingerprint depends on its source and on the parameters given to its `task(...)`."""
-    known = loaded.record
-    digest = "" if known is None else repr((known.digest, sorted(known.parameters.items())))
+    """The Task's facts; their fingerprint depends on its source, on what that imports, and on parameters of its `task(...)`."""
+    known, versions = loaded.record, versions_of(imported_packages(loaded.files))
+    digest = "" if known is None else repr((known.digest, sorted(known.parameters.items()), versions))
     with making_ready(BASELINE), preserved():
         return facts_of(Ingredients.of(loaded.task, BASELINE), hashlib.sha256(digest.encode()).hexdigest())
 
 
-def remembered(loaded: Loaded, wanted: Wanted, say: Say) -> Plan | None:
-    """The plan that was found fastest for this Task, machine and versions, and proven; with the axes that were set."""
+def remembered(loaded: Loaded, wanted: Wanted, say: Say, facts: TaskFacts | None = None) -> Plan | None:
+    """The plan that was found fastest for this Task, machine and versions, and proven; with the axes that were set.
+
+    It counts only beside the baseline that this run would have: a plan of many workers may be the fastest of those and
+    slower than none.
+    """
     if loaded.record is None:  # without its source, a Task can't be told from another of the same shapes
         return None
-    facts = fingerprinted(loaded)
+    facts = facts or fingerprinted(loaded)
     kept, notes = recall(facts.fingerprint, machine_name(), speed_versions())
     for note in notes:
         say(note)
     plan = placed(wanted.plan)
     asked = {*wanted.plan.model_fields_set, "device"}  # what was raced on one device says nothing of another
-    fitting = [one for one in kept if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
+    baseline = Plan(device=plan.device, workers=plan.workers)
+    beside = [one for one in kept if Plan(**one.baseline.plan) == baseline]
+    fitting = [one for one in beside if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
     found = best(fitting, facts.steps, (*TRUSTED, "reduced-precision") if "precision" in asked else TRUSTED)
     return None if found is None else Plan(**found.timing.plan)
 
 
-def lowered_by_memory(loaded: Loaded, task: Task, wanted: Wanted, say: Say, during: During | None = None) -> Program:
-    """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered."""
-    plan = remembered(Loaded(task, loaded.record, loaded.files), wanted, say) if wanted.auto else None
+def lowered_by_memory(
+    loaded: Loaded,
+    task: Task,
+    wanted: Wanted,
+    say: Say,
+    during: During | None = None,
+    facts: TaskFacts | None = None,
+) -> Program:
+    """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered.
+
+    Args:
+        facts: what `fingerprinted` says, where that is known already: to find it out, a model is built.
+    """
+    if not wanted.auto:
+        return lowered(task, wanted, say, during)
+    placed(wanted.plan)  # a device that isn't there shows before a model is built
+    loaded = Loaded(task, loaded.record, loaded.files)
+    facts = facts or fingerprinted(loaded)
+    plan = remembered(loaded, wanted, say, facts)
     if plan is not None:
         try:
             program = lower(task, plan, say, during)
@@ -56,4 +79,4 @@ def lowered_by_memory(loaded: Loaded, task: Task, wanted: Wanted, say: Say, duri
         else:
             say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
             return program
-    return lowered(task, wanted, say, during)
+    return lowered(task, wanted, say, during, facts=facts)

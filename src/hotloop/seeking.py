@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hotloop.choosing import known, placed
+from hotloop.choosing import placed
 from hotloop.feasible import check as check_plan
 from hotloop.kept import recall, remember
 from hotloop.lowering.telling import Say
@@ -16,7 +16,7 @@ from hotloop.measuring.load import Used, busy_note, cores_of_others
 from hotloop.pacing import seconds
 from hotloop.parity import prove_programs
 from hotloop.plan import Plan
-from hotloop.probe import machine
+from hotloop.probe import here, machine
 from hotloop.remembering import fingerprinted, remembered
 from hotloop.report.contest import watched
 from hotloop.setting import machine_name, speed_versions
@@ -73,7 +73,7 @@ def tuned(
     task = overridden(loaded.task, overrides)
     start = placed(base)
     facts = fingerprinted(Loaded(task, loaded.record, loaded.files))
-    hardware = known(task, start)[1]
+    hardware = here(start.device)
     check_plan(start, facts, hardware)
     kept = recall(facts.fingerprint, machine_name(), speed_versions())[0] if loaded.record is not None else []
     search = Search(

@@ -22,11 +22,12 @@ def versions() -> dict[str, str]:
 
 
 def machine_name() -> str:
-    """The processor, how much of it this process may use, and the accelerators."""
+    """The processor, how much of it this process may use, in how many threads unless a plan says so, and accelerators."""
     processor = machine.processor()
     found = [machine.describe(name, processor.vectors) for name in devices() if name != "cpu"]
     cores = f"{processor.model or processor.architecture}, {processor.allowed_cores} cores"
-    return ", ".join([cores, *(device.model or device.name for device in found)])
+    threads = f"{torch.get_num_threads()} threads"
+    return ", ".join([cores, threads, *(device.model or device.name for device in found)])
 
 
 def speed_versions() -> dict[str, str]:

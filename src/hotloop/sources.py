@@ -6,8 +6,9 @@ import ast
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -88,6 +89,32 @@ def digest_of(files: Mapping[str, bytes]) -> str:
     for name in sorted(files):
         total.update(f"{name}\0{len(files[name])}\0".encode() + files[name])
     return total.hexdigest()
+
+
+def imported_packages(files: Mapping[str, bytes]) -> set[str]:
+    """Names of the packages and modules, local ones too, that a Task's files may import."""
+    found: set[str] = set()
+    for content in files.values():
+        try:
+            found |= {name.partition(".")[0] for name in _imported(ast.parse(content), "")}
+        except (SyntaxError, ValueError):
+            continue
+    return found - {""}
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those that are installed and say one; Python's own and local ones say none."""
+    return {name: said for name in sorted(packages) if (said := _version(name)) is not None}
+
+
+def _version(package: str) -> str | None:
+    if package in sys.stdlib_module_names:
+        return None
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # it goes by another name there
+        said = getattr(sys.modules.get(package), "__version__", None)
+        return said if isinstance(said, str) else None
 
 
 def module_name(path: Path) -> str:

@@ -16,6 +16,10 @@ TRUSTED = ("bitwise", "fp32-equivalent")
 """Classes of plans that may be chosen without asking."""
 
 
+MARGIN = 0.02
+"""Plans whose times differ by less than this are as good as equal: nobody would change a plan for it."""
+
+
 class TensorError(Record):
     """How far a tensor was off, against the same step in float64.
 
@@ -91,7 +95,9 @@ class Timing(Record):
     Attributes:
         name: as it was asked for, such as `baseline`, `auto` or `mine.toml`.
         plan: its axes.
-        step_ms: median over the windows.
+        step_ms: the baseline's is the median over its windows; that of another plan is this over `ratio`, since a plan
+            that was left out early had other windows, in which the machine may have been faster or slower.
+        samples_per_s: at that time of a step.
         ratio: median of the baseline's time over this plan's, window by window; above 1 is faster. `ratio_low` and
             `ratio_high` are the ends of its 99 % interval.
         windows: pairs of windows that the ratio is from.
@@ -103,7 +109,8 @@ class Timing(Record):
         peak_memory_bytes: the most that one step held at a time, beyond what was there before it.
         feed_ms: what a batch takes to come onto the device, loaded and copied, with no step waiting for it.
         verdict: `faster`, `slower` or `no difference` against the baseline.
-        failure: why it couldn't be run or measured; then figures are None.
+        failure: why it couldn't be run or measured; then figures are None. `short_of_memory` says that it lacked memory,
+            of which there may be enough another time.
     """
 
     name: str
@@ -125,6 +132,14 @@ class Timing(Record):
     feed_ms: float | None = None
     verdict: Literal["faster", "slower", "no difference"] | None = None
     failure: str | None = None
+    short_of_memory: bool = False
+
+    @property
+    def decided(self) -> bool:
+        """Whether it is known to be faster, slower, or as good as equal; False where more windows could change that."""
+        if self.verdict != "no difference" or self.ratio_low is None or self.ratio_high is None:
+            return self.verdict is not None
+        return self.ratio_low > 1 / (1 + MARGIN) and self.ratio_high < 1 + MARGIN
 
     def finishes(self, steps: int | None) -> float:
         """Seconds that a run of so many steps takes from now on, what was compiled before being kept; or a step's."""

@@ -123,13 +123,23 @@ def test_a_run_too_short_to_tune_keeps_the_baseline_and_says_so(hotloop: Hotloop
     assert any("doesn't pay" in note for note in done.document["notes"])
 
 
-def test_what_failed_is_kept_and_not_tried_again(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
+FAILURES: dict[str, tuple[Exception, bool]] = {
+    "for good": (RuntimeError("no such kernel"), False),
+    "for lack of memory": (MemoryError("no room for this plan"), True),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked(
+    name: str, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure, retried = FAILURES[name]
     lowered, tried = search.lower, []
 
     def lower(task: Any, plan: Plan) -> Any:
         tried.append(plan.brief())
         if plan.optimizer == "fused":
-            raise MemoryError("no room for this plan")
+            raise failure
         return lowered(task, plan)
 
     monkeypatch.setattr(search, "lower", lower)
@@ -139,8 +149,8 @@ def test_what_failed_is_kept_and_not_tried_again(hotloop: Hotloop, monkeypatch: 
     tried.clear()
     again = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "4s", "--json")
     assert again.code == 0
-    assert tried and not any("fused" in name for name in tried)
-    assert any("fused" in note and "failed before" in note for note in again.document["notes"])
+    assert tried and any("fused" in name for name in tried) == retried
+    assert any("fused" in note and "failed before" in note for note in again.document["notes"]) != retried
 
 
 @pytest.mark.parametrize("given", [("--plan", "baseline"), ("--resume", "runs/first")])

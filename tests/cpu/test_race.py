@@ -13,18 +13,19 @@ from torch import nn
 
 import hotloop
 from bench.race_verdicts import MARKED, delayed, one
-from hotloop.errors import HotloopError, PlanError, TaskError
+from hotloop.errors import HotloopError, MemoryExhausted, PlanError, TaskError
 from hotloop.lowering import Program, lower
 from hotloop.lowering.step import EagerStep
 from hotloop.measuring import Entrant, load, measure
 from hotloop.measuring.clocks import feed_time, peak_of_step
 from hotloop.measuring.load import Used, busy_note, cores_of_others
 from hotloop.measuring.racing import Measured
+from hotloop.measuring.rounds import Lane
 from hotloop.measuring.runner import Runner
 from hotloop.plan import Plan
 from hotloop.state import differences
 from hotloop.task import Task
-from hotloop.verdicts import Parity, Verdict
+from hotloop.verdicts import Parity, Verdict, best_of
 from tests.cpu.programs import a_task
 
 CPU = Plan(device="cpu")
@@ -240,6 +241,55 @@ def test_a_plan_that_cannot_be_lowered_leaves_the_race_to_the_others(clock: Cloc
     base, graphs, slow = found.plans
     assert graphs.failure and "graphs are CUDA's" in graphs.failure and graphs.step_ms is None
     assert graphs.plan["graphs"] == "step" and slow.verdict == "slower" and base.failure is None
+
+
+def test_a_plan_that_was_left_out_in_a_quiet_hour_is_not_the_fastest_for_that(clock: Clock, monkeypatch) -> None:
+    """After 12 rounds the machine becomes three times as slow: times of one plan's windows aren't those of another's."""
+    quiet, busy = [0.01] * 12, [0.03] * 188
+
+    def rounds(lanes: list[Lane], baseline: Lane, *_: Any) -> None:
+        base, left_out, stayed = lanes
+        for lane in lanes:
+            lane.windows.window(1)
+        base.times = quiet + busy
+        left_out.times, left_out.running = [took / 1.2 for took in quiet], False
+        stayed.times = [took / 1.5 for took in quiet + busy]
+
+    monkeypatch.setattr("hotloop.measuring.racing.run_rounds", rounds)
+    found = raced(a_task(), clock, baseline=CPU, left=CPU, stayed=Plan(device="cpu", optimizer="foreach"))
+    assert best_of(found.plans, "baseline", proven=False) == "stayed"
+    base = found.plans[0]
+    for plan in found.plans:
+        assert plan.step_ms == pytest.approx(base.step_ms / plan.ratio)
+        assert plan.run_s == pytest.approx(plan.startup_s + plan.compile_s + plan.step_ms)  # 1000 steps
+        assert (plan.pays_after is None) == (plan is base)
+
+
+LACKING: dict[str, tuple[Exception, bool]] = {
+    "memory": (torch.OutOfMemoryError("no room"), True),
+    "memory, as hotloop says it": (MemoryExhausted("no room"), True),
+    "anything else": (RuntimeError("no such kernel"), False),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+@pytest.mark.parametrize("where", ["lowering", "a step"])
+def test_a_lack_of_memory_is_told_from_other_failures(name: str, where: str, clock: Clock, monkeypatch) -> None:
+    task, (error, short) = a_task(), LACKING[name]
+    as_it_is, count = EagerStep.__call__, {"steps": 0}
+
+    def fails(*_: Any) -> Any:
+        raise error
+
+    def step(self: EagerStep, *given: Any) -> Any:
+        marked = self.parts.plan == MARKED
+        count["steps"] += marked
+        return fails() if marked and count["steps"] > 70 else as_it_is(self, *given)
+
+    monkeypatch.setattr(EagerStep, "__call__", step)
+    rival = Entrant("rival", fails if where == "lowering" else lambda: lower(task, MARKED), MARKED)
+    found = measure([*entrants(task, baseline=CPU), rival], "baseline", steps=9, time_limit_s=10, clock=clock)
+    assert found.plans[1].failure and found.plans[1].short_of_memory == short
 
 
 @pytest.mark.parametrize("broken", ["slow", "baseline"])

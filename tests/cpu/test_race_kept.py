@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,13 @@ import pytest
 
 from hotloop import kept, remembering
 from hotloop.choosing import known
+from hotloop.contests import raced
 from hotloop.kept import best, recall, remember
 from hotloop.plan import Plan
 from hotloop.records import SourceRecord
+from hotloop.remembering import lowered_by_memory
+from hotloop.rivals import Contest
+from hotloop.task import Task
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 from hotloop.wanted import Wanted
@@ -80,9 +84,51 @@ def test_a_race_without_proofs_leaves_what_was_proven() -> None:
     assert (kept.ratio, kept.parity, kept.parity_reason) == (1.5, "fp32-equivalent", "so it is")
 
 
+WIDE: dict[str, Any] = dict(ratio=1.01, ratio_low=0.8, ratio_high=1.2, verdict="no difference")
+UNDECIDED: dict[str, dict[str, Any]] = {
+    "too few windows": dict(ratio=0.9, ratio_low=None, ratio_high=None, verdict=None),
+    "too wide an interval": WIDE,
+}
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_what_was_decided_stays_where_a_shorter_race_left_it_open(name: str) -> None:
+    remember(verdict(timing(FUSED, 1.3)))
+    short = {"ratio": 0.0, **UNDECIDED[name]}
+    remember(verdict(timing(FUSED, short.pop("ratio") or 1.0, parity=None, **short)))
+    assert found()[FUSED.brief()] == timing(FUSED, 1.3)
+    remember(verdict(timing(FUSED, 1.0, verdict="no difference")))  # a narrow interval says that there is none
+    assert found()[FUSED.brief()].verdict == "no difference"
+
+
+def test_a_race_that_left_the_speed_open_may_still_prove(folder: Path) -> None:
+    remember(verdict(timing(FUSED, 1.3)))
+    remember(verdict(timing(FUSED, 1.0, ratio_low=None, ratio_high=None, verdict=None, parity="broken")))
+    kept = found()[FUSED.brief()]
+    assert (kept.verdict, kept.parity) == ("faster", "broken")
+
+
 def test_failures_are_kept() -> None:
     remember(verdict(Timing(name="c", plan=COMPILED.model_dump(), failure="can't be captured")))
     assert found()["c"].failure == "can't be captured"
+
+
+def test_a_lack_of_memory_is_tried_again_another_time() -> None:
+    remember(verdict(timing(COMPILED, 1.3)))
+    lacking = Timing(name="c", plan=COMPILED.model_dump(), failure="ran out of memory", short_of_memory=True)
+    remember(verdict(lacking))
+    assert found()[COMPILED.brief()].verdict == "faster"
+
+
+def test_races_of_different_days_are_compared_by_their_ratios() -> None:
+    """On a busy day all take twice as long: what was faster there is no worse for that."""
+    remember(verdict(timing(FUSED, 1.1)))
+    busy = verdict(timing(COMPILED, 1.5, step_ms=20 / 1.5))
+    slow = busy.plans[0].model_copy(update={"step_ms": 20.0})
+    remember(busy.model_copy(update={"plans": [slow, *busy.plans[1:]]}))
+    for steps in (None, 100_000):
+        chosen = best(recall("f", "m", VERSIONS)[0], steps)
+        assert chosen is not None and chosen.timing.plan == COMPILED.model_dump()
 
 
 def test_ratios_against_anything_else_are_not_kept() -> None:
@@ -152,15 +198,71 @@ def test_loaders_of_so_many_workers_change_nothing_in_what_is_kept() -> None:
     assert [plan.ratio for plan in found().values() if plan.verdict == "faster"] == [1.3]
 
 
-def test_what_was_raced_on_one_device_is_not_taken_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = SourceRecord(file="t.py", module="t", attribute="task", digest="d", reference="t.py", origin=".")
-    loaded = Loaded(a_task(), record, {})
+RECORD = SourceRecord(file="t.py", module="t", attribute="task", digest="d", reference="t.py", origin=".")
+
+Taken = Callable[..., Plan | None]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
+    """What a training with such axes takes of what is kept."""
+    loaded = Loaded(a_task(), RECORD, {})
     facts = known(loaded.task, Plan())[0].model_copy(update={"fingerprint": "f"})
     monkeypatch.setattr(remembering, "machine_name", lambda: "m")
     monkeypatch.setattr(remembering, "speed_versions", lambda: VERSIONS)
     monkeypatch.setattr(remembering, "fingerprinted", lambda loaded: facts)
+    return lambda **axes: remembering.remembered(loaded, Wanted.of("auto", axes), print)
+
+
+def beside(plan: Plan, *plans: Timing) -> Verdict:
+    """A race against the baseline with axes of its own."""
+    one = verdict(*plans)
+    base = timing(plan, 1.0, verdict="no difference").model_copy(update={"name": "baseline"})
+    return one.model_copy(update={"plans": [base, *plans]})
+
+
+def test_what_was_raced_on_one_device_is_not_taken_on_another(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> None:
     remember(verdict(timing(FUSED, 1.3)))
-    taken = lambda **axes: remembering.remembered(loaded, Wanted.of("auto", axes), print)  # noqa: E731
     assert taken(device="cpu") == FUSED
     monkeypatch.setattr(remembering, "placed", lambda plan: plan.with_axes(device="cuda:0"))
     assert taken() is None
+    remember(verdict(timing(FUSED.with_axes(device="cuda:0"), 9.0)))  # than a CPU
+    assert taken() is None
+    remember(beside(Plan(device="cuda:0"), timing(FUSED.with_axes(device="cuda:0"), 1.1)))
+    assert taken() == FUSED.with_axes(device="cuda:0")
+
+
+def test_what_was_faster_among_many_workers_is_not_taken_where_none_are_used(taken: Taken) -> None:
+    eight = FUSED.with_axes(workers=8)
+    remember(beside(Plan(workers=8), timing(eight, 1.3)))
+    assert taken() is None and taken(workers=2) is None
+    assert taken(workers=8) == eight
+    remember(
+        verdict(timing(eight, 0.7, verdict="slower"))
+    )  # beside another baseline: neither says anything of the other
+    assert taken() is None and taken(workers=8) == eight
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each model that is built."""
+    made: list[int] = []
+    build = Task.build_model
+    monkeypatch.setattr(Task, "build_model", lambda self: made.append(1) or build(self))
+    return made
+
+
+@pytest.mark.parametrize("record", [RECORD, None], ids=["of a file", "of Python"])
+def test_a_model_is_built_once_to_be_looked_at_and_once_to_be_trained(
+    record: SourceRecord | None, built: list[int]
+) -> None:
+    """For one of billions of parameters that takes tens of seconds each time."""
+    loaded = Loaded(a_task(), record, {})
+    lowered_by_memory(loaded, loaded.task, Wanted.or_auto(None, {"device": "cpu"}), print).close()
+    assert len(built) == 2
+
+
+def test_a_race_looks_at_the_model_once(built: list[int]) -> None:
+    loaded = Loaded(a_task(), RECORD, {})
+    raced(loaded, Contest(("baseline", "auto"), "baseline", ["cpu"], time_limit="0.1s"), prove=None)
+    assert len(built) == 4  # that look, the rehearsal, and each plan's own

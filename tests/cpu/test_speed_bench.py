@@ -454,7 +454,15 @@ def timing(name: str, plan: dict, ratio: float | None, width: float = 0.1) -> di
     bounds = {"ratio_low": None, "ratio_high": None}
     if ratio is not None:
         bounds = {"ratio_low": ratio - width, "ratio_high": ratio + width}
-    figures = {"name": name, "plan": plan, "step_ms": 1.0, "ratio": ratio, "verdict": "slower", "parity": None}
+    figures = {
+        "name": name,
+        "plan": plan,
+        "step_ms": 1.0,
+        "run_s": 75.0,
+        "ratio": ratio,
+        "verdict": "slower",
+        "parity": None,
+    }
     return {**figures, **bounds, "failure": None}
 
 
@@ -477,5 +485,26 @@ def test_the_gain_on_strangers_counts_kept_baselines_as_one() -> None:
     value, low, high = auto_models.geometric_mean(measured, auto_models.FOUND)
     assert value == pytest.approx(2) and low < value < high
     text = auto_models.markdown([*measured, {"model": "t5", "failure": "it broke"}])
-    assert "vit, lost: 0.70" in text and "t5: it broke" in text
+    assert "vit, lost: 0.70" in text and "t5: it broke" in text and "1m15s" in text
     assert auto_models.slower(measured) == ["bert (auto)"]
+
+
+@pytest.mark.parametrize("plan", [{}, {"optimizer": "fused"}], ids=["while it was lowered", "after"])
+def test_an_auto_that_fails_is_no_kept_baseline(plan: dict) -> None:
+    row = stranger("bert", 2.0, None)
+    failed = timing("auto", plan, None) | {"failure": "no such kernel", "step_ms": None, "run_s": None}
+    row["verdict"]["plans"][1] = failed
+    assert math.isnan(auto_models.gain(row, auto_models.RULES)[0])
+    assert auto_models.failures([row]) == ["bert (auto): no such kernel"]
+    assert auto_models.failures([stranger("vit", 2.0, None)]) == []
+    text = auto_models.markdown([row])
+    assert "failed" in text and "no such kernel" in text
+
+
+@pytest.mark.parametrize("failing", [True, False])
+def test_the_bench_of_strangers_fails_where_one_does(failing: bool, tmp_path: Path, monkeypatch) -> None:
+    row = {"failure": "it broke"} if failing else stranger("bert", 2.0, None)
+    given = {key: value for key, value in row.items() if key != "model"}
+    monkeypatch.setattr(auto_models, "in_own_process", lambda name, seconds: given)
+    monkeypatch.setattr("sys.argv", ["auto_models", "bert", "--journal", str(tmp_path / "journal.jsonl")])
+    assert auto_models.main() == failing

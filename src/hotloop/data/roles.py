@@ -66,12 +66,16 @@ class Roles:
         return self.train.batches if isinstance(self.train, Stream) else self.order.batches if self.order else None
 
     @property
+    def held_out(self) -> int | None:
+        """Samples of the validation data; None without, or for a stream."""
+        return None if self.validation is None or isinstance(self.validation, Stream) else len(self.validation)
+
+    @property
     def digest(self) -> str:
         """Hash of what decides the order of the data and which of it is held out; empty for a stream."""
         if self.order is None:
             return ""
-        held_out = None if self.validation is None or isinstance(self.validation, Stream) else len(self.validation)
-        return hashlib.sha256(repr((self.order, held_out)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.order, self.held_out)).encode()).hexdigest()
 
     @property
     def exact(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from hotloop.data.roles import Roles
 from hotloop.data.source import Stream, Table
 from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import TaskError, calling
+from hotloop.lowering.fingerprint import fingerprint
 from hotloop.lowering.ingredients import Ingredients, count_parameters, input_shapes
 from hotloop.lowering.step import needs_closure
 from hotloop.lowering.update import gapless
@@ -40,13 +39,12 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
         "exact": roles.exact,
         "order": roles.digest,
     }
-    shapes = [(name, list(value.shape), str(value.dtype)) for name, value in model.named_parameters()]
-    text = json.dumps([known, shapes, source_digest], sort_keys=True)
+    optimizer = _trial(parts.task, model)
     dimensions = {value.ndim for value in model.parameters()}
     return TaskFacts(
         **known,
-        fingerprint=hashlib.sha256(text.encode()).hexdigest(),
-        **_of_optimizer(parts.task, model),
+        fingerprint=fingerprint(parts.task, model, optimizer, batch, known, source_digest),
+        **_of_optimizer(optimizer, model),
         images=not (dimensions | {value.ndim for value in tensors(inputs_of(batch))}).isdisjoint(_IMAGES),
         convolutions=not dimensions.isdisjoint(_IMAGES),
         recurrent=any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()),
@@ -59,8 +57,7 @@ def _steps(task: Task, roles: Roles) -> int | None:
     return None if roles.batches is None else roles.batches * task.epochs
 
 
-def _of_optimizer(task: Task, model: nn.Module) -> dict[str, Any]:
-    optimizer = _trial(task, model)
+def _of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     switches = [name for name in ("foreach", "fused") if all(name in group for group in optimizer.param_groups)]
     unfit = _not_fused(model) if "fused" in switches else ""
     able = ["forloop", *switches] if switches else []

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hotloop.errors import HotloopError, blame
+from hotloop.errors import HotloopError, MemoryExhausted, blame, out_of_memory
 from hotloop.lowering import Program
 from hotloop.measuring.clocks import Clock, feed_time, peak_of_step
 from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
@@ -54,6 +54,7 @@ class _Racer:
     step_s: float = math.inf
     figures: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
+    short_of_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def _failed(racer: _Racer, baseline: str, error: Exception) -> None:
     if racer.name == baseline:
         raise known from error
     racer.failure = str(known) if isinstance(known, HotloopError) else blame(known)
+    racer.short_of_memory = isinstance(known, MemoryExhausted) or out_of_memory(error)
     if racer.program is not None:
         racer.program.close()
     racer.program = racer.runner = racer.lane = None
@@ -212,7 +214,8 @@ def _summed_up(racers: Sequence[_Racer], baseline: str, steps: int | None) -> Me
     plans = []
     for racer in racers:
         if racer.failure is not None:
-            plans.append(Timing(name=racer.name, plan=racer.figures.get("plan", {}), failure=racer.failure))
+            asked, short = racer.figures.get("plan", {}), racer.short_of_memory
+            plans.append(Timing(name=racer.name, plan=asked, failure=racer.failure, short_of_memory=short))
             continue
         assert racer.lane is not None and base.lane is not None
         found = ratio(racer.lane, base.lane)
@@ -225,13 +228,17 @@ def _summed_up(racers: Sequence[_Racer], baseline: str, steps: int | None) -> Me
 
 
 def _timing(racer: _Racer, base: _Racer, found: Ratio, steps: int | None) -> Timing:
+    """Its step takes the baseline's time over the ratio of the pairs: its own windows may have been others."""
     assert racer.lane is not None and racer.runner is not None and racer.program is not None
-    step_s, compile_s = statistics.median(racer.lane.times), racer.program.compile_s
+    assert base.lane is not None and base.program is not None
+    compile_s, own_s = racer.program.compile_s, statistics.median(racer.lane.times)
+    base_step_s = statistics.median(base.lane.times)
+    step_s = base_step_s / found.median
     start_s = racer.startup_s + compile_s
     timing = Timing(
         name=racer.name,
         step_ms=1e3 * step_s,
-        samples_per_s=racer.runner.samples / racer.runner.seconds,
+        samples_per_s=racer.runner.samples / racer.runner.seconds * own_s / step_s,
         ratio=found.median,
         ratio_low=found.low,
         ratio_high=found.high,
@@ -242,10 +249,9 @@ def _timing(racer: _Racer, base: _Racer, found: Ratio, steps: int | None) -> Tim
         verdict=answer(found),
         **racer.figures,
     )
-    assert base.lane is not None and base.program is not None
     if timing.verdict != "faster":
         return timing
-    base_start_s, base_step_s = base.startup_s + base.program.compile_s, statistics.median(base.lane.times)
+    base_start_s = base.startup_s + base.program.compile_s
     return timing.model_copy(update={"pays_after": _pays_after(start_s - base_start_s, base_step_s - step_s)})
 
 

@@ -10,10 +10,9 @@ from typing import Literal
 import numpy as np
 from scipy.special import bdtr
 
-Answer = Literal["faster", "slower", "no difference"]
+from hotloop.verdicts import MARGIN
 
-MARGIN = 0.02
-"""Plans whose times differ by less than this are as good as equal: nobody would change a plan for it."""
+Answer = Literal["faster", "slower", "no difference"]
 
 CONFIDENCE = 0.99
 """Of the interval. A race has several plans and each verdict is acted upon, so 1 in 20 would be wrong too often."""
