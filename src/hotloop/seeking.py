@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hotloop.choosing import placed
 from hotloop.feasible import check as check_plan
+from hotloop.hardware import Hardware
 from hotloop.kept import recall, remember
 from hotloop.lowering.telling import Say
 from hotloop.measuring.load import Used, busy_note, cores_of_others
@@ -17,11 +18,14 @@ from hotloop.pacing import seconds
 from hotloop.parity import prove_programs
 from hotloop.plan import Plan
 from hotloop.probe import here, machine
+from hotloop.records import TaskFacts
 from hotloop.remembering import fingerprinted, remembered
 from hotloop.report.contest import watched
+from hotloop.rules import ranked
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
+from hotloop.tuning import earlier
 from hotloop.tuning.search import BASELINE, Search
 from hotloop.verdicts import Verdict
 from hotloop.wanted import Wanted
@@ -84,6 +88,7 @@ def tuned(
         facts=facts,
         hardware=hardware,
         prove=lambda programs: prove_programs(task, programs, progress=lambda done, of: progress("proving", done / of)),
+        rules=_by_rules(facts, hardware, base, start),
         failed={Plan(**one.timing.plan).brief(): one.timing.failure for one in kept if one.timing.failure},
         time_limit_s=limit_s,
         progress=progress,
@@ -96,7 +101,8 @@ def tuned(
         plans=list(search.timings.values()),
         baseline=BASELINE,
         winner=winner,
-        steps=facts.steps,
+        steps=search.facts.steps,
+        left_open=winner == BASELINE and search.left_open,
         notes=[*search.notes, *filter(None, [busy_note(others, machine.processor().allowed_cores)])],
         machine=machine_name(),
         versions=speed_versions(),
@@ -105,7 +111,33 @@ def tuned(
     if loaded.record is not None:
         for note in remember(verdict):
             say(note)
+        _keep(search, verdict, limit_s, facts.steps, _about(facts, base, start))
     return verdict
+
+
+def _by_rules(facts: TaskFacts, hardware: Hardware, base: Plan, start: Plan) -> Plan | None:
+    """The rules' first plan that compiles nothing, with the axes of `base`, that were set; `start` is it on its device."""
+    given = Plan(**{axis: getattr(start, axis) for axis in base.model_fields_set | {"device"}})
+    plans = [choice.plan for choice in ranked(facts, hardware, given)]
+    return next((plan for plan in plans if plan.compile == start.compile), None)
+
+
+def _about(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
+    axes = {axis: getattr(start, axis) for axis in base.model_fields_set | {"device"}}
+    return earlier.about(facts.fingerprint, machine_name(), speed_versions(), axes)
+
+
+def _keep(search: Search, verdict: Verdict, limit_s: float | None, steps: int | None, key: dict[str, Any]) -> None:
+    """Remembers a search that found nothing, if it could tell anything."""
+    step_ms = verdict.plan(BASELINE).step_ms
+    if verdict.winner != BASELINE:
+        earlier.forget(key)
+    elif search.told and step_ms is not None:
+        earlier.keep(
+            earlier.Earlier(
+                key=key, steps=steps, step_s=step_ms / 1e3, time_limit_s=limit_s, left_open=verdict.left_open
+            )
+        )
 
 
 def remembered_or_tuned(
@@ -115,16 +147,41 @@ def remembered_or_tuned(
     overrides: Mapping[str, Any] | None = None,
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
-) -> tuple[Plan, str]:
-    """The plan that is remembered for a Task, or else what `tuned` finds; and a line that says so."""
+) -> tuple[Plan | None, str]:
+    """The plan that is remembered for a Task, or else what `tuned` finds; and a line that says so.
+
+    Without a plan it is left to the rules, as in a training without a search: nothing was found that is better.
+    """
     task = overridden(loaded.task, overrides)
     plan = remembered(Loaded(task, loaded.record, loaded.files), wanted, say)
     if plan is not None:
         return plan, f"tune: {plan.brief()}, remembered as the fastest that is proven equal"
+    if (before := _in_vain(Loaded(task, loaded.record, loaded.files), wanted)) is not None:
+        return _without(wanted, before.left_open, "an earlier search found nothing proven equal that is faster")
     verdict = tuned(loaded, wanted.plan, overrides=overrides, say=say, progress=progress)
+    for note in verdict.notes:
+        say(f"tune: {note}")
     best = verdict.plan(verdict.winner or verdict.baseline)
-    if best.name == verdict.baseline:  # the axes that were set stay
-        plan = placed(wanted.plan)
-        return plan, f"tune: nothing proven equal is faster, so it's {plan.brief()} ({verdict.seconds:.0f} s)"
+    if best.name == verdict.baseline:
+        raced = len(verdict.plans) > 1
+        why = "nothing proven equal is faster" if raced else "nothing was raced"
+        return _without(wanted, verdict.left_open, f"{why} ({verdict.seconds:.0f} s)")
     found = f"{best.name}, {best.ratio:.2f} times as fast as the baseline and {best.parity}"
     return Plan(**best.plan), f"tune: {found} ({verdict.seconds:.0f} s)"
+
+
+def _in_vain(loaded: Loaded, wanted: Wanted) -> earlier.Earlier | None:
+    """The search before that found nothing, if another one had no more time."""
+    if loaded.record is None:
+        return None
+    facts = fingerprinted(loaded)
+    found = earlier.recall(_about(facts, wanted.plan, placed(wanted.plan)))
+    return found if found is not None and found.covers(facts.steps) else None
+
+
+def _without(wanted: Wanted, left_open: bool, why: str) -> tuple[Plan | None, str]:
+    """What to run where nothing was found: the axes that were set stay, and what nothing speaks against is as it is."""
+    if left_open and not wanted.plan.model_fields_set - {"device", "workers"}:
+        return None, f"tune: {why}, so the plan is that of the rules, as without --tune"
+    plan = placed(wanted.plan)
+    return plan, f"tune: {why}, so it's {plan.brief()}"

@@ -160,6 +160,7 @@ class Verdict(Record):
         baseline: name of the plan that the ratios are against.
         winner: name of the trusted plan that finishes this run first; None where too little was measured to say.
         steps: of the whole run; None for a stream of unknown length.
+        left_open: of a search that ends with the baseline, whether nothing speaks against the plan of the rules.
         notes: what there is to know, such as that the machine was busy.
         machine, versions: what it was measured on and with.
     """
@@ -171,6 +172,7 @@ class Verdict(Record):
     baseline: str
     winner: str | None
     steps: int | None
+    left_open: bool = False
     notes: list[str] = Field(default_factory=list)
     machine: str
     versions: dict[str, str]

@@ -108,8 +108,10 @@ def test_training_may_look_for_its_plan_first(hotloop: Hotloop, tmp_path: Path) 
 def test_a_short_training_doesn_t_look_for_long(hotloop: Hotloop, tmp_path: Path) -> None:
     done = hotloop("train", "task.py", *CPU, "--tune", "--run", "short")
     assert done.code == 0
-    assert "tune: nothing proven equal is faster" in done.err
-    assert plan_of(tmp_path / "short") == {}
+    assert "doesn't pay" in done.err
+    assert "tune: nothing was raced" in done.err and "the plan is that of the rules" in done.err
+    hotloop("train", "task.py", *CPU, "--run", "plain")
+    assert plan_of(tmp_path / "short") == plan_of(tmp_path / "plain") == {"optimizer": "fused"}
 
 
 def plan_of_timing(axes: dict[str, Any]) -> dict[str, Any]:

@@ -223,3 +223,44 @@ def test_a_search_among_equals_doesn_t_go_on_for_ever() -> None:
     run(raced, machine, brief=True)
     assert machine.now < 20
     assert not any(answer(ratio(lane, raced[0])) == "faster" for lane in raced)
+
+
+def test_long_steps_of_a_search_run_forth_alone() -> None:
+    """So that eight pairs, of which an interval can be told, cost eight steps of each plan."""
+    machine = Machine(noise=0.01)
+    raced = lanes(machine, steps=1, base=1.5, fast=1.0, slow=1.6)
+    for lane in raced:
+        lane.lay_out("cpu", lane.windows.step_s, 1.5, brief=True)  # type: ignore[attr-defined]
+    run(raced, machine, seconds=1000, brief=True)
+    assert "".join(name[0] for name in machine.log).startswith("bfs" + "sfb" + "bfs")
+    assert len(raced[0].times) == 8 and answer(ratio(raced[1], raced[0])) == "faster"
+    assert machine.now < 8 * (1.5 + 1.0 + 1.6)
+
+
+def test_axes_don_t_beat_each_other_in_a_search() -> None:
+    """What is slower than the best of another axis is still worth having together with it."""
+    machine = Machine(noise=0.02)
+    raced = lanes(machine, base=9e-3, one=5e-3, two=6e-3, fused=7e-3, layout=1.2e-2)
+    for lane, group in zip(raced, ["", "threads", "threads", "optimizer", "layout"], strict=True):
+        lane.group = group
+    run(raced, machine, brief=True)
+    base, one, two, fused, layout = raced
+    assert answer(ratio(one, base)) == answer(ratio(fused, base)) == "faster"
+    assert not two.running and fused.running  # of one axis the best alone is wanted
+    assert not layout.running  # behind the baseline
+
+
+def test_a_group_of_which_enough_is_known_waits_for_the_others() -> None:
+    machine = Machine(noise=0.2)
+    raced = lanes(machine, base=1e-2, fast=5e-3, near=9.2e-3)
+    for lane in raced:
+        lane.group = lane.name
+    run(raced, machine, brief=True)
+    assert len(raced[1].times) < len(raced[2].times)
+
+
+def test_a_search_drops_what_takes_twice_as_long_at_once() -> None:
+    machine = Machine(noise=0.02)
+    raced = lanes(machine, base=1e-2, fast=8e-3, snail=1e-1)
+    run(raced, machine, brief=True)
+    assert len(raced[2].times) == 2

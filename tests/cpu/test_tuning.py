@@ -222,10 +222,20 @@ def test_a_race_has_the_time_that_it_takes_to_tell_anything() -> None:
 
 def test_a_short_run_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     races = Races(threads__1=3.0)
-    looked = searching(monkeypatch, races, steps=100)
+    looked = searching(monkeypatch, races, steps=2_000)  # 20 s
     assert looked.run() == BASELINE
     assert races.raced == [BASELINE]
     assert "doesn't pay" in looked.notes[0]
+    assert looked.left_open
+
+
+def test_of_a_run_of_few_steps_none_is_run_to_see_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps of half a minute: a look at one of them would take a tenth of the run."""
+    looked = searching(monkeypatch, Races(), steps=10)
+    monkeypatch.setattr(module, "lower", lambda task, plan: pytest.fail("it was lowered"))
+    assert looked.run() == BASELINE
+    assert "a proof takes as long as about 250 steps" in looked.notes[0]
+    assert looked.timings[BASELINE].step_ms is None and looked.left_open
 
 
 def test_races_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,9 +352,9 @@ def test_good_changes_that_can_t_be_run_together_are_taken_alone(monkeypatch: py
 
 def test_a_run_that_is_shorter_than_what_a_proof_takes_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     races = Races(optimizer__fused=1.5)
-    looked = searching(monkeypatch, races, steps=300)
-    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (2.0, 2.0))  # 10 minutes
-    assert looked.run() == BASELINE and races.raced == [BASELINE]
+    looked = searching(monkeypatch, races, steps=500)
+    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (2.0, 2.0))  # 17 minutes
+    assert looked.run() == BASELINE and races.raced == []
     assert "a proof takes as long as about 250 steps" in looked.notes[0]
 
 

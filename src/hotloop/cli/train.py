@@ -143,8 +143,8 @@ def train(
             else:
                 assert task is not None
                 loaded = load_task(task, given)
-                if tune:
-                    common |= {"plan": _found(loaded, on_top, overrides, display), "axes": {}}
+                if tune and (found := _found(loaded, on_top, overrides, display)) is not None:
+                    common |= {"plan": found, "axes": {}}
                 handle, ended = api.start(loaded, run=run, checkpoint_every=checkpoint_every or "auto", **common)
         finally:
             display.close()
@@ -170,8 +170,8 @@ def train(
         raise typer.Exit(143)
 
 
-def _found(loaded: Loaded, on_top: dict[str, Any], overrides: dict[str, Any], display: Display) -> Plan:
-    """The plan that is remembered for this Task, or that a search finds now."""
+def _found(loaded: Loaded, on_top: dict[str, Any], overrides: dict[str, Any], display: Display) -> Plan | None:
+    """The plan that is remembered for this Task, or that a search finds now; None leaves it to the rules."""
     from hotloop import seeking
     from hotloop.report.contest import watched
     from hotloop.wanted import Wanted

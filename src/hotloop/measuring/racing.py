@@ -36,16 +36,19 @@ class Entrant:
         name: as it was asked for; no two are the same.
         lower: makes its Program.
         plan: what was asked for; None where lowering chooses.
+        group: see `Lane`.
     """
 
     name: str
     lower: Callable[[], Program]
     plan: Plan | None = None
+    group: str = ""
 
 
 @dataclass
 class _Racer:
     name: str
+    group: str = ""
     program: Program | None = None
     runner: Runner | None = None
     lane: Lane | None = None
@@ -93,7 +96,7 @@ def measure(
     Raises:
         HotloopError: the baseline can't be lowered or run.
     """
-    racers = [_Racer(entrant.name, figures=_asked(entrant)) for entrant in entrants]
+    racers = [_Racer(entrant.name, entrant.group, figures=_asked(entrant)) for entrant in entrants]
     with preserved():
         try:
             _rehearse(entrants[[racer.name for racer in racers].index(baseline)])
@@ -171,8 +174,8 @@ def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Prog
     base = next(racer for racer in runners if racer.name == baseline)
     for racer in runners:
         assert racer.runner is not None
-        racer.lane = Lane(racer.name, racer.runner)
-        racer.lane.lay_out(racer.device, racer.step_s, base.step_s)
+        racer.lane = Lane(racer.name, racer.runner, group=racer.group)
+        racer.lane.lay_out(racer.device, racer.step_s, base.step_s, limits.brief)
     lanes = {racer.name: racer.lane for racer in runners if racer.lane is not None}
     programs = [racer.program for racer in runners if racer.program is not None]
     try:

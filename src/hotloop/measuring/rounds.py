@@ -18,8 +18,8 @@ from hotloop.measuring.statistics import (
     LEAST_PAIRS,
     Ratio,
     behind,
-    fastest_known,
     hopeless,
+    known_groups,
     ratio_of,
     settled,
 )
@@ -48,6 +48,33 @@ class Windows(Protocol):
         """Seconds that so many steps take."""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The windows of a plan.
+
+    Attributes:
+        steps, untimed: of a window, and before it.
+        passes: windows in a round, forth and back; forth alone where a search would wait too long for long steps.
+    """
+
+    steps: int
+    untimed: int
+    passes: int
+
+    @classmethod
+    def of(cls, device: str, step_s: float, baseline_s: float, brief: bool = False) -> Layout:
+        """From what a step takes there, and what it takes the baseline."""
+        window_s = _WINDOW_S.get(device, _WINDOW_ELSEWHERE_S)
+        alike = baseline_s / _ALIKE < step_s < baseline_s * _ALIKE
+        steps = window_s / max(baseline_s if alike else step_s, 1e-7)
+        untimed = max(round(_SETTLING * steps), 1 if step_s < _LONG_S else 0)
+        return cls(max(1, round(steps)), untimed, 1 if brief and baseline_s >= window_s else 2)
+
+    def round_s(self, step_s: float) -> float:
+        """Seconds of a round, if a step takes so long."""
+        return self.passes * (self.untimed + self.steps) * step_s
+
+
 @dataclass
 class Lane:
     """One plan in the race.
@@ -55,7 +82,8 @@ class Lane:
     Attributes:
         name: for the progress bar.
         windows: what runs it.
-        steps, untimed: of a window, and before it.
+        steps, untimed, passes: see `Layout`.
+        group: a search lets plans of one group beat each other; those of different groups may be put together.
         times: seconds of a step, round by round.
         running: whether it goes on: False once it failed, or can't win any more.
         error: what ended it.
@@ -65,17 +93,16 @@ class Lane:
     windows: Windows
     steps: int = 1
     untimed: int = 0
+    passes: int = 2
+    group: str = ""
     times: list[float] = field(default_factory=list)
     running: bool = True
     error: Exception | None = None
 
-    def lay_out(self, device: str, step_s: float, baseline_s: float) -> None:
-        """Chooses the length of windows from what a step takes there, and what it takes the baseline."""
-        alike = baseline_s / _ALIKE < step_s < baseline_s * _ALIKE
-        steps = _WINDOW_S.get(device, _WINDOW_ELSEWHERE_S) / max(baseline_s if alike else step_s, 1e-7)
-        self.steps, self.untimed = max(1, round(steps)), round(_SETTLING * steps)
-        if step_s < _LONG_S:
-            self.untimed = max(self.untimed, 1)
+    def lay_out(self, device: str, step_s: float, baseline_s: float, brief: bool = False) -> None:
+        """Chooses its windows, see `Layout.of`."""
+        layout = Layout.of(device, step_s, baseline_s, brief)
+        self.steps, self.untimed, self.passes = layout.steps, layout.untimed, layout.passes
 
 
 @dataclass(frozen=True)
@@ -83,7 +110,7 @@ class Limits:
     """When to stop: after so many seconds by this clock, if not before.
 
     Attributes:
-        brief: whether it is enough to know which is the fastest; by how much then stays rough.
+        brief: whether it is enough to know which is the fastest of each group; by how much then stays rough.
     """
 
     seconds: float
@@ -111,8 +138,8 @@ def run_rounds(
         started = limits.clock()
         if number and started - began + last > limits.seconds:
             return
-        running = [lane for lane in lanes if lane.running]
-        if _enough(running, baseline, number, limits.brief):
+        running = _contested([lane for lane in lanes if lane.running], baseline, number, limits.brief)
+        if not running:
             return
         _round(running[:: -1 if number % 2 else 1], baseline)
         _drop_losers(running, baseline, limits.brief)
@@ -126,7 +153,7 @@ def ratio(lane: Lane, baseline: Lane) -> Ratio:
 
 def _round(lanes: Sequence[Lane], baseline: Lane) -> None:
     taken: dict[int, float] = {}
-    for lane in [*lanes, *lanes[::-1]]:
+    for lane in [*lanes, *(lane for lane in lanes[::-1] if lane.passes > 1)]:
         if not lane.running:
             continue
         try:
@@ -138,19 +165,34 @@ def _round(lanes: Sequence[Lane], baseline: Lane) -> None:
             lane.running, lane.error = False, error
     for lane in lanes:
         if lane.running:
-            lane.times.append(taken[id(lane)] / (2 * lane.steps))
+            lane.times.append(taken[id(lane)] / (lane.passes * lane.steps))
 
 
 def _drop_losers(lanes: Sequence[Lane], baseline: Lane, brief: bool) -> None:
     found = {id(lane): ratio(lane, baseline) for lane in lanes if lane.running}
-    best = max(found.values(), key=lambda one: one.median if brief else one.low or 0.0)
-    for lane in lanes:
-        if lane.running and lane is not baseline:
-            lane.running = not (hopeless if brief else behind)(found[id(lane)], best)
+    running = [lane for lane in lanes if lane.running]
+    for lane in running:
+        if lane is baseline:
+            continue
+        rivals = [one for one in running if not brief or one is baseline or one.group == lane.group]
+        if brief:
+            best = max((found[id(one)] for one in rivals), key=lambda one: one.median)
+            lane.running = not hopeless(found[id(lane)], best)
+        else:
+            best = max((found[id(one)] for one in rivals), key=lambda one: one.low or 0.0)
+            lane.running = not behind(found[id(lane)], best)
 
 
-def _enough(lanes: Sequence[Lane], baseline: Lane, rounds: int, brief: bool) -> bool:
+def _contested(lanes: Sequence[Lane], baseline: Lane, rounds: int, brief: bool) -> list[Lane]:
+    """Those that the next round is for, the baseline with them; empty once enough is known."""
     if rounds < (LEAST_PAIRS if brief else ENOUGH_PAIRS):
-        return False
-    others = [ratio(lane, baseline) for lane in lanes if lane is not baseline]
-    return fastest_known(others) if brief else all(settled(one) for one in others)
+        return list(lanes)
+    groups: dict[str, list[Ratio]] = {}
+    for lane in lanes:
+        if lane is not baseline:
+            groups.setdefault(lane.group, []).append(ratio(lane, baseline))
+    if not brief:
+        return [] if all(settled(one) for found in groups.values() for one in found) else list(lanes)
+    known = known_groups(groups)
+    contested = [lane for lane in lanes if lane is baseline or lane.group not in known]
+    return contested if len(contested) > 1 else []

@@ -15,17 +15,22 @@ WARM_S = 0.5
 
 _WARM_STEPS = 3
 
+_LONG_S = 1.0
+"""Two steps that last longer warm up all that there is to warm."""
+
 
 class Runner:
     """Times steps of a Program, which trains on meanwhile; where its run ends, it begins again outside of the clock.
 
     Attributes:
         samples, seconds: what was trained on within the clock, and how long it took.
+        epoch_steps: of the last epoch that came to its end; None before.
     """
 
     def __init__(self, program: Program, clock: Clock = time.perf_counter) -> None:
         self.program = program
         self.samples, self.seconds = 0, 0.0
+        self.epoch_steps: int | None = None
         self._clock = clock
         self._start = program.state()
         self._begun_at = self._start.position.epoch  # the epoch of the data at which the run began last
@@ -43,7 +48,8 @@ class Runner:
 
     def _to_warm_up(self, left_s: float, done: int, rate: float) -> int:
         """Steps to come next, 0 at the end; of several ranks, which take each step together, as the first has it."""
-        steps = max(1, min(done, int(left_s / max(rate, 1e-7)))) if left_s > 0 or done < _WARM_STEPS else 0
+        least = _WARM_STEPS if rate < _LONG_S else _WARM_STEPS - 1
+        steps = max(1, min(done, int(left_s / max(rate, 1e-7)))) if left_s > 0 or done < least else 0
         return self.program.parts.world.of_first(steps)
 
     def put_back(self) -> None:
@@ -83,6 +89,7 @@ class Runner:
             self._begin_again()
             return 0.0, Outcome(0, 0, False)
         if outcome.ended:
+            self.epoch_steps = program.position.batch
             program.end_epoch(1.0)
         synchronise(*program.devices)
         return self._clock() - began, outcome

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +27,9 @@ _FIRST_PAIRS = 4
 """What a search looks at before it leaves a plan out."""
 
 _FAR_BEHIND = 0.05
+
+_AT_ONCE_PAIRS = 2
+"""Enough of a plan that takes more than twice as long as the best."""
 
 _NARROW = 0.02
 _NARROWEST = 0.01
@@ -116,6 +119,8 @@ def behind(ratio: Ratio, best: Ratio) -> bool:
 
 def hopeless(ratio: Ratio, best: Ratio) -> bool:
     """Whether a search can leave a plan out, which costs it little where that is wrong: it is behind the best so far."""
+    if ratio.pairs >= _AT_ONCE_PAIRS and ratio.median < best.median / 2:
+        return True
     behind = _FAR_BEHIND if ratio.pairs < LEAST_PAIRS else MARGIN
     return ratio.pairs >= _FIRST_PAIRS and ratio.median < best.median * (1 - behind)
 
@@ -128,3 +133,19 @@ def fastest_known(ratios: Sequence[Ratio]) -> bool:
     if answer(best) != "faster":
         return all(one.high is not None and one.high < 1 + MARGIN for one in ratios)
     return all(one is best or (one.high or math.inf) < best.median * (1 + MARGIN) for one in ratios)
+
+
+def known_groups(groups: Mapping[str, Sequence[Ratio]]) -> set[str]:
+    """Groups of plans of which it is known which to take.
+
+    Where one of them has a plan that is surely faster, another in which nothing seems to win much isn't worth more time.
+    """
+    known = {name for name, found in groups.items() if fastest_known(found)}
+    if not any(answer(one) == "faster" for name in known for one in groups[name]):
+        return known
+    little = 1 + _FAR_BEHIND
+    return known | {
+        name
+        for name, found in groups.items()
+        if all(one.pairs >= ENOUGH_PAIRS and one.median < little for one in found)
+    }

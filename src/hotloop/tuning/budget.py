@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hotloop.measuring.rounds import Layout
+from hotloop.measuring.statistics import ENOUGH_PAIRS, LEAST_PAIRS
+
 _SHARE = 0.02
 """Of the run under the baseline, for racing; a race ends once the fastest is known."""
 
+_MOST_SHARE = 0.05
+"""Of the run, for the first race, where long steps make it need more than that."""
+
 _LEAST_S, _MOST_S = 1.5, 60.0
-"""A race tells nothing below the first, and knows all that it will know by the second."""
+"""A race tells nothing below the first; where steps are short, it knows all that it will know by the second."""
 
 _GREAT = 2.0
 """Times as fast as the baseline: more than a search usually finds."""
 
 _UNKNOWN_S = 30.0
 """For a stream, whose run is of unknown length."""
+
+PROVING_STEPS = 250
+"""Steps whose time a proof takes, comparisons included, if a plan passes beside the plain baseline at once."""
+
+_WARMING_STEPS = 3
+"""Of each plan, before a race."""
 
 COLD_COMPILE_S = 30.0
 """A compilation with nothing kept from an earlier one; it takes 10 to 40 s on processors of today."""
@@ -23,44 +35,75 @@ REALISED = 0.7
 """Of what compiling could win, so that it's rarely tried in vain."""
 
 
+def hopeless(steps: int | None) -> bool:
+    """Whether a run is so short that one race and a proof cost more than even a plan twice as fast wins."""
+    costs = PROVING_STEPS + 2 * (LEAST_PAIRS + _WARMING_STEPS)
+    return steps is not None and steps * (1 - 1 / _GREAT) < costs
+
+
 @dataclass(frozen=True)
 class Budget:
     """Of one search.
 
     Attributes:
         run_s: of the run under the baseline; None if unknown.
-        racing_s: for all races together.
+        racing_s: for all races together; with long steps a race may take more, unless the user set it.
         least_s: for each of them, lest it be in vain; 0 where the user sets the limit.
+        round_s: of a round of a race, for each plan in it that is as fast as the baseline.
     """
 
     run_s: float | None
     racing_s: float
     least_s: float = _LEAST_S
+    round_s: float = 0.0
 
     @classmethod
-    def of(cls, step_s: float, steps: int | None, time_limit_s: float | None) -> Budget:
+    def of(cls, step_s: float, steps: int | None, time_limit_s: float | None, device: str = "cpu") -> Budget:
         """From what a step takes; a time limit that the user gives is kept to, however short the run is."""
         run_s = None if steps is None else steps * step_s
+        round_s = Layout.of(device, step_s, step_s, brief=True).round_s(step_s)
         if time_limit_s is not None:
-            return cls(run_s, time_limit_s, 0.0)
-        return cls(run_s, _UNKNOWN_S if run_s is None else min(_MOST_S, _SHARE * run_s))
+            return cls(run_s, time_limit_s, 0.0, round_s)
+        return cls(run_s, _UNKNOWN_S if run_s is None else min(_MOST_S, _SHARE * run_s), round_s=round_s)
+
+    @property
+    def set_by_user(self) -> bool:
+        return self.least_s == 0
 
     def after(self, ratio: float) -> Budget:
         """Of a run that is so many times as fast already."""
-        return replace(self, run_s=None if self.run_s is None else self.run_s / ratio)
+        return replace(self, run_s=None if self.run_s is None else self.run_s / ratio, round_s=self.round_s / ratio)
 
-    def race_s(self, share: float) -> float:
-        """For one race, which has a share of all."""
-        return max(share * self.racing_s, self.least_s)
+    def tells_s(self, plans: int = 1) -> float:
+        """Seconds of the least race of so many plans and the baseline that tells anything."""
+        return LEAST_PAIRS * (plans + 1) * self.round_s
+
+    def race_s(self, share: float, plans: int = 1, spent_s: float = 0.0) -> float:
+        """For one race of so many plans and the baseline, which has a share of all, or what it takes to tell anything.
+
+        Args:
+            spent_s: on races before; of a time limit that the user set, 0 is left where the rest tells nothing.
+        """
+        asked_s = max(share * self.racing_s, ENOUGH_PAIRS * (plans + 1) * self.round_s, self.least_s)
+        if not self.set_by_user:
+            return asked_s
+        left_s = min(asked_s, self.racing_s - spent_s)
+        return left_s if left_s >= self.tells_s(plans) else 0.0
+
+    def plans_at_first(self, wanted: int) -> int:
+        """Of so many plans, how many the first race has time for."""
+        if self.set_by_user:
+            most_s, each_s = max(self.racing_s / 2, min(self.tells_s(), self.racing_s)), self.tells_s(0)
+        elif self.run_s is None:
+            return wanted
+        else:
+            most_s, each_s = _MOST_SHARE * self.run_s, ENOUGH_PAIRS * self.round_s
+        return min(wanted, max(0, int(most_s / max(each_s, 1e-9)) - 1))
 
     @property
     def too_small(self) -> bool:
         """Whether the run is over before a race could tell anything; not where the user gives the time."""
-        return self.least_s > 0 and self.racing_s < _LEAST_S
-
-    def hopeless(self, proof_s: float) -> bool:
-        """Whether a proof costs more than even a plan twice as fast wins; not where the user gives the time."""
-        return self.run_s is not None and self.least_s > 0 and self.wins_s(_GREAT) < proof_s
+        return not self.set_by_user and self.racing_s < _LEAST_S
 
     def wins_s(self, ratio: float) -> float:
         """Seconds that a plan so many times as fast as the baseline saves in this run."""

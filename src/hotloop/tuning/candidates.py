@@ -17,12 +17,12 @@ Change = dict[str, Any]
 
 
 def eager_changes(facts: TaskFacts, hardware: Hardware, base: Plan, threads: int) -> list[Change]:
-    """Single axes that need no compiler, feasible with `base`.
+    """Single axes that need no compiler, feasible with `base`; likeliest to win first.
 
     Args:
         threads: what torch uses where the plan says nothing.
     """
-    every = [*_threads(hardware, base, threads), *_update(facts), *_layout(facts), *_residency(facts, hardware, base)]
+    every = [*_update(facts), *_residency(facts, hardware, base), *_layout(facts), *_threads(hardware, base, threads)]
     return _feasible(every, facts, hardware, base)
 
 
@@ -68,14 +68,19 @@ def combined(changes: Iterable[Change], timings: Sequence[Timing | None]) -> Cha
     return {axis: value for _, change in best.values() for axis, value in change.items()}
 
 
-def promising(changes: Iterable[Change], timings: Sequence[Timing | None]) -> tuple[Change, Timing] | None:
-    """The change that seemed the best of those that weren't decided; None where none seemed faster."""
+def promising(plans: Iterable[Plan], timings: Sequence[Timing | None]) -> tuple[Plan, Timing] | None:
+    """The plan that seemed the best of those that weren't decided; None where none seemed faster."""
     seemed = [
-        (change, timing)
-        for change, timing in zip(changes, timings, strict=True)
+        (plan, timing)
+        for plan, timing in zip(plans, timings, strict=True)
         if timing is not None and timing.ratio is not None and timing.ratio > 1 and timing.verdict != "faster"
     ]
     return max(seemed, key=lambda one: one[1].ratio or 0.0, default=None)
+
+
+def apart(plan: Plan, base: Plan) -> str:
+    """The axes in which a plan differs: plans that differ in the same ones can't be put together."""
+    return " ".join(axis for axis in Plan.model_fields if getattr(plan, axis) != getattr(base, axis))
 
 
 def _threads(hardware: Hardware, base: Plan, now: int) -> Iterator[Change]:

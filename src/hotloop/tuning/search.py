@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -17,10 +20,11 @@ from hotloop.plan import Plan
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.task import Task
-from hotloop.tuning.bounds import compiling_gains, makeup
-from hotloop.tuning.budget import COLD_COMPILE_S, REALISED, Budget
+from hotloop.trouble import explained
+from hotloop.tuning.bounds import Makeup, compiling_gains, makeup
+from hotloop.tuning.budget import COLD_COMPILE_S, PROVING_STEPS, REALISED, Budget, hopeless
 from hotloop.tuning.candidates import (
-    Change,
+    apart,
     combined,
     compiled_changes,
     eager_changes,
@@ -29,15 +33,17 @@ from hotloop.tuning.candidates import (
     thread_changes,
     without,
 )
+from hotloop.tuning.room import in_groups, plans_at_once
+from hotloop.tuning.starts import on_one_clock, with_start
 from hotloop.verdicts import TRUSTED, Parity, Timing
 
 BASELINE = "baseline"
 
-_PROVING_STEPS = 250
-"""Steps whose time a proof takes, comparisons included, if a plan passes beside the plain baseline at once."""
-
 _GLANCE_S = 0.2
 """For a first idea of the baseline's step, and for a baseline that nothing is raced against."""
+
+_STREAM_GLANCE_S = 2.0
+"""For a stream that doesn't say how long it is, in which it may come to its end."""
 
 _SHORT_MS = 5.0
 """A step's, for which threads may cost more than they save."""
@@ -59,6 +65,7 @@ class Search:
     Attributes:
         baseline: eager fp32 on the device; `base` is it with the axes that the user set.
         fixed: those axes, which stay. With a precision among them, a plan that has it is accepted for what it is.
+        rules: the best plan by the rules alone that compiles nothing, which a run without a search takes.
         failed: plans by name that failed in an earlier race, and why; they aren't tried again.
         timings: of each plan raced, by name, from its last race.
         notes: what was decided on the way, and why.
@@ -73,11 +80,14 @@ class Search:
     prove: Prove
     time_limit_s: float | None = None
     progress: Progress = lambda doing, share: None
+    rules: Plan | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
     timings: dict[str, Timing] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _programs: dict[str, Program] = field(default_factory=dict)
     _starts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _spent_s: float = 0.0
+    _cramped: bool = False
 
     def run(self) -> str:
         """The name of the plan that finishes this run first and is proven equal: the baseline, if none is."""
@@ -88,33 +98,68 @@ class Search:
                 program.close()
 
     def _run(self) -> str:
-        program = self._lowered(BASELINE, self.baseline)
-        with preserved(*program.devices):
-            step_s = Runner(program).warm_up(_GLANCE_S)[1]
-        budget = Budget.of(step_s, self.facts.steps, self.time_limit_s)
-        if budget.too_small:
+        if self.time_limit_s is None and hopeless(self.facts.steps):
+            return self._not_looked()
+        step_s = self._glance()
+        budget = Budget.of(step_s, self.facts.steps, self.time_limit_s, torch.device(self.baseline.device).type)
+        if self.time_limit_s is None and (budget.too_small or hopeless(self.facts.steps)):
             self._race([], _GLANCE_S)
-            self.notes.append(
-                f"the whole run takes {budget.run_s:.0f} s under the baseline, so looking for a better plan doesn't pay;"
-                " a --time-limit looks for one all the same"
-            )
-            return BASELINE
-        if budget.hopeless(_PROVING_STEPS * step_s):
-            self._race([], _GLANCE_S)
-            self.notes.append(
-                f"a proof takes as long as about {_PROVING_STEPS} steps, and the whole run has {self.facts.steps}, so looking"
-                " for a better plan doesn't pay; a --time-limit looks for one all the same"
-            )
-            return BASELINE
+            return self._not_looked(budget)
         plan = self._eagerly(budget)
         self._compiled(plan, budget)
         winner = self._proven(budget, step_s)
         self._say_if_too_short()
         return winner
 
+    def _not_looked(self, budget: Budget | None = None) -> str:
+        """Says why nothing is looked for, and leaves it at the baseline."""
+        if budget is not None and budget.too_small:
+            why = f"the whole run takes {budget.run_s:.0f} s under the baseline"
+        else:
+            why = f"a proof takes as long as about {PROVING_STEPS} steps, and the whole run has {self.facts.steps}"
+        self.notes.append(f"{why}, so looking for a better plan doesn't pay; a --time-limit looks for one all the same")
+        self.timings.setdefault(BASELINE, Timing(name=BASELINE, plan=self.baseline.model_dump()))
+        return BASELINE
+
+    def _glance(self) -> float:
+        """Seconds of the baseline's step; a stream that comes to its end meanwhile has told how long it is."""
+        program = self._lowered(BASELINE, self.baseline)
+        try:
+            with preserved(*program.devices):
+                runner = Runner(program)
+                step_s = runner.warm_up(_GLANCE_S)[1]
+                if self.facts.steps is None and runner.epoch_steps is None and self.time_limit_s is None:
+                    step_s = runner.warm_up(_STREAM_GLANCE_S)[1]
+        except Exception as error:
+            raise explained(error, program, None) from error
+        if self.facts.steps is None and runner.epoch_steps is not None:
+            self.facts = self.facts.model_copy(update={"steps": runner.epoch_steps * self.task.epochs})
+        return step_s
+
+    @property
+    def told(self) -> bool:
+        """Whether anything was found of any plan but the baseline."""
+        rivals = [timing for timing in self.timings.values() if timing.name != BASELINE]
+        return any(timing.verdict is not None or timing.failure is not None for timing in rivals)
+
+    @property
+    def left_open(self) -> bool:
+        """Whether nothing was found that speaks against the plan of the rules, nor proven that speaks for it."""
+        if self.rules is None or self.rules == self.baseline:
+            return not self.told
+        timing = self.timings.get(self.rules.brief())
+        if timing is None or timing.failure is not None:
+            return timing is None and self.rules.brief() not in self.failed
+        return timing.parity is None and (timing.verdict is None or (timing.ratio or 0.0) > 1)
+
     def _say_if_too_short(self) -> None:
-        rivals = [timing for timing in self.timings.values() if timing.name != BASELINE and timing.failure is None]
-        if self.time_limit_s is not None and rivals and all(timing.verdict is None for timing in rivals):
+        if self.told or self._cramped or (self.time_limit_s is None and len(self.timings) == 1):
+            return
+        if self.time_limit_s is None:
+            self.notes.append(
+                "too little was measured to tell any plan from the baseline; a --time-limit gives more time"
+            )
+        else:
             self.notes.append(
                 f"a time limit of {self.time_limit_s:g} s is too short to tell any plan from the baseline; give it more"
             )
@@ -123,30 +168,56 @@ class Search:
         """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
         changes = without(eager_changes(self.facts, self.hardware, self.base, torch.get_num_threads()), self.fixed)
         start = [] if self.base == self.baseline else [self.base]
-        found = self._race([*start, *(self.base.with_axes(**change) for change in changes)], budget.race_s(1 / 2))
-        if start and (own := found[0]) is not None and own.failure is not None:
+        singles = [self.base.with_axes(**change) for change in changes]
+        rules = [] if self.rules is None or self.rules in (self.base, *singles) else [self.rules]
+        plans = self._in_time([*start, *rules, *singles], budget)
+        self._race(plans, budget.race_s(1 / 2, len(plans)), each_axis=True)
+        found = [self.timings.get(plan.brief()) for plan in singles]
+        own = self.timings.get(self.base.brief()) if start else None
+        if own is not None and own.failure is not None:
             raise PlanError(f"{self.base.brief()}, as you set it, can't be run: {own.failure}")
-        best = combined(changes, found[len(start) :]) or self._second_look(changes, found[len(start) :], budget)
-        plan = self.base.with_axes(**best)
-        if len(best) > 1:
-            self._race([plan], budget.race_s(1 / 4))
-            alone = [self.base.with_axes(**{axis: value}) for axis, value in best.items()]
-            plan = max([plan, *alone], key=self._ratio)  # they may be slower together, or not run at all
-        return plan
+        sure = [plan for plan in rules if self._surely_faster(plan)]
+        best = combined(changes, found)
+        if not best and not sure:
+            return self._second_look([*rules, *singles], budget)
+        alone = [self.base.with_axes(**{axis: value}) for axis, value in best.items()]
+        together = self.base.with_axes(**best)
+        if len(best) > 1 and self._hoped(alone, [*alone, *sure], budget):
+            self._race([together], budget.race_s(1 / 4, 1, self._spent_s))
+        return max([together, *alone, *sure], key=self._ratio)  # they may be slower together, or not run at all
+
+    def _in_time(self, plans: list[Plan], budget: Budget) -> list[Plan]:
+        """Those that the first race has time for; the last ones are the least likely to win."""
+        able = budget.plans_at_first(len(plans))
+        if 0 < able < len(plans):
+            names = ", ".join(plan.brief() for plan in plans[able:])
+            self.notes.append(f"not raced, since there is time for {able} of {len(plans)} plans: {names}")
+        return plans[:able]
+
+    def _surely_faster(self, plan: Plan) -> bool:
+        timing = self.timings.get(plan.brief())
+        return timing is not None and timing.verdict == "faster"
+
+    def _hoped(self, parts: Sequence[Plan], raced: Sequence[Plan], budget: Budget) -> bool:
+        """Whether plans together would win, beyond the best that was raced, what it costs to race them."""
+        best = max(map(self._ratio, raced))
+        more = math.prod(map(self._ratio, parts)) / best
+        return budget.set_by_user or budget.after(best).wins_s(more) > budget.tells_s()
 
     def _ratio(self, plan: Plan) -> float:
         timing = self.timings.get(plan.brief())
         return 0.0 if timing is None else timing.ratio or 0.0
 
-    def _second_look(self, changes: Sequence[Change], found: Sequence[Timing | None], budget: Budget) -> Change:
-        """Races the change that seemed best once more, if all were left undecided and it would win more than that costs."""
-        one = promising(changes, found)
+    def _second_look(self, plans: Sequence[Plan], budget: Budget) -> Plan:
+        """Races the plan that seemed best once more, if all were left undecided and it would win more than that costs."""
+        one = promising(plans, [self.timings.get(plan.brief()) for plan in plans])
         if one is None:
-            return {}
-        (change, timing), seconds = one, budget.race_s(1 / 4)
+            return self.base
+        (plan, timing), seconds = one, budget.race_s(1 / 4, 1, self._spent_s)
         if budget.wins_s(timing.ratio or 1.0) < _DOUBT * seconds:
-            return {}
-        return combined([change], self._race([self.base.with_axes(**change)], seconds, again=True))
+            return self.base
+        self._race([plan], seconds, again=True)
+        return plan if self._surely_faster(plan) else self.base
 
     def _compiled(self, plan: Plan, budget: Budget) -> None:
         """Races the best plan compiled, if this run is long enough to win back the compilation."""
@@ -156,22 +227,35 @@ class Search:
         base = self.timings[BASELINE]
         timing = self.timings.get(plan.brief(), base)
         assert timing.step_ms is not None and base.step_ms is not None
-        gains = compiling_gains(makeup(self._lowered(timing.name, plan)), timing.step_ms / 1e3)
-        won = REALISED * budget.after(base.step_ms / timing.step_ms).wins_s(gains)
-        if self.time_limit_s is None and won < COLD_COMPILE_S:
+        gains = compiling_gains(self._makeup(timing.name, plan), timing.step_ms / 1e3)
+        rest = budget.after(base.step_ms / timing.step_ms)
+        won, race_s = REALISED * rest.wins_s(gains), rest.tells_s()
+        if self.time_limit_s is None and won < COLD_COMPILE_S + race_s:
             self.notes.append(
                 f"no compilation was tried: it would win about {won:.0f} s of this run, and takes about"
-                f" {COLD_COMPILE_S:.0f} s"
+                f" {COLD_COMPILE_S + race_s:.0f} s"
             )
             return
         # A compiler writes the update its own way.
         compiled = plan.with_axes(**changes[0], optimizer=self.base.optimizer)
         rewritten = self._rewritten(compiled)
-        if self.time_limit_s is not None or won >= 2 * COLD_COMPILE_S:
-            raced = self._race([compiled, *rewritten], budget.race_s(1 / 8))
+        if budget.race_s(1 / 8, 1, self._spent_s) == 0:
+            if self.told:
+                self.notes.append("no compilation was tried: what is left of the time limit could tell nothing of it")
+            return
+        if self.time_limit_s is not None or won >= 2 * COLD_COMPILE_S + race_s:
+            plans = [compiled, *rewritten]
+            raced = self._race(plans, budget.race_s(1 / 8, len(plans), self._spent_s))
             self._on_one_thread(raced, won, budget)
         elif not self._ran(rewritten, budget):  # there is time for one; that nothing can be rewritten shows before it
             self._race([compiled], budget.race_s(1 / 4))
+
+    def _makeup(self, name: str, plan: Plan) -> Makeup | None:
+        """What its step is made of; None where the look itself fails, since the plan has been run by then."""
+        try:
+            return makeup(self._lowered(name, plan))
+        except Exception:
+            return None
 
     def _on_one_thread(self, raced: Sequence[Timing | None], won: float, budget: Budget) -> None:
         """Races the best compiled plan on one thread too, where its step is too short to share and there is time for it."""
@@ -180,7 +264,8 @@ class Search:
         if best is None or (best.step_ms or 0.0) > _SHORT_MS or won < 3 * COLD_COMPILE_S:
             return
         changes = without(thread_changes(self.facts, self.hardware, Plan(**best.plan)), self.fixed)
-        self._race([Plan(**best.plan).with_axes(**change) for change in changes], budget.race_s(1 / 8))
+        plans = [Plan(**best.plan).with_axes(**change) for change in changes]
+        self._race(plans, budget.race_s(1 / 8, len(plans), self._spent_s))
 
     def _ran(self, plans: Sequence[Plan], budget: Budget) -> bool:
         """Races them if there are any, and says whether one of them could be run."""
@@ -193,52 +278,79 @@ class Search:
         changes = without(rewriting_changes(self.facts, self.hardware, compiled), self.fixed)
         return [compiled.with_axes(**change) for change in changes]
 
-    def _race(self, plans: Sequence[Plan], seconds: float, *, again: bool = False) -> list[Timing | None]:
-        """Races plans against the baseline, those that were raced before only if asked to; they keep their costs of starting."""
-        plans_named = {plan.brief(): plan for plan in plans if again or plan.brief() not in self.timings}
-        for name in plans_named.keys() & self.failed.keys():
+    def _race(
+        self, plans: Sequence[Plan], seconds: float, *, again: bool = False, each_axis: bool = False
+    ) -> list[Timing | None]:
+        """Races plans against the baseline, those that were raced before only if asked to; they keep their costs of starting.
+
+        Args:
+            seconds: 0 where a limit leaves none; then nothing is raced.
+            each_axis: whether what is good of several axes will be put together, so that those don't beat each other.
+        """
+        named = self._untried(plans, again) if seconds > 0 else {}
+        parts = self._in_memory(named) if named else []
+        if not parts and BASELINE not in self.timings:
+            self._measure({}, _GLANCE_S, each_axis)
+        for part in parts:
+            self._measure(part, seconds * (len(part) + 1) / (len(named) + len(parts)), each_axis)
+            if len(parts) > 1:
+                self._give_up(part)
+        self._spent_s += seconds if named else 0.0
+        return [self.timings.get(plan.brief()) for plan in plans]
+
+    def _untried(self, plans: Sequence[Plan], again: bool) -> dict[str, Plan]:
+        named = {plan.brief(): plan for plan in plans if again or plan.brief() not in self.timings}
+        for name in named.keys() & self.failed.keys():
             self.notes.append(
                 f"{name} was not tried: it failed before ({self.failed[name]}); hotloop race tries it again"
             )
-        named = {name: plan for name, plan in plans_named.items() if name not in self.failed}
+        return {name: plan for name, plan in named.items() if name not in self.failed}
+
+    def _in_memory(self, named: Mapping[str, Plan]) -> list[dict[str, Plan]]:
+        """The plans in groups that there is memory for at a time, beside the baseline."""
+        new = [name for name in named if name not in self._programs]
+        room = plans_at_once(self.facts, self.baseline.device) if new else len(named)
+        if room < len(new):
+            self._give_up([name for name in self._programs if name != BASELINE])
+            room = plans_at_once(self.facts, self.baseline.device)
+        if room < 1:
+            self._cramped = True
+            self.notes.append(f"not raced, since there is no memory for them beside the baseline: {', '.join(named)}")
+            return []
+        return [{name: named[name] for name in part} for part in in_groups(list(named), room)]
+
+    def _give_up(self, names: Iterable[str]) -> None:
+        """Frees the memory of Programs, which can be lowered again."""
+        held = [name for name in names if name in self._programs]
+        for name in held:
+            self._programs.pop(name).close()
+        if held:
+            gc.collect()  # models and optimizers refer to each other
+
+    def _measure(self, named: Mapping[str, Plan], seconds: float, each_axis: bool) -> None:
         entrants = [
-            self._entrant(BASELINE, self.baseline),
-            *(self._entrant(name, plan) for name, plan in named.items()),
+            Entrant(name, partial(self._lowered, name, plan), plan, apart(plan, self.base) if each_axis else "")
+            for name, plan in {BASELINE: self.baseline, **named}.items()
         ]
-        if len(entrants) == 1 and BASELINE in self.timings:
-            return [self.timings.get(plan.brief()) for plan in plans]
         steps = self.facts.steps
         found = measure(entrants, BASELINE, steps=steps, time_limit_s=seconds, brief=True, progress=self.progress)
         for timing in found.plans:
-            self.timings[timing.name] = self._with_start(timing)
-        return [self.timings.get(plan.brief()) for plan in plans]
-
-    def _entrant(self, name: str, plan: Plan) -> Entrant:
-        return Entrant(name, lambda: self._lowered(name, plan), plan)
+            self.timings[timing.name] = with_start(timing, self._starts.get(timing.name), steps)
 
     def _lowered(self, name: str, plan: Plan) -> Program:
         if name not in self._programs:
             began = time.perf_counter()
             program = self._programs[name] = lower(self.task, plan)
-            self._starts[name] = (time.perf_counter() - began - program.compile_s, program.compile_s)
+            self._starts.setdefault(name, (time.perf_counter() - began - program.compile_s, program.compile_s))
         return self._programs[name]
-
-    def _with_start(self, timing: Timing) -> Timing:
-        """A Program is used in several races, and costs its start in the first alone."""
-        if timing.step_ms is None:
-            return timing
-        startup_s, compile_s = self._starts[timing.name]
-        startup_s = max(startup_s, timing.startup_s or 0.0)
-        steps = self.facts.steps
-        run_s = None if steps is None else startup_s + compile_s + steps * timing.step_ms / 1e3
-        return timing.model_copy(update={"startup_s": startup_s, "compile_s": compile_s, "run_s": run_s})
 
     def _proven(self, budget: Budget, step_s: float) -> str:
         """The first of the plans that finish earlier than the baseline, best first, whose proof succeeds."""
-        self._on_one_clock()
+        self.timings = on_one_clock(self.timings, BASELINE, self.facts.steps)
+        self._give_up([one.name for one in self.timings.values() if one.verdict != "faster"])
         for timing in self._faster()[:_PROVED]:
             assert timing.ratio is not None
-            costs = _PROVING_STEPS * step_s
+            costs = PROVING_STEPS * step_s
             if self.time_limit_s is None and budget.wins_s(timing.ratio) < costs:
                 self.notes.append(f"{timing.name} was not proven: that takes about {costs:.0f} s, more than it wins")
                 continue
@@ -249,21 +361,6 @@ class Search:
             if parity.parity in self._accepted:
                 return timing.name
         return BASELINE
-
-    def _on_one_clock(self) -> None:
-        """Times of several races, each beside its own baseline, as they would be beside that of the last one."""
-        base, steps = self.timings[BASELINE], self.facts.steps
-        assert base.step_ms is not None
-        for timing in self.timings.values():
-            if timing.step_ms and timing.ratio and timing.name != BASELINE:
-                step_ms = base.step_ms / timing.ratio
-                start_s = (timing.startup_s or 0.0) + (timing.compile_s or 0.0)
-                changed = {
-                    "step_ms": step_ms,
-                    "samples_per_s": (timing.samples_per_s or 0.0) * timing.step_ms / step_ms,
-                    "run_s": None if steps is None else start_s + steps * step_ms / 1e3,
-                }
-                self.timings[timing.name] = timing.model_copy(update=changed)
 
     def _faster(self) -> list[Timing]:
         """Those that finish this run before the baseline, the first of them first.
@@ -279,7 +376,11 @@ class Search:
         return sorted(able, key=lambda one: finishes[one.name])
 
     def _compiled_again(self, timing: Timing) -> float:
-        program = lower(self.task, Plan(**timing.plan))
+        """Seconds of compiling once more; as many as the first time where that fails."""
+        try:
+            program = lower(self.task, Plan(**timing.plan))
+        except Exception:
+            return timing.compile_s or 0.0
         program.close()
         return program.compile_s
 
@@ -288,8 +389,7 @@ class Search:
         return (*TRUSTED, "reduced-precision") if "precision" in self.fixed else TRUSTED
 
     def _parity(self, name: str) -> Parity:
-        program = self._programs[name]
         try:
-            return self.prove([program])[0]
+            return self.prove([self._lowered(name, Plan(**self.timings[name].plan))])[0]
         except PlanError as error:
             return Parity(plan=name, parity="unproven", reason=error.given, states=0)

@@ -1,0 +1,41 @@
+"""Times of several races of a search, as those of one: with each Program's start, beside one baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hotloop.verdicts import Timing
+
+
+def with_start(timing: Timing, start: tuple[float, float] | None, steps: int | None) -> Timing:
+    """A Program is used in several races, and costs its start in the first alone.
+
+    Args:
+        start: seconds of lowering it without compiling, and of compiling; None where that failed.
+        steps: of the whole run; None if unknown.
+    """
+    if timing.step_ms is None or start is None:
+        return timing
+    startup_s, compile_s = max(start[0], timing.startup_s or 0.0), start[1]
+    run_s = None if steps is None else startup_s + compile_s + steps * timing.step_ms / 1e3
+    return timing.model_copy(update={"startup_s": startup_s, "compile_s": compile_s, "run_s": run_s})
+
+
+def on_one_clock(timings: Mapping[str, Timing], baseline: str, steps: int | None) -> dict[str, Timing]:
+    """Times of several races, each beside its own baseline, as they would be beside that of the last one."""
+    base_ms = timings[baseline].step_ms
+    assert base_ms is not None
+    return {name: timing if name == baseline else _beside(base_ms, timing, steps) for name, timing in timings.items()}
+
+
+def _beside(base_ms: float, timing: Timing, steps: int | None) -> Timing:
+    if not (timing.step_ms and timing.ratio):
+        return timing
+    step_ms = base_ms / timing.ratio
+    start_s = (timing.startup_s or 0.0) + (timing.compile_s or 0.0)
+    changed = {
+        "step_ms": step_ms,
+        "samples_per_s": (timing.samples_per_s or 0.0) * timing.step_ms / step_ms,
+        "run_s": None if steps is None else start_s + steps * step_ms / 1e3,
+    }
+    return timing.model_copy(update=changed)

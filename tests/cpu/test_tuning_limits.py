@@ -1,0 +1,295 @@
+"""The search for a plan where it must be careful: long steps, little memory, streams, failing steps, nothing to find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hotloop
+from hotloop import seeking
+from hotloop.choosing import known
+from hotloop.errors import TaskError
+from hotloop.lowering.step import EagerStep
+from hotloop.plan import Plan
+from hotloop.taskfile import load_task
+from hotloop.tuning import search as module
+from hotloop.tuning.budget import Budget, hopeless
+from hotloop.tuning.search import BASELINE
+from hotloop.verdicts import Timing
+from hotloop.wanted import Wanted
+from tests.cpu.programs import a_task
+from tests.cpu.test_tuning import STEP_MS, Races, proving, searching
+
+LONG_S = 1.5
+
+
+class Long(Races):
+    """Races that take down how much time each has, and how many plans."""
+
+    def __init__(self, **speeds: float) -> None:
+        super().__init__(**speeds)
+        self.each: list[tuple[int, float]] = []
+
+    def __call__(self, entrants: Any, baseline: str, **given: Any) -> Any:
+        self.each.append((len(entrants), given["time_limit_s"]))
+        return super().__call__(entrants, baseline, **given)
+
+
+class Blind(Long):
+    """Races that can tell nothing."""
+
+    def timing(self, entrant: Any, steps: int) -> Timing:
+        return super().timing(entrant, steps).model_copy(update={"verdict": None})
+
+
+def with_long_steps(patch: pytest.MonkeyPatch, races: Races, **given: Any) -> module.Search:
+    found = searching(patch, races, **given)
+    patch.setattr(module.Runner, "warm_up", lambda self, seconds: (LONG_S, LONG_S))
+    return found
+
+
+# ---------------------------------------------------------------- long steps
+
+
+def test_a_race_of_long_steps_has_time_for_eight_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ResNet-18 on a CPU: 1.5 s for a step of 128, 30 epochs."""
+    races = Long(optimizer__fused=1.2)
+    assert with_long_steps(monkeypatch, races, steps=30 * 391).run() == "optimizer=fused"
+    plans, seconds = races.each[0]
+    assert seconds >= 8 * plans * LONG_S
+
+
+def test_a_short_run_of_long_steps_races_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = Long(optimizer__fused=1.9)
+    search = with_long_steps(monkeypatch, races, steps=600)
+    assert search.run() == "optimizer=fused"
+    plans, _ = races.each[0]
+    assert 8 * plans < 0.05 * 600  # what its windows take, if nothing is won
+    assert any("there is time for" in note for note in search.notes)
+
+
+def test_a_time_limit_is_kept_to_with_long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = Long(optimizer__fused=1.2, layout__channels_last=1.3)
+    with_long_steps(monkeypatch, races, steps=1_000, time_limit_s=150.0).run()
+    assert sum(seconds for _, seconds in races.each) <= 150
+    assert all(seconds >= 8 * plans * LONG_S for plans, seconds in races.each)
+    search = with_long_steps(monkeypatch, Long(), steps=1_000, time_limit_s=50.0, compiler=True)
+    search.run()
+    assert "no compilation was tried: what is left of the time limit" in search.notes[-1]
+
+
+def test_nothing_is_compiled_that_no_race_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = Long()
+    search = with_long_steps(monkeypatch, races, steps=1_000, time_limit_s=5.0, compiler=True)
+    monkeypatch.setattr(module, "makeup", lambda program: None)
+    assert search.run() == BASELINE
+    assert not any("compile" in name for name in races.raced)
+    assert search.notes == ["a time limit of 5 s is too short to tell any plan from the baseline; give it more"]
+
+
+def test_it_is_said_where_nothing_could_be_told_in_the_time_that_the_run_pays_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = searching(monkeypatch, Blind())
+    assert search.run() == BASELINE
+    assert "too little was measured" in search.notes[-1]
+
+
+def test_how_many_plans_a_race_has_time_for() -> None:
+    assert hopeless(500) and not hopeless(5_000) and not hopeless(None)
+    assert Budget.of(LONG_S, 600, None).plans_at_first(7) < Budget.of(LONG_S, 11_730, None).plans_at_first(7) == 7
+    assert Budget.of(1e-3, 100_000, None).plans_at_first(12) == 12
+    assert Budget.of(LONG_S, 600, 1.0).plans_at_first(7) == 0  # not even for one
+    assert Budget.of(LONG_S, 600, 8 * 2 * LONG_S).plans_at_first(7) == 1
+
+
+# ---------------------------------------------------------------- plans of several axes
+
+
+@pytest.fixture
+def two_ways(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A real `measure`; steps take their time by a clock alone: 1.8 times less with a number of threads set, 1.3 with a fused update."""
+    as_it_is, now = EagerStep.__call__, [0.0]
+
+    def step(self: EagerStep, *given: Any) -> Any:
+        plan = self.parts.plan
+        now[0] += 0.02 / (1.8 if plan.threads else 1.0) / (1.3 if plan.optimizer == "fused" else 1.0)
+        return as_it_is(self, *given)
+
+    monkeypatch.setattr(EagerStep, "__call__", step)
+    return partial(module.measure, clock=lambda: now[0])
+
+
+def test_what_wins_on_several_axes_is_put_together(two_ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a race of real Programs, where one axis wins more than another."""
+    task = a_task(optimizer=torch.optim.Adam, epochs=2_000)
+    search = searching(monkeypatch, Races(), task=task, steps=100_000, threads=2)
+    monkeypatch.setattr(module, "measure", two_ways)
+    found = search.run()
+    assert "optimizer=fused" in found and "threads=" in found
+    assert search.timings[found].ratio == pytest.approx(1.8 * 1.3, rel=0.01)
+
+
+RULES = Plan(device="cpu", optimizer="fused", layout="channels_last")
+
+
+@pytest.mark.parametrize("steps", [8_000, 100_000])
+def test_the_plan_of_the_rules_is_a_rival_of_its_own(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    class Together(Races):
+        """Each of its axes alone wins nothing."""
+
+        def timing(self, entrant: Any, steps: int) -> Timing:
+            found = super().timing(entrant, steps)
+            fast = {"ratio": 1.5, "step_ms": STEP_MS / 1.5, "run_s": 1.0, "verdict": "faster"}
+            return found.model_copy(update=fast) if entrant.plan == RULES else found
+
+    search = searching(monkeypatch, Together(), steps=steps, rules=RULES)
+    assert search.run() == RULES.brief()
+    assert not search.left_open
+
+
+def left_open(patch: pytest.MonkeyPatch, races: Races, parity: str = "bitwise", **given: Any) -> bool:
+    search = searching(patch, races, rules=RULES, prove=proving(parity), **given)
+    assert search.run() == BASELINE
+    return search.left_open
+
+
+def test_what_speaks_against_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert left_open(monkeypatch, Races(), steps=100)
+    assert left_open(monkeypatch, Blind())
+    assert left_open(monkeypatch, Races(optimizer__fused=1.031), steps=8_000)  # faster, by less than a proof takes
+    assert not left_open(monkeypatch, Races(optimizer__fused=1.5), parity="broken")
+    assert not left_open(monkeypatch, Races(optimizer__fused=0.5))
+    assert not left_open(monkeypatch, Races())
+    assert not left_open(monkeypatch, Races(), failed={RULES.brief(): "no room"})
+
+
+# ---------------------------------------------------------------- what was found before
+
+TASK = """
+import torch
+import hotloop
+
+x = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
+task = hotloop.Task(
+    model=lambda: torch.nn.Linear(4, 3),
+    loss=torch.nn.CrossEntropyLoss(),
+    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    data=(x, torch.arange(20) % 3),
+    batch_size=5,
+    epochs=10_000,
+)
+"""
+
+
+@pytest.mark.parametrize(("speed", "rules"), [(0.5, False), (1.031, True)])
+def test_a_search_in_vain_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, speed: float, rules: bool
+) -> None:
+    """Its plan: the baseline, or what the rules say where that isn't slower."""
+    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    races = Races(optimizer__fused=speed, optimizer__foreach=0.5)
+    monkeypatch.setattr(module, "measure", races)
+    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
+    monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
+    monkeypatch.setattr(module, "PROVING_STEPS", 10_000)
+    (tmp_path / "task.py").write_text(TASK)
+    loaded, wanted = load_task(str(tmp_path / "task.py")), Wanted.of("auto", {"device": "cpu"})
+    search = partial(seeking.remembered_or_tuned, loaded, wanted)
+    said: list[str] = []
+
+    plan, told = search(say=said.append)
+    assert (plan is None) is rules and "nothing proven equal is faster" in told
+    assert any("not proven" in note for note in said) is rules  # notes are said
+    raced = len(races.raced)
+    again, told = search()
+    assert again == plan and "an earlier search" in told and len(races.raced) == raced
+
+    search(overrides={"epochs": 12_000})
+    assert len(races.raced) == raced
+    search(overrides={"epochs": 40_000})  # which pays for a longer look
+    assert len(races.raced) > raced
+    raced = len(races.raced)
+    seeking.tuned(loaded, wanted.plan)  # whoever asks for it has it
+    assert len(races.raced) > raced
+
+
+# ---------------------------------------------------------------- streams, and steps that fail
+
+
+class Samples(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(4), 1)] * 200)
+
+
+def test_a_stream_that_is_over_soon_is_not_looked_at_for_long() -> None:
+    """And no more than a look at what it takes is run of it."""
+    task = a_task(data=Samples(), model=lambda: torch.nn.Linear(4, 3), batch_size=10, epochs=2)
+    verdict = hotloop.tune(task, device="cpu", progress=False)
+    assert verdict.steps == 40
+    assert [timing.name for timing in verdict.plans] == [BASELINE]
+    assert any("doesn't pay" in note for note in verdict.notes)
+
+
+class Raising(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not today")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"loss": torch.nn.BCELoss()}, {"model": Raising}], ids=["a loss that doesn't fit", "a model that raises"]
+)
+def test_a_step_that_fails_is_told_as_in_a_race(fields: dict[str, Any]) -> None:
+    with pytest.raises(TaskError, match="raised"):
+        hotloop.tune(a_task(epochs=2_000, **fields), device="cpu", progress=False)
+
+
+def test_a_look_that_fails_leaves_the_plan_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raising(program: Any) -> None:
+        raise RuntimeError("not to be looked at")
+
+    monkeypatch.setattr(module, "makeup", raising)
+    search = searching(monkeypatch, Races(optimizer__fused=1.3), steps=8_000, compiler=True)
+    assert search.run() == "optimizer=fused"
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(("room", "most"), [(1, 2), (2, 3), (100, 100)])
+def test_plans_race_in_groups_that_there_is_memory_for(monkeypatch: pytest.MonkeyPatch, room: int, most: int) -> None:
+    races = Long(optimizer__fused=1.3, layout__channels_last=1.4)
+    search = searching(monkeypatch, races, threads=4)
+    held: list[int] = []
+    lowered = search._lowered
+    monkeypatch.setattr(search, "_lowered", lambda *given: (lowered(*given), held.append(len(search._programs)))[0])
+    monkeypatch.setattr(module, "plans_at_once", lambda facts, device: room)
+    assert set(search.run().split()) == {"optimizer=fused", "layout=channels_last"}
+    assert max(plans for plans, _ in races.each) <= most
+    assert max(held) <= most
+
+
+def test_without_memory_for_a_second_plan_none_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = searching(monkeypatch, Races(optimizer__fused=1.3))
+    monkeypatch.setattr(module, "plans_at_once", lambda facts, device: 0)
+    assert search.run() == BASELINE
+    assert any("no memory" in note and "optimizer=fused" in note for note in search.notes)
+
+
+def test_a_large_model_leaves_room_for_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hotloop.tuning import room
+
+    facts = known(a_task(), Plan())[0].model_copy(update={"parameters": 138_000_000})
+    monkeypatch.setattr(room, "room_bytes", lambda device: 16 << 30)
+    assert 1 <= room.plans_at_once(facts, "cpu") <= 3
+    assert room.plans_at_once(facts.model_copy(update={"parameters": 1_000}), "cpu") > 100
+    assert room.in_groups(list("abcde"), 2) == [["a", "d"], ["b", "e"], ["c"]]
