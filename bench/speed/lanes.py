@@ -61,7 +61,7 @@ PEERS = (
     Lane("skorch", "with_skorch", needs=("skorch",), short=_SMALL),
     Lane("keras-torch", "with_keras", ("torch",), needs=("keras",), written="small"),
     Lane("transform", "transform", written="images", short=_SMALL),
-    Lane("torch.compile", "compiled", short=("W1", "W4", "W8"), parts=5.0),
+    Lane("torch.compile", "compiled", short=("W1", "W4", "W8"), parts=2.5),
 )
 """The tutorial's loop is the first, since it says how long windows are."""
 
