@@ -103,6 +103,8 @@ class OperatorTime(Record):
         line_runs: how often that line ran in a step, as Python ran it; None where that wasn't seen.
         used: whether its result took part in a backward; None where that doesn't matter or isn't known.
         copies: from and to which device, such as `cpu>cuda:0`, for copies between devices; empty otherwise.
+        alike: how many modules like this one, or like one that it is in, were given the same input or slices of one; 0 if
+            none was.
     """
 
     name: str
@@ -119,6 +121,7 @@ class OperatorTime(Record):
     line_runs: float | None = None
     used: bool | None = None
     copies: str = ""
+    alike: int = 0
 
 
 class LineTime(Record):
@@ -200,9 +203,11 @@ class Habit(Record):
     Attributes:
         what: `kept graph`: a loss whose graph is alive steps later, `bytes` of memory growing by it each step;
             `retained graph`: a backward that keeps a graph that nobody walks again;
-            `wasted forward`: a forward whose graph no backward walked;
-            `evaluation`: a forward that builds no graph, as under `no_grad`, in a training step;
-            `autograd in evaluation`: a forward in evaluation that builds graphs;
+            `wasted forward`: a forward whose graph no backward walked, of a network that is trained in the step;
+            `unused graph`: such a one of a network that isn't;
+            `evaluation`: a forward without a graph, as under `no_grad`, of a network that is trained in the step: in evaluation
+            mode, or of inputs that it is trained on;
+            `autograd in evaluation`: a forward in evaluation that builds graphs which no backward walks;
             `hook`: torch's anomaly detection or a profiler left on.
         where: the line.
         per_step: times in a step.
@@ -210,7 +215,15 @@ class Habit(Record):
         bytes: per step.
     """
 
-    what: Literal["kept graph", "retained graph", "wasted forward", "evaluation", "autograd in evaluation", "hook"]
+    what: Literal[
+        "kept graph",
+        "retained graph",
+        "wasted forward",
+        "unused graph",
+        "evaluation",
+        "autograd in evaluation",
+        "hook",
+    ]
     where: str
     per_step: float
     ms: float | None = None

@@ -134,7 +134,7 @@ def no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trail, "enter", lambda self, module: len(self._inside))
+    monkeypatch.setattr(Trail, "enter", lambda self, module, args: len(self._inside))
 
 
 def by_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:

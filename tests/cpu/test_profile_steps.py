@@ -264,6 +264,11 @@ def test_no_traced_step_follows_another() -> None:
     assert all("traced" not in pair or pair[0] != pair[1] for pair in pairwise(kinds))
 
 
+def test_a_few_long_steps_have_some_of_everything() -> None:
+    kinds = order(60)
+    assert {"clean", "instrumented", "traced", "clocked", "habits", "sampled"} == set(kinds[:7])
+
+
 def test_patches_are_taken_back_in_any_order() -> None:
     class Base:
         def said(self) -> str:

@@ -94,6 +94,12 @@ def loop(calls: int, each_ms: float, where: str = "net.py:7", **fields: Any) -> 
     return [operator(name, calls * each_ms, calls, where=where, flops=10.0, bytes=100.0, **fields) for name in names]
 
 
+def each_once(modules: int, **fields: Any) -> list[OperatorTime]:
+    """Small operations that a line starts once for each of several modules."""
+    given = dict(where="net.py:7", flops=10.0, bytes=100.0, line_runs=float(modules)) | fields
+    return [operator("addmm", 0.04, module=f"net.{n}", **given) for n in range(modules)]
+
+
 def test_a_well_made_step_has_no_remedy() -> None:
     found = diagnose(seen())
     assert found.remedies == []
@@ -207,6 +213,18 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "net.py:12",
     ),
     "a for-loop optimizer": (seen({"update": 5.0}, optimizers=[adam(5.0)]), "for-loop optimizer", "train.py:13"),
+    "a for-loop in an optimizer of one's own": (
+        seen(
+            {"update": 5.0},
+            optimizers=[adam(5.0, "", kind="Mine")],
+            operators=[
+                operator("add_", 1.0, 60, phase="update", where="mine.py:7", shapes=["16x16"], line_runs=100.0),
+                operator("add_", 0.5, 40, phase="update", where="mine.py:7", shapes=["16"], line_runs=100.0),
+            ],
+        ),
+        "for-loop optimizer: Mine",
+        "mine.py:7",
+    ),
     "an update by hand": (
         seen(
             {"update": 5.0},
@@ -219,6 +237,11 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
     "a Python loop of small operations": (
         seen({"forward": 8.0}, operators=loop(100, 0.01)),
         "many tiny kernels",
+        "net.py:7",
+    ),
+    "heads that are asked one after the other": (
+        seen({"forward": 8.0}, operators=each_once(100, alike=100)),
+        "many tiny kernels: a Python loop of 100 rounds",
         "net.py:7",
     ),
     "a Python loop over time steps": (
@@ -255,6 +278,16 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         seen(habits=[Habit(what="wasted forward", where="train.py:17", per_step=1.0, ms=3.0)]),
         "double evaluation",
         "train.py:17",
+    ),
+    "a function of the loss twice": (
+        seen(
+            {"forward": 6.0},
+            operators=[
+                operator("tanh", 2.0, where="loss.py:4", bytes=2e7, flops=1e6, used=used) for used in (True, False)
+            ],
+        ),
+        "double evaluation",
+        "loss.py:4",
     ),
     "validation at each step": (
         seen(habits=[Habit(what="evaluation", where="train.py:18", per_step=4.0, ms=3.0)]),
@@ -374,6 +407,26 @@ HARMLESS: dict[str, Profile] = {
         optimizers=[adam(3.0, "fused", numbers=100_000)],
         operators=[operator("embedding", 0.01, where="net.py:20", shapes=["1000x100", "64x16"])],
     ),
+    "an embedding whose weights are those of the output layer": seen(
+        {"update": 5.0},
+        optimizers=[adam(5.0, "fused", numbers=1_000_000)],
+        operators=[
+            operator("embedding", 0.01, where="net.py:20", shapes=["10000x100", "64x8"]),
+            operator("addmm", 1.0, where="net.py:21", shapes=["64x100", "100x10000"], flops=1e8, bytes=1e6),
+        ],
+    ),
+    "layers behind one line that a loop goes over, each with what the one before gave": seen(
+        {"forward": 8.0}, operators=each_once(100)
+    ),
+    "a tensor asked for the dtype that it has": seen(
+        operators=[operator("to.dtype", 0.001, where="train.py:6", phase="python", shapes=["2048x256"])]
+    ),
+    "a whole tensor turned into NumPy's": seen(
+        operators=[
+            operator(name, 0.001, where="train.py:6", phase="python", shapes=["2048x256"])
+            for name in ("to", "resolve_neg")
+        ]
+    ),
     "bfloat16 where it is supported": seen(
         operators=[operator("addmm", 3.0, dtype="bfloat16", flops=2e8, bytes=1e5)],
         limits=Limits(flop_per_s={"fp32": 100e9, "bf16": 200e9}, bytes_per_s=10e9, launch_us=3.0),
@@ -388,8 +441,63 @@ def test_what_costs_nothing_is_not_named(case: str) -> None:
     assert remedies(HARMLESS[case]) == []
 
 
+@pytest.mark.parametrize(
+    ("module", "uses", "habit"),
+    [("", (False,), None), ("", (True,), None), ("net.0", (True, False), None), ("", (True, False), "unused graph")],
+)
+def test_what_no_backward_uses_is_done_in_vain_only_beside_what_it_uses(
+    module: str, uses: tuple[bool, ...], habit: str | None
+) -> None:
+    ones = [operator("tanh", 2.0, where="loss.py:4", bytes=2e7, flops=1e6, module=module, used=used) for used in uses]
+    habits = [Habit(what=habit, where="train.py:3", per_step=1.0)] if habit else []
+    found = remedies(seen({"forward": 6.0}, operators=ones, habits=habits))
+    assert not [one for one in found if "double evaluation" in one.cause]
+
+
+def test_what_compiling_a_model_leaves_as_it_is_is_not_won_by_it() -> None:
+    """Products, the loss and the update; of a Task the whole step is compiled."""
+    ones = [
+        operator(name, 0.02, 2, phase=phase, where=f"net.py:{n}", bytes=1e3, flops=1e3)
+        for n in range(100)
+        for name, phase in (("addmm", "forward"), ("mul", "loss"), ("mul", "update"))
+    ]
+    profile = seen({"forward": 4.0, "loss": 2.5, "update": 2.5, "backward": 1.0}, operators=ones)
+    named = [[one for one in remedies(p) if "one by one from" in one.cause] for p in (profile, as_task(profile))]
+    assert [len(found) for found in named] == [0, 1]
+
+
+def as_task(profile: Profile) -> Profile:
+    return profile.model_copy(update={"plan": "baseline"})
+
+
+def test_a_fused_optimizer_asks_each_tensor_too() -> None:
+    """As torch's fused SGD does, which is hardly faster than one call for each of many small tensors."""
+    assert not remedies(seen({"update": 0.7}, optimizers=[adam(0.7, tensors=200)]))
+    assert remedies(seen({"update": 0.7}, optimizers=[adam(0.7, tensors=10)]))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("Mine", "_foreach_add_"), ("LBFGS", "add_")])
+def test_an_optimizer_that_takes_lists_or_has_no_other_way_is_no_loop(kind: str, name: str) -> None:
+    ones = [
+        operator(name, 0.1, phase="update", where="mine.py:7", line_runs=1.0),
+        operator(
+            "add_", 1.5, 100, phase="update", where="mine.py:7", line_runs=1.0
+        ),  # torch goes through them on a CPU
+    ]
+    found = remedies(seen({"update": 5.0}, optimizers=[adam(5.0, "", kind=kind)], operators=ones))
+    assert not [one for one in found if "for-loop" in one.cause]
+
+
 NOTES: dict[str, tuple[Profile, str]] = {
     ".item() on a CPU": (seen(operators=[operator("item", 0.01, where="train.py:14")]), ".item()"),
+    ".tolist() of a single number": (
+        seen(operators=[operator("resolve_neg", 0.01, where="train.py:14", phase="synchronisation", shapes=[])]),
+        ".item()",
+    ),
+    "a graph of a network that isn't trained": (
+        seen(habits=[Habit(what="unused graph", where="t.py:1", per_step=1.0, ms=3.0)]),
+        "a graph is built for a network that isn't trained",
+    ),
     "a graph kept for nothing": (
         seen(habits=[Habit(what="retained graph", where="t.py:1", per_step=1.0)]),
         "retain_graph",

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from hotloop.profiles import Profile, RankTime
+from hotloop.profiles import Profile, RankTime, Remedy
 from hotloop.report.amounts import flops, percent, shape, size, time
 from hotloop.report.profile import page
 from tests.unit.made_profiles import made, module
@@ -79,6 +79,14 @@ def test_operators_of_one_module() -> None:
     assert "mm " in text and "convolution_backward" not in text
     assert "No operator of 'nowhere' was seen" in shown(made(), module="nowhere")
     assert "convolution_backward" in shown(made(), module="features")  # those inside as well
+
+
+def test_no_note_is_hidden_behind_many_of_another_cause() -> None:
+    many = [Remedy(cause=f".item(): {n}", where=f"t.py:{n}", remedy="", gain=0.01, note=True) for n in range(9)]
+    other = Remedy(cause="a retained graph", where="t.py:99", remedy="", gain=0.0, note=True)
+    text = shown(made(remedies=[*many, other]))
+    assert "a retained graph" in text and text.count(".item()") < len(many)
+    assert f"{len(many) + 1 - text.count('Costs little here')} more" in text
 
 
 def test_without_steps_it_says_so() -> None:

@@ -18,6 +18,7 @@ __all__ = ["diagnose"]
 
 SPECIFIC: tuple[Detector, ...] = (
     habits.habitual,
+    habits.in_vain,
     feeding.waiting,
     feeding.unpinned,
     waits.reading,
@@ -43,8 +44,6 @@ GENERAL: tuple[Detector, ...] = (
 
 OF_ARRAYS: tuple[Detector, ...] = (feeding.waiting,)
 """For a step written out in array operations, before the size of the batch: the others look at what torch's operations do, or advise its own ways."""
-
-_MOST_NOTES = 5
 
 
 def diagnose(profile: Profile) -> Profile:
@@ -75,9 +74,7 @@ def remedies(step: Step) -> list[Remedy]:
     found = _worth(chain.from_iterable(detect(step) for detect in (() if arrays else GENERAL)))
     general = [one for one in found if one.where not in named]
     found = sorted([*specific, *general, *_worth(sharing.shared(step))], key=lambda remedy: (remedy.note, -remedy.gain))
-    notes = [remedy for remedy in found if remedy.note]
-    kept = [remedy for remedy in found if not remedy.note] + notes[:_MOST_NOTES]
-    return kept if step.profile.plan else [remedy.model_copy(update={"axes": {}}) for remedy in kept]
+    return found if step.profile.plan else [remedy.model_copy(update={"axes": {}}) for remedy in found]
 
 
 def _worth(found: Iterable[Remedy]) -> list[Remedy]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hotloop.counting import precision_of
 from hotloop.diagnosing.sharing import behind
-from hotloop.diagnosing.step import COMPUTING, Step, least_of, percent
+from hotloop.diagnosing.step import COMPUTING, Step, is_product, least_of, percent
 from hotloop.profiles import Bound, OperatorTime
 
 _LEAST = 0.2
@@ -35,8 +35,7 @@ def _kind(step: Step, one: OperatorTime) -> Bound:
     limits = step.profile.limits
     rate = limits.flop_per_s.get(precision_of(one.dtype))
     if one.flops is None or one.bytes is None or not rate or not limits.bytes_per_s:
-        products = ("mm", "conv", "linear", "attention", "lstm", "gru")
-        return "arithmetic" if any(part in one.name for part in products) else "memory bandwidth"
+        return "arithmetic" if is_product(one) else "memory bandwidth"
     return "arithmetic" if one.flops / rate > one.bytes / limits.bytes_per_s else "memory bandwidth"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hotloop.diagnosing.step import COMPUTING, COUNTS, Step, percent
+from hotloop.diagnosing.step import COMPUTING, COUNTS, Step, grouped, heaviest, percent
 from hotloop.profiles import Habit, Remedy
 
 _SAID = {
@@ -22,7 +22,12 @@ _SAID = {
     ),
     "evaluation": (
         "evaluation at each step: a forward without gradients beside the training's own",
-        "reuse the outputs of the training's forward, and validate once in an epoch or every few hundred steps",
+        "if it only tells how good the network is: reuse the outputs of the training's forward, and validate once in an epoch "
+        "or every few hundred steps",
+    ),
+    "unused graph": (
+        "a graph is built for a network that isn't trained here",
+        "call it within torch.no_grad()",
     ),
     "autograd in evaluation": (
         "evaluation builds graphs that nobody uses",
@@ -33,6 +38,9 @@ _SAID = {
         "leave out torch.autograd.set_detect_anomaly(True) when all is well",
     ),
 }
+
+_PLAIN = ("", "(loss)")
+"""Modules of operators that are in none."""
 
 _OFTEN = 0.5
 """Times in a step from which on it's a habit of the step."""
@@ -57,7 +65,7 @@ def habitual(step: Step) -> Iterator[Remedy]:
 
 def _won(step: Step, habit: Habit) -> float:
     """Milliseconds of a step that go with the habit, at most."""
-    if habit.what == "autograd in evaluation":  # costs memory first, and its time lies mostly apart
+    if habit.what in ("autograd in evaluation", "unused graph"):  # the forward stays; its graph costs memory first
         return 0.0
     if habit.what == "hook":  # at each operation, beside what it does
         return sum(one.calls * step.between_ms(one.phase) for one in step.operators(lambda one: one.phase in COMPUTING))
@@ -74,3 +82,27 @@ def _evidence(step: Step, habit: Habit) -> str:
     if habit.bytes and habit.bytes > 0.05 * 2**20:
         parts.append(f"memory grows by {habit.bytes / 2**20:.1f} MiB each time")
     return "; ".join(parts)
+
+
+def in_vain(step: Step) -> Iterator[Remedy]:
+    """Functions over tensors whose operations no backward uses, while it uses others of the same lines.
+
+    Of networks that are modules the habits tell: a teacher may well go through the same lines as the one that learns.
+    """
+    if any(habit.what in ("wasted forward", "unused graph") for habit in step.profile.habits):
+        return
+    ones = step.operators(lambda one: one.used is not None and bool(one.where) and one.module in _PLAIN)
+    same = grouped(ones, lambda one: (one.where, one.name, tuple(one.shapes))).values()
+    twice = [one for calls in same if {one.used for one in calls} == {True, False} for one in calls]
+    unused = [one for one in twice if not one.used and one.calls >= _OFTEN]
+    gain = step.share(sum(step.cost(one) for one in unused))
+    if gain < COUNTS:
+        return
+    yield Remedy(
+        cause="double evaluation: a function is called once more, and no backward uses what it gives",
+        where=heaviest(unused, step),
+        remedy="use what the step has computed already; without need for gradients: torch.no_grad()",
+        gain=gain,
+        evidence=f"{sum(one.calls for one in unused):.0f} operations at lines that the backward goes through for others, "
+        f"{percent(gain)} of the step of {step.ms:.2f} ms",
+    )

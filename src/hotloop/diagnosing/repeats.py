@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest
-from hotloop.profiles import OperatorTime, Remedy
+from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest, is_product
+from hotloop.profiles import OperatorTime, Phase, Remedy
 
 _LOOP = 8
 """So often must a line call the same operation in a step to be a loop."""
+
+_COMPILED: tuple[Phase, ...] = ("forward", "backward")
 
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
@@ -39,7 +41,7 @@ def loops(step: Step) -> Iterator[Remedy]:
 
 
 def _rounds(ones: Sequence[OperatorTime]) -> float:
-    """How often a line is gone through in a step: as often as the rarest of the operations that it repeats for a module.
+    """How often a line is gone through in a step: as often as the rarest of the operations that it repeats.
 
     Views don't count: a single call of a library's layer, such as attention, looks at its tensors from many sides. And it
     is gone through no more often than Python ran it: a loop of a library's own is none of the user's to change.
@@ -54,8 +56,11 @@ def _rounds(ones: Sequence[OperatorTime]) -> float:
     return min(*repeated, runs) if repeated and runs >= _LOOP else 0.0
 
 
-def _same(one: OperatorTime) -> tuple[str, str]:
-    return one.module, one.name
+def _same(one: OperatorTime) -> tuple[str, str, str]:
+    """What a loop repeats: of one module, or of many that do the same to one input, as heads do and stacked layers don't."""
+    if one.alike >= _LOOP:
+        return "", one.name, " ".join(one.shapes)
+    return one.module, one.name, ""
 
 
 def _named(step: Step, where: str, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str]:
@@ -82,10 +87,14 @@ def _named(step: Step, where: str, ones: Sequence[OperatorTime], rounds: float) 
 
 
 def starting(step: Step) -> Iterator[Remedy]:
-    """The cost of starting operations one by one, wherever they are; compiling takes it away."""
+    """The cost of starting operations one by one, wherever they are; compiling takes it away.
+
+    Of a script it's the model that is compiled, without loss and update, and products are started one by one still.
+    """
     ones = step.operators(lambda one: one.phase in COMPUTING)
-    calls = sum(one.calls for one in ones)
-    won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in ones)
+    spared = ones if step.profile.plan else [one for one in ones if one.phase in _COMPILED and not is_product(one)]
+    calls = sum(one.calls for one in spared)
+    won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in spared)
     if not calls:
         return
     yield Remedy(
@@ -93,6 +102,7 @@ def starting(step: Step) -> Iterator[Remedy]:
         where=heaviest(ones, step) or step.profile.step_where,
         remedy="compile the step" if step.profile.plan else "compile the model: torch.compile(model)",
         gain=step.share(won),
-        evidence=f"{calls:.0f} operations in a step of {step.ms:.2f} ms, each {1e3 * step.launch_ms:.1f} us to start here",
+        evidence=f"{calls:.0f} operations in a step of {step.ms:.2f} ms that compiling could join, each "
+        f"{1e3 * step.launch_ms:.1f} us to start here",
         axes={"compile": "step"} if step.on_cpu else {"compile": "step", "graphs": "step"},
     )

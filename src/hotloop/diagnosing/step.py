@@ -172,6 +172,11 @@ def least_of(one: OperatorTime, profile: Profile) -> float:
     return least_ms(Counts(one.flops or 0.0, one.bytes), profile.limits, precision_of(one.dtype)) or 0.0
 
 
+def is_product(one: OperatorTime) -> bool:
+    """Whether an operator calculates rather than moves numbers, by its name."""
+    return any(part in one.name for part in ("mm", "conv", "linear", "attention", "lstm", "gru"))
+
+
 def heaviest(operators: Iterable[OperatorTime], step: Step) -> str:
     """The line that most of their time belongs to, else the module; empty if neither is known."""
     for place in (lambda one: one.where, lambda one: one.module):

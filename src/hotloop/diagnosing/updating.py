@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from hotloop.diagnosing.step import Step, heaviest, percent
-from hotloop.profiles import OptimizerUse, Remedy
+from hotloop.diagnosing.step import Step, grouped, heaviest, percent
+from hotloop.profiles import OperatorTime, OptimizerUse, Remedy
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 """Those that torch has a single kernel for, on the CPU and on CUDA."""
@@ -16,6 +16,15 @@ _TRAFFIC = {"SGD": 4, "Adagrad": 5, "Adam": 7, "AdamW": 7}
 """How often an update moves as many bytes as there are parameters: parameter, gradient and state, read or written."""
 
 _MOST_TRAFFIC = 7
+
+_ASKED = 0.5
+"""Launches that a fused optimizer's own Python takes for each tensor: 0.3 to 2 as measured on a CPU, SGD least, Adam most."""
+
+_AT_ONCE = ("aten::_foreach", "aten::_fused")
+"""Operators over lists of tensors."""
+
+_WITHOUT_A_LOOP = ("LBFGS", "SparseAdam")
+"""Those of torch's that have no other implementation."""
 
 
 def one_by_one(step: Step) -> Iterator[Remedy]:
@@ -34,6 +43,36 @@ def one_by_one(step: Step) -> Iterator[Remedy]:
                 remedy=f"give {use.kind} {'fused' if fused else 'foreach'}=True",
                 axes={"optimizer": "fused" if fused else "foreach"},
             )
+        elif not use.implementation and (where := _looping(step, use)):
+            tensors = sum(group.tensors for group in use.groups)
+            yield _one_by_one(
+                step,
+                use,
+                cause=f"a for-loop optimizer: {use.kind} updates {tensors} parameters one by one",
+                where=where,
+                remedy="one of torch.optim with fused=True or foreach=True if there is one like it, else torch._foreach_ "
+                "operations over the list of parameters",
+            )
+
+
+def _looping(step: Step, use: OptimizerUse) -> str:
+    """The line of an update that nobody knows from which it goes from tensor to tensor; empty if none does.
+
+    Either Python runs the line for each of them, or it calls something of a library's that runs an operation for each.
+    """
+    tensors = use.steps * sum(group.tensors for group in use.groups)
+    spots = step.spots.items() if tensors and use.kind not in _WITHOUT_A_LOOP else ()
+    loops = {where: ones for where, there in spots if where and (ones := _of_each(there, tensors))}
+    return max(loops, key=lambda where: sum(step.cost(one) for one in loops[where]), default="")
+
+
+def _of_each(there: Sequence[OperatorTime], tensors: float) -> list[OperatorTime]:
+    """A line's operators in the update, if there is one for each tensor."""
+    ones = [one for one in there if one.phase == "update"]
+    if any(one.name.startswith(_AT_ONCE) for one in ones) and not any((one.line_runs or 0) >= tensors for one in ones):
+        return []  # on a CPU torch itself takes these apart
+    calls = (sum(one.calls for one in same) for same in grouped(ones, lambda one: one.name).values())
+    return ones if max(calls, default=0.0) >= tensors else []
 
 
 def _by_hand(step: Step, use: OptimizerUse) -> Remedy:
@@ -61,11 +100,11 @@ def _one_by_one(step: Step, use: OptimizerUse, **fields: Any) -> Remedy:
 
 
 def _least_ms(step: Step, use: OptimizerUse) -> float:
-    """Of the update as one kernel: its memory traffic, and a launch for each group."""
-    numbers = sum(group.numbers for group in use.groups)
+    """Of the update as one kernel: its memory traffic, a launch for each group, and what is asked of each tensor before."""
+    numbers, tensors = (sum(getattr(group, what) for group in use.groups) for what in ("numbers", "tensors"))
     rate = step.profile.limits.bytes_per_s
     moved = 4.0 * numbers * _TRAFFIC.get(use.kind, _MOST_TRAFFIC)
-    return (1e3 * moved / rate if rate else 0.0) + use.steps * len(use.groups) * step.launch_ms
+    return (1e3 * moved / rate if rate else 0.0) + use.steps * (len(use.groups) + _ASKED * tensors) * step.launch_ms
 
 
 def dense_tables(step: Step) -> Iterator[Remedy]:
@@ -76,13 +115,25 @@ def dense_tables(step: Step) -> Iterator[Remedy]:
         asked = prod(map(int, one.shapes[1].split("x")))
         if not (rows.isdigit() and width.isdigit()) or asked >= int(rows) or not numbers:
             continue
+        if _is_tied(step, rows, width):
+            continue
         unused = (1 - asked / int(rows)) * min(1.0, int(rows) * int(width) / numbers)
         updating = step.phase("update")
         yield Remedy(
             cause=f"an embedding of {rows} rows is updated as a whole, though a batch uses {asked} at most",
             where=one.where or one.module,
-            remedy="nn.Embedding(..., sparse=True) with torch.optim.SparseAdam or SGD for it",
+            remedy="nn.Embedding(..., sparse=True) with SGD for it, or with torch.optim.SparseAdam, which is another training: it "
+            "leaves rows without a gradient as they are",
             gain=step.share(unused * updating),
             evidence=f"the update takes {updating:.2f} ms of each step of {step.ms:.2f} ms, {percent(unused)} of it for rows "
             "without a gradient",
         )
+
+
+def _is_tied(step: Step, rows: str, width: str) -> bool:
+    """Whether something else uses a table, too, as an output layer of the same weights does: then all rows have a gradient."""
+    tables = {f"{rows}x{width}", f"{width}x{rows}"}
+    return any(
+        one.phase not in ("backward", "update") and one.name != "aten::embedding" and not tables.isdisjoint(one.shapes)
+        for one in step.profile.operators
+    )

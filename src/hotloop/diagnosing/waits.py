@@ -23,7 +23,7 @@ _OFTEN = 0.5
 
 def reading(step: Step) -> Iterator[Remedy]:
     """Numbers read on the host, which must wait until the device has them."""
-    found = step.operators(lambda one: one.name in _READS and one.phase != "update" and bool(one.where))
+    found = step.operators(lambda one: _reads(one) and one.phase != "update" and bool(one.where))
     for where, ones in grouped(found, lambda one: one.where).items():
         calls = max(one.calls for one in ones)
         if calls < _OFTEN:
@@ -39,6 +39,12 @@ def reading(step: Step) -> Iterator[Remedy]:
             evidence=f"reading it takes {spent:.3f} ms of each step of {step.ms:.2f} ms{here}",
             note=step.share(spent) < COUNTS,
         )
+
+
+def _reads(one: OperatorTime) -> bool:
+    """On a CPU `.tolist()` and `.numpy()` show only by what they make sure of; of a whole tensor they are another matter."""
+    single = all(set(shape.split("x")) == {"1"} for shape in one.shapes)
+    return one.name in _READS or (one.name == "aten::resolve_neg" and single)
 
 
 def copying(step: Step) -> Iterator[Remedy]:
@@ -70,7 +76,7 @@ def pointless(step: Step) -> Iterator[Remedy]:
         lambda one: one.name == "aten::to" and one.calls >= _OFTEN and one.phase in _LOOP and bool(one.where)
     )
     for where, ones in grouped(asked, lambda one: one.where).items():
-        if any(_is_batch(step, one) for one in ones) or _converts(step, where):
+        if any(_is_batch(step, one) for one in ones) or _has_other_ends(step, where):
             continue
         yield Remedy(
             cause="a copy to the device at each step (.to()), of what isn't the batch",
@@ -82,9 +88,9 @@ def pointless(step: Step) -> Iterator[Remedy]:
         )
 
 
-def _converts(step: Step, where: str) -> bool:
-    """Whether something was copied there after all, as to another dtype."""
-    return any(one.name in ("aten::_to_copy", "aten::copy_") for one in step.spots[where])
+def _has_other_ends(step: Step, where: str) -> bool:
+    """Whether something was copied there after all, as to another dtype, or read, as by `.numpy()`."""
+    return any(one.name in ("aten::_to_copy", "aten::copy_", "aten::resolve_neg") for one in step.spots[where])
 
 
 def _is_batch(step: Step, one: OperatorTime) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from hotloop.profiling.hooks import around
 from hotloop.profiling.sites import Sites
 
 _FORWARD, _RETAINED, _LOSS = "hotloop forward", "hotloop retained", "hotloop loss"
+_AFTERWARDS = "late evaluation"
 _MOST_NODES = 20_000
 _LATER = 2
 """Steps after which a loss should be gone."""
 
 _MOST_EVALUATED = 50
+_NUMBERS = 64
+"""Of a tensor, by which it is told from others."""
 
 
 @dataclass
@@ -42,6 +46,21 @@ class Mark:
     walked: bool = False
 
 
+@dataclass
+class _Forward:
+    """An outermost forward.
+
+    Attributes:
+        inputs: which tensors it got, see `_inputs_of`.
+        training: whether the module was in training mode.
+    """
+
+    module: int
+    mark: Mark
+    inputs: frozenset[tuple]
+    training: bool
+
+
 class Graphs:
     """Looks at the graphs of a few steps.
 
@@ -52,28 +71,30 @@ class Graphs:
     def __init__(self, sites: Sites) -> None:
         self.on = False
         self._sites = sites
-        self._step = self._looked = 0
-        self._forwards: list[Mark] = []
-        self._ungraded: list[tuple[int, Mark]] = []
-        self._trained: set[int] = set()
+        self._step = self._looked = self._followed = self._around = 0
+        self._first_node = 0
+        self._forwards: list[_Forward] = []
+        self._ungraded: list[_Forward] = []
+        self._before: list[_Forward] | None = None
         self._retained: list[Mark] = []
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
         self._found: Counter[tuple[Any, str]] = Counter()
         self._seconds: defaultdict[tuple[Any, str], float] = defaultdict(float)
         self._evaluating = Patches()
+        self._graded: list[Mark] = []
         self._evaluated = self._depth = 0
 
-    def forward(self, module: nn.Module, result: Any, seconds: float, where: str) -> None:
-        """An outermost forward is done."""
+    def forward(self, args: tuple, kwargs: dict, result: Any, seconds: float, where: str) -> None:
+        """An outermost forward is done; the first argument is the module."""
         mark = Mark(where, self._step, seconds)
+        one = _Forward(id(args[0]), mark, _inputs_of(args[1:], kwargs), args[0].training)
         nodes: list[Any] = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
         for node in nodes:
             node.metadata[_FORWARD] = mark
         if nodes:
-            self._forwards.append(mark)
-            self._trained.add(id(module))
+            self._forwards.append(one)
         elif not torch.is_grad_enabled():
-            self._ungraded.append((id(module), mark))
+            self._ungraded.append(one)
 
     def backward(self, args: tuple, where: str) -> None:
         """A backward begins, with the arguments of `torch.autograd._engine_run_backward`."""
@@ -82,6 +103,7 @@ class Graphs:
         roots: list[Any] = [
             value.grad_fn for value in args[0] if isinstance(value, Tensor) and value.grad_fn is not None
         ]
+        loss = Mark(where, self._step)
         for node in _walk(roots):
             seen = node.metadata
             for kind in (_FORWARD, _RETAINED):
@@ -89,27 +111,40 @@ class Graphs:
                     seen[kind].walked = True
             if retained and node.next_functions:
                 seen[_RETAINED] = mark
+            if self._is_new(node):  # alive as long as any part of the graph is: a term of the loss, an output
+                seen[_LOSS] = loss
         if retained:
             self._retained.append(mark)
-        for node in roots:
-            loss = Mark(where, self._step)
-            node.metadata[_LOSS] = loss
-            self._losses.append((self._step, where, weakref.ref(loss)))
+        self._losses.append((self._step, where, weakref.ref(loss)))
+
+    def _is_new(self, node: Any) -> bool:
+        """Whether a node was made in this step; what was made before may be shared by all, and parameters are."""
+        return bool(node.next_functions) and node._sequence_nr() >= self._first_node
 
     def step_done(self) -> None:
         """A step has ended."""
-        if self.on or self._losses or self._retained:
+        if self.on or self._losses or self._retained or self._before is not None:
             self._look_back()
         self._step += 1
+        self._first_node = torch._C._autograd._get_sequence_nr()
 
     def _look_back(self) -> None:
         """What has become of the graphs of this step and of those before it."""
         if self.on:
             self._looked += 1
-            self._count("wasted forward", (mark for mark in self._forwards if not mark.walked))
-            # Of a network that isn't trained here, such as a teacher, it is a part of the training.
-            self._count("evaluation", (mark for module, mark in self._ungraded if module in self._trained))
-        self._forwards, self._ungraded, self._trained = [], [], set()
+            trained = [one for one in self._forwards if one.mark.walked]
+            for one in (one for one in self._forwards if not one.mark.walked):
+                is_trained = any(one.module == other.module for other in trained)
+                self._count("wasted forward" if is_trained else "unused graph", [one.mark])
+            self._count("evaluation", (one.mark for one in self._ungraded if _evaluates(one, trained)))
+            if self._before is not None:  # what comes after the update counts with the next step
+                self._followed += 1
+                late = (one for one in self._ungraded if not _evaluates(one, trained) and _is_again(one, self._before))
+                self._count(_AFTERWARDS, (one.mark for one in late))
+            self._before = trained
+        else:
+            self._before = None
+        self._forwards, self._ungraded = [], []
         old = [mark for mark in self._retained if mark.step < self._step]
         self._count("retained graph", (mark for mark in old if not mark.walked))
         self._retained = [mark for mark in self._retained if mark.step >= self._step]
@@ -124,6 +159,7 @@ class Graphs:
 
     def look_around(self, where: str) -> None:
         """Notes what is left on that costs time in every operation."""
+        self._around += 1
         if torch.is_anomaly_enabled():
             self._found["hook", where] += 1
 
@@ -147,21 +183,28 @@ class Graphs:
         if self._depth:
             return
         self._evaluated += 1
-        if not args[0].training and any(value.requires_grad for value in _tensors(result)):
-            where = self._sites.caller(3)
-            self._found["autograd in evaluation", where] += 1
-            self._seconds["autograd in evaluation", where] += time.perf_counter() - began
+        nodes: list[Any] = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
+        if args[0].training or not nodes:
+            return
+        mark = Mark(self._sites.caller(3), self._step, time.perf_counter() - began)
+        self._graded.append(mark)
+        for node in nodes:  # a backward that comes later, as for the gradient of an input, is heard by the graph alone
+            node.register_prehook(partial(_walked, mark))
 
     def records(self) -> list[dict[str, Any]]:
         """As `profiles.Habit`."""
-        steps = {"retained graph": max(1, self._looked), "autograd in evaluation": max(1, self._step)}
+        steps = {"autograd in evaluation": self._step, "hook": self._around, _AFTERWARDS: self._followed}
+        counts, seconds = self._found.copy(), self._seconds.copy()
+        for mark in self._graded:
+            if not mark.walked:
+                counts["autograd in evaluation", mark.where] += 1
+                seconds["autograd in evaluation", mark.where] += mark.seconds
         found = []
-        for (what, where), count in self._found.items():
-            over = steps.get(what, max(1, self._looked))
-            spent = self._seconds[what, where]
-            found.append(
-                {"what": what, "where": where, "per_step": count / over, "ms": spent * 1e3 / over if spent else None}
-            )
+        for (what, where), count in counts.items():
+            over = max(1, steps.get(what, self._looked))
+            spent = seconds[what, where]
+            ms = spent * 1e3 / over if spent else None
+            found.append({"what": what.removeprefix("late "), "where": where, "per_step": count / over, "ms": ms})
         return found
 
 
@@ -175,6 +218,39 @@ def _walk(roots: list[Any]) -> Iterator[Any]:
             if after is not None and after not in seen:
                 seen.add(after)
                 ahead.append(after)
+
+
+def _walked(mark: Mark, gradients: Any) -> None:
+    mark.walked = True
+
+
+def _evaluates(one: _Forward, trained: Sequence[_Forward]) -> bool:
+    """Whether a forward without gradients only looks at how good the network is that is trained here.
+
+    What a network in training mode is asked about other samples may well be a part of the training: targets, actions,
+    labels for what has none.
+    """
+    if not one.training:
+        return any(other.training for other in trained if other.module == one.module)
+    return _is_again(one, trained)
+
+
+def _is_again(one: _Forward, trained: Sequence[_Forward]) -> bool:
+    """Whether the same network was trained on the same inputs."""
+    return bool(one.inputs) and any(other.module == one.module and other.inputs == one.inputs for other in trained)
+
+
+def _inputs_of(args: tuple, kwargs: dict) -> frozenset[tuple]:
+    """By what the same inputs are known when they are given again, be it in a copy: shapes, sums and some numbers."""
+    return frozenset(_known_by(value) for value in (*_tensors(args), *_tensors(kwargs)))
+
+
+def _known_by(value: Tensor) -> tuple:
+    try:
+        few = value.detach().reshape(-1)[:: max(1, value.numel() // _NUMBERS)]
+        return value.shape, value.detach().sum().item(), *few.tolist()
+    except RuntimeError:  # there are no numbers to look at, as under torch.func
+        return value.shape, id(value)
 
 
 def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:

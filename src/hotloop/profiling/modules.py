@@ -168,7 +168,7 @@ class ModuleClock:
         if forward or own[BACKWARD] or calls:
             found[name] = found.get(name, Own(0.0, 0.0, 0.0)) + Own(forward, own[BACKWARD], calls)
 
-    def enter(self, module: nn.Module) -> Owner:
+    def enter(self, module: nn.Module, args: tuple) -> Owner:
         """A module's forward begins; returns who had the clock."""
         now, before = self._now(), self._owner
         before.ns[self._direction] += now - self._since

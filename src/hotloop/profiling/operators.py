@@ -24,7 +24,7 @@ from hotloop.profiling.events import Event, Operator, Reader, copied, walked
 from hotloop.profiling.following import Line
 from hotloop.profiling.naming import LOSS, Name, Namer
 from hotloop.profiling.trail import Trail, Turn
-from hotloop.profiling.tree import spelled
+from hotloop.profiling.tree import spelled, upwards
 
 _SHAPES = 8
 """Of so many inputs at most are shapes given."""
@@ -95,6 +95,7 @@ class Tracer:
         self._traced: dict[Phase, int] = defaultdict(int)
         self._grounds: list[dict[tuple[Phase, Phase], int]] = []
         self._line_runs: Counter[Line] = Counter()
+        self._alike: dict[Name, int] = {}
         self._steps = 0
         self._fused: dict[Name, set[Name | None]] = defaultdict(set)
         self._around: dict[Name, Name | None] = {}
@@ -134,6 +135,9 @@ class Tracer:
         for operator in operators:
             self._add(operator, backward)
         self._line_runs.update(self._trail.runs)
+        for place, many in self._trail.alike:
+            if place.name is not None:
+                self._alike[place.name] = max(many, self._alike.get(place.name, 0))
         self._note_walls(reader, events)
         self._spans += spans_of(reader, events, self._place)
         self._steps += 1
@@ -168,6 +172,7 @@ class Tracer:
                 line_runs=self._runs_of(key.line),
                 used=key.used,
                 copies=key.copies,
+                alike=self._alike_of(key.module),
             )
             for key, total in self._sums.items()
         ]
@@ -176,6 +181,9 @@ class Tracer:
     def _runs_of(self, line: Line | None) -> float | None:
         """Per step."""
         return self._line_runs[line] / max(1, self._steps) if line is not None and line in self._line_runs else None
+
+    def _alike_of(self, module: Name | None) -> int:
+        return max((self._alike.get(name, 0) for name in upwards(module)), default=0) if module is not None else 0
 
     def walls(self) -> dict[tuple[str, Phase], float]:
         """Milliseconds that each module took forward and backward in a traced step by itself, and each phase without."""
@@ -241,7 +249,7 @@ class Tracer:
         first, last = operator.made
         used = any(number in backward for number in range(first, last)) if last > first and backward else None
         key = _Key(
-            event.name,
+            _name_of(event),
             operator.phase,
             module,
             operator.line,
@@ -294,6 +302,16 @@ def _share(step: dict[tuple[Phase, Phase], int], ground: Phase, phase: Phase) ->
 
 def _counts(event: Event) -> Counts | None:
     return operator_counts(event.name, event.shapes, event.dtypes, event.arguments) if event.shapes else None
+
+
+def _name_of(event: Event) -> str:
+    """The operator's; what asks for another dtype alone has a name of its own beside what asks for a device."""
+    dtype_alone = event.name == "aten::to" and len(event.arguments) == _ARGUMENTS_OF_DTYPE
+    return "aten::to.dtype" if dtype_alone else event.name
+
+
+_ARGUMENTS_OF_DTYPE = 5
+"""Of `aten::to.dtype`: the tensor, the dtype, and three that every `aten::to` has."""
 
 
 def _shape(shape: Any) -> str:

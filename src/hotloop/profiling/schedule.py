@@ -30,18 +30,21 @@ _HABITS: list[Kind] = ["habits"]
 _SAMPLED: list[Kind] = ["sampled"]
 _CLOCKED: list[Kind] = ["clocked"]
 _TRACED: list[Kind] = ["traced", "settling"]
-_LOOKS: list[Kind] = [*_HABITS * 4, *_TRACED * 3, *_SAMPLED * 2, *_CLOCKED * 2, "settling"]
+_FIRST: list[Kind] = ["traced", *_CLOCKED, *_HABITS * 2, *_SAMPLED]
+"""So that a few long steps have some of everything; what is done twice with a batch may fall into two steps."""
+_LOOKS: list[Kind] = [*_HABITS * 2, *_TRACED * 2, *_SAMPLED, *_CLOCKED, "settling"]
 # Two traced steps never follow each other: a step ends inside of the range by which torch's profiler sees the update, and
 # a range that is still open when a profiler stops must not end under the next one.
-_BEFORE_LOOKS = 2
 
 
 def order(steps: int) -> list[Kind]:
-    """The kinds of all steps to come after the warm-up, `steps` of them clean or instrumented."""
+    """The kinds of all steps to come after the warm-up, `steps` of them clean or instrumented.
+
+    It goes by no clock, so that ranks which take the same steps watch them alike.
+    """
     pairs = max(1, steps // 2)
-    first = min(pairs, _BEFORE_LOOKS)  # so that a short run has some of everything
-    found = [kind for number in range(first) for kind in _pair(number)] + _LOOKS
-    for number in range(first, pairs):
+    found = [*_pair(0), *_FIRST, *(_pair(1) if pairs > 1 else []), *_LOOKS]
+    for number in range(2, pairs):
         found += [*_pair(number), *(_CLOCKED, _SAMPLED)[number % 2]]
     return found
 

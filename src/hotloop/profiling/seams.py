@@ -22,8 +22,8 @@ from hotloop.profiling.unseen import unseen
 class Listener(Protocol):
     """Hears what the thread that trains does; in a backward pass, also what torch's own threads do."""
 
-    def enter(self, module: nn.Module) -> Any:
-        """A module's forward begins; what this returns goes to `leave`."""
+    def enter(self, module: nn.Module, args: tuple) -> Any:
+        """A module's forward begins with these arguments; what this returns goes to `leave`."""
 
     def leave(self, before: Any) -> None:
         """The forward has ended, well or not."""
@@ -76,7 +76,7 @@ class Seams:
             elsewhere = ident() != self._thread and not self.depth
             if compiling() or not self._open or elsewhere or isinstance(module, Around):
                 return call(module, *args, **kwargs)
-            before = enter(module)
+            before = enter(module, args)
             try:
                 return call(module, *args, **kwargs)
             finally:

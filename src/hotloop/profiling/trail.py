@@ -15,6 +15,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from hotloop.profiles import Phase
 from hotloop.profiling.following import Follower, Line
+from hotloop.profiling.inputs import Inputs
 from hotloop.profiling.naming import LOSS, Name, Place
 from hotloop.profiling.seams import Seams
 from hotloop.profiling.unseen import unseen
@@ -88,13 +89,20 @@ class Trail:
         self._places: dict[int, Place] = {}
         self._inside: list[Place | None] = [None]
         self._outermost: Place | None = None
+        self._inputs = Inputs()
 
     @property
     def runs(self) -> Mapping[Line, int]:
         """How often each line of the user's ran in the step."""
         return self._follower.runs
 
+    @property
+    def alike(self) -> Iterable[tuple[Place, int]]:
+        """Modules of which many were given the same input in the step, or slices of one, and how many."""
+        return self._inputs.alike()
+
     def begin(self) -> None:
+        self._inputs = Inputs()
         self.marks, self.full, self._inside, self._outermost = [], False, [None], None
         self._seams.open()
         self.lines = self._follower.begin()
@@ -118,12 +126,13 @@ class Trail:
         phase = self._turn(ground, self._follower.lines)
         self.marks.append(Mark(number, self._inside[-1], self._follower.line, phase, deep, ground))
 
-    def enter(self, module: nn.Module) -> int:
+    def enter(self, module: nn.Module, args: tuple) -> int:
         place = self._places.get(id(module))
         if place is None or place.module is not module:
             place = self._places[id(module)] = Place.met(module, self._inside[-1], sys._getframe(2))
         if self._inside[-1] is None and not self._seams.depth:
             self._called(place)
+        self._inputs.note(place, self._inside[-1], args)
         self._inside.append(place)
         self.mark()
         return len(self._inside) - 1

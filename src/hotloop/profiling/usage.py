@@ -6,11 +6,14 @@ import os
 import sys
 import time
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+
+from hotloop.probe.limits import cgroup_limits
 
 
 class Cores:
@@ -40,7 +43,7 @@ class Cores:
         wall = max(now[0] - before[0], 1e-9)
         return {
             "torch": torch.get_num_threads(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            "cores": cores(),
             "busy": self._cpu / self._wall,
             "others": max(0.0, (now[1] - before[1]) - (now[2] - before[2])) / wall,
         }
@@ -57,6 +60,13 @@ class Cores:
             except psutil.Error:  # it ended in between
                 continue
         return time.monotonic(), sum(times) - idle - guests, own
+
+
+def cores() -> int:
+    """That this process may use: of those that it may run on, as many as its container's share of time makes."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_limits().cores
+    return allowed if quota is None else max(1, min(allowed, ceil(quota)))
 
 
 def held_memory(device: str, *, peak: bool = False) -> int:

@@ -367,7 +367,7 @@ class Watch(Listener):
         if torch.is_grad_enabled():
             self.timeline.turn("loss")
         if done and self._graphs.on:
-            self._graphs.forward(args[0], result, spent, self.sites.caller(4))
+            self._graphs.forward(args, kwargs, result, spent, self.sites.caller(4))
         if not self.facts.batch and self.timeline.on:
             self._note_batch(args, kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
@@ -30,7 +31,7 @@ COLOURS: dict[str, str] = {
     "python": "#b7950b",
     "unattributed": "#9aa5b1",
 }
-_MODULES, _OPERATORS, _LINES, _REMEDIES, _RANKS = 24, 10, 12, 8, 16
+_MODULES, _OPERATORS, _LINES, _REMEDIES, _NOTES, _RANKS = 24, 10, 12, 8, 5, 16
 """Rows that are shown; all are in --json."""
 _SMALL = 0.005
 """Share of the step below which a module isn't worth a row."""
@@ -274,8 +275,22 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
         yield from (_indented(text, 3) for text in _details(one))
     if not counted and profile.step_ms is not None and profile.engine == "eager":
         yield Text("Nothing was found that would win more than a few percent.")
-    for one in (one for one in profile.remedies if one.note):
+    notes = _one_of_each([one for one in profile.remedies if one.note])
+    for one in notes[:_NOTES]:
         yield Text(f"Costs little here: {one.cause}, {_at(one.where)} ({percent(one.gain)} of the step).")
+    if len(notes) > _NOTES:
+        yield Text(f"{len(notes) - _NOTES} more that cost little here: --json")
+
+
+def _one_of_each(notes: list[Remedy]) -> list[Remedy]:
+    """In turns of one note for each cause, so that none is hidden behind many of another."""
+    turns: Counter[str] = Counter()
+    numbered = []
+    for one in notes:
+        cause = one.cause.partition(":")[0]
+        numbered.append((turns[cause], one))
+        turns[cause] += 1
+    return [one for _, one in sorted(numbered, key=lambda pair: pair[0])]
 
 
 def _at(where: str) -> str:

@@ -1,0 +1,173 @@
+"""What a loop does in vain is told from what looks like it and is a part of the method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hotloop.probe.limits import CgroupLimits
+from hotloop.profiling import habits, usage
+from tests.cpu.watching import watched
+
+Step = Callable[[nn.Module, Tensor], Tensor]
+"""Gives the loss of a batch, and does what it does beside."""
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def seen(step: Step) -> dict[str, float]:
+    """How often each habit was seen in a step of a loop of 40."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for _ in range(40):
+            loss = step(net, torch.randn(8, 4))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return {habit.what: habit.per_step for habit in watched(loop).habits}
+
+
+def double_q(net: nn.Module, batch: Tensor) -> Tensor:
+    with torch.no_grad():
+        best = net(torch.randn(8, 4)).argmax(1, keepdim=True)
+    return net(batch).gather(1, best).pow(2).mean()
+
+
+def self_conditioned(net: nn.Module, batch: Tensor) -> Tensor:
+    with torch.no_grad():
+        guess = net(batch + torch.zeros(4))
+    return (net(batch + guess) - batch).pow(2).mean()
+
+
+def of_overwritten_memory(net: nn.Module, batch: Tensor) -> Tensor:
+    """The next batch lies where the one before did."""
+    with torch.no_grad():
+        wanted = net(batch)
+    return F.mse_loss(net(batch.add_(1.0)), wanted)
+
+
+def frozen_norms(net: nn.Module, batch: Tensor) -> Tensor:
+    """Trained in evaluation mode, as where its norms are left alone."""
+    net.eval()
+    return double_q(net, batch)
+
+
+METHODS = [double_q, self_conditioned, of_overwritten_memory, frozen_norms]
+
+
+@pytest.mark.parametrize("step", METHODS, ids=lambda step: step.__name__)
+def test_a_forward_that_the_training_needs_is_no_evaluation(step: Step) -> None:
+    assert seen(step) == {}
+
+
+def validated(net: nn.Module, batch: Tensor) -> Tensor:
+    net.eval()
+    with torch.no_grad():
+        net(torch.ones(16, 4))
+    net.train()
+    return net(batch).pow(2).mean()
+
+
+def asked_again(net: nn.Module, batch: Tensor) -> Tensor:
+    with torch.no_grad():
+        net(batch.clone())
+    return net(batch).pow(2).mean()
+
+
+def asked_about_the_last(net: nn.Module, batch: Tensor) -> Tensor:
+    """What is done after the update falls into the next step."""
+    last = getattr(net, "last", None)
+    if last is not None:
+        with torch.no_grad():
+            net(last)
+    net.last = batch
+    return net(batch).pow(2).mean()
+
+
+@pytest.mark.parametrize("step", [validated, asked_again, asked_about_the_last], ids=lambda step: step.__name__)
+def test_a_look_at_how_good_the_network_is_is_one(step: Step) -> None:
+    assert seen(step) == {"evaluation": pytest.approx(1.0, abs=0.3)}
+
+
+def test_taking_every_such_forward_for_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(habits, "_evaluates", lambda one, trained: True)
+    assert all("evaluation" in seen(step) for step in METHODS)
+
+
+def test_telling_inputs_by_their_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(habits, "_known_by", lambda value: (value.data_ptr(),))
+    assert "evaluation" in seen(of_overwritten_memory)
+
+
+def test_a_graph_of_a_teacher_is_no_double_evaluation() -> None:
+    teacher = network()
+    found = seen(lambda net, batch: F.mse_loss(net(batch), teacher(batch).detach()))
+    assert found == {"unused graph": pytest.approx(1.0, abs=0.3)}
+
+
+def keeping(what: str) -> Step:
+    kept: list[Tensor] = []
+
+    def step(net: nn.Module, batch: Tensor) -> Tensor:
+        out = net(batch)
+        first, second = out.pow(2).mean(), out.abs().mean()
+        if what == "the last":
+            kept.clear()
+        kept.append({"a term": first, "outputs": out, "numbers": first.detach(), "the last": first}[what])
+        return first + second
+
+    return step
+
+
+@pytest.mark.parametrize(("what", "is_kept"), [("a term", 1), ("outputs", 1), ("numbers", 0), ("the last", 0)])
+def test_whatever_keeps_a_part_of_the_graph_is_seen(what: str, is_kept: int) -> None:
+    assert set(seen(keeping(what))) == ({"kept graph"} if is_kept else set())
+
+
+def test_what_all_steps_share_is_no_kept_graph() -> None:
+    weight = torch.randn(4, requires_grad=True)
+    scale = weight.exp() * 2
+
+    def loop() -> None:
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(40):
+            (net(torch.randn(8, 4)) * scale).mean().backward(retain_graph=True)
+            optimizer.step()
+
+    assert "kept graph" not in {habit.what for habit in watched(loop).habits}
+
+
+def attacked(net: nn.Module, batch: Tensor) -> Tensor:
+    net.eval()
+    inputs = batch.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(net(inputs).pow(2).mean(), inputs)
+    net.train()
+    return net(batch + 0.1 * gradient.sign()).pow(2).mean()
+
+
+def test_gradients_that_are_used_are_no_evaluation() -> None:
+    assert seen(attacked) == {}
+
+
+def test_a_habit_of_every_step_is_seen_once_in_each() -> None:
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        assert seen(lambda net, batch: net(batch).pow(2).mean()) == {"hook": pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (2.0, 2), (1.5, 2), (0.2, 1), (16.0, 8)])
+def test_a_container_has_the_cores_of_its_share_of_time(
+    quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(usage, "cgroup_limits", lambda: CgroupLimits(cores=quota))
+    assert usage.cores() == cores
