@@ -165,7 +165,7 @@ def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
 
 
 def inspected_script(
-    path: Path,
+    path: Path | str,
     arguments: Sequence[str] = (),
     *,
     steps: int = DEFAULT_STEPS,

@@ -46,11 +46,18 @@ def holds_task(path: Path, name: str) -> bool:
     """Whether a file defines a Task of that name, as far as its text tells; it isn't run.
 
     A file that hotloop reads Tasks from imports hotloop, and has at its top level a function or a call's result of that
-    name, or imports it from elsewhere.
+    name, or imports it; or it imports it from a local file that does.
 
     Raises:
         TaskError: it can't be read.
     """
+    return _holds(path, name, set())
+
+
+def _holds(path: Path, name: str, seen: set[tuple[Path, str]]) -> bool:
+    if (path, name) in seen:
+        return False
+    seen.add((path, name))
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -58,7 +65,23 @@ def holds_task(path: Path, name: str) -> bool:
     except OSError as error:
         raise TaskError(f"{path} can't be read ({error.strerror})", fix="check the path") from error
     ours = any(name.partition(".")[0] == "hotloop" for name in _imported(tree, ""))
-    return any(_defines(statement, name, ours) for statement in _top_level(tree.body))
+    for statement in _top_level(tree.body):
+        if isinstance(statement, ast.ImportFrom):
+            names = [alias.name for alias in statement.names if (alias.asname or alias.name) == name]
+            if names and (ours or any(_holds(file, names[0], seen) for file in _files_of(statement, path))):
+                return True
+        elif ours and _defines(statement, name):
+            return True
+    return False
+
+
+def _files_of(statement: ast.ImportFrom, path: Path) -> list[Path]:
+    """The files beside a file, or below the working directory, that it may import from."""
+    start = path.absolute().parents[max(0, statement.level - 1)]
+    stem = (statement.module or "").replace(".", "/")
+    files = [base / stem / "__init__.py" for base in (start, Path.cwd())]
+    files += [base / f"{stem}.py" for base in (start, Path.cwd())]
+    return [file for file in files if file.is_file()]
 
 
 def _top_level(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -71,15 +94,13 @@ def _top_level(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _top_level([*statement.body, *statement.orelse])
 
 
-def _defines(statement: ast.stmt, name: str, ours: bool) -> bool:
-    if isinstance(statement, ast.ImportFrom):
-        return any((alias.asname or alias.name) == name for alias in statement.names)
+def _defines(statement: ast.stmt, name: str) -> bool:
     if isinstance(statement, ast.FunctionDef):
-        return ours and statement.name == name
+        return statement.name == name
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         made = isinstance(statement.value, ast.Call | ast.Name | ast.IfExp)
-        return ours and made and any(isinstance(target, ast.Name) and target.id == name for target in targets)
+        return made and any(isinstance(target, ast.Name) and target.id == name for target in targets)
     return False
 
 

@@ -72,6 +72,15 @@ def test_which_files_are_tasks(hotloop: Hotloop, asked: Asked) -> None:
     assert asked.calls[-1][1] == (Path("task.py"), ["--x"])
 
 
+def test_a_module_with_relative_imports_and_a_file_of_any_name(hotloop: Hotloop, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "said.py").write_text("import sys\nWORDS = sys.argv[1:]\n")
+    (tmp_path / "package" / "train.py").write_text("from .said import WORDS\nprint(__name__, WORDS)\n")
+    assert hotloop("profile", "-m", "package.train", "--", "--lr", "1").out == "__main__ ['--lr', '1']\n"
+    (tmp_path / "command").write_text("#!/usr/bin/env python\nprint('from the command')\n")
+    assert hotloop("profile", "command").out == "from the command\n"
+
+
 def test_options_arrive(hotloop: Hotloop, asked: Asked, tmp_path: Path) -> None:
     hotloop("profile", "task.py", "--set", "optimizer=fused", "--batch-size", "4", "--steps", "7", "--try")
     (_, (_, plan), options), (name, (_, found, base), more) = asked.calls

@@ -274,7 +274,7 @@ def test_nothing_is_left_after_a_step() -> None:
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="frames keep no copies of their variables")
 def test_a_frame_that_keeps_tensors_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiling.following._forget_locals", lambda frame: None)
+    monkeypatch.setattr("hotloop.profiling.following.forget_variables", lambda frame: None)
     assert "tensors" in leavings()
 
 

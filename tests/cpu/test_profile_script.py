@@ -63,6 +63,43 @@ def test_an_error_in_a_step_that_is_watched_closely(alone, how) -> None:
     assert profile.exit_code == 1 and profile.steps > 0 and profile.stopped == ""
 
 
+def test_warnings_and_tracebacks_name_the_scripts_own_lines(alone) -> None:
+    assert alone("complains.py", "120").steps > 20
+
+
+def test_an_error_that_is_caught_before_steps_are_known(alone) -> None:
+    alone("complains.py", "2")
+
+
+def test_variables_that_a_function_keeps_and_functions_that_are_pickled(alone) -> None:
+    assert alone("keeps.py").steps > 20
+
+
+@pytest.mark.slow
+def test_a_loss_in_a_compiled_function_is_not_compiled_again(alone) -> None:
+    assert alone("compiles.py").steps > 20
+
+
+@pytest.mark.parametrize("how", ["before", "after", "never"])
+def test_files_beside_a_script_that_have_names_of_pythons_modules(how, tmp_path, alone) -> None:
+    for name in ("statistics", "resource"):
+        (tmp_path / f"{name}.py").write_text("print('run', __name__)\nmedian = own = 7\n")
+    (tmp_path / "beside.py").write_text((LOOPS / "beside.py").read_text(encoding="utf-8"))
+    assert alone(str(tmp_path / "beside.py"), how).steps > 0
+
+
+def test_a_watch_that_fails_to_begin_is_none_of_the_scripts(tmp_path, monkeypatch, capfd) -> None:
+    (tmp_path / "psutil.py").write_text("raise ValueError('planted')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    profile = profile_script(LOOPS / "fails.py", ["exit", "3"])
+    assert (profile.exit_code, *capfd.readouterr()) == (3, "", "")
+    assert profile.notes == ["watching failed to begin by an error of hotloop's own: ValueError: planted"]
+
+
+def test_a_script_that_trains_in_other_processes_is_told_so(alone) -> None:
+    assert "started 2 other processes" in alone("spawns.py", "2").notes[-1]
+
+
 def test_an_exit_with_a_code_and_one_without_a_goodbye(capfd) -> None:
     profile = profile_script(LOOPS / "fails.py", ["exit", "30"])
     assert profile.exit_code == 3 and profile.steps > 0

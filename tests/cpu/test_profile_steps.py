@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -27,8 +26,8 @@ PATCHED = [
     (nn.Module, "train"),
     (DataLoader, "__iter__"),
     (torch, "save"),
-    (builtins, "print"),
-    (nn.functional, "mse_loss"),
+    (torch._C._nn, "mse_loss"),
+    (torch.Tensor, "__float__"),
     (torch.optim.Optimizer, "zero_grad"),
 ]
 
@@ -175,6 +174,22 @@ def test_evaluation_and_checkpoints_lie_apart_and_a_habit_of_every_step_doesnt(t
     assert always.phases["logging"] > 0 and "logging" not in seldom.phases
     assert seldom.loaders[0].batch_size == 8
     assert seldom.samples_per_step == 8
+
+
+def test_anomaly_detection_around_each_backward_is_a_habit() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loop(anomaly: bool) -> None:
+        for _ in range(40):
+            loss = model(torch.randn(8, 4)).pow(2).mean()
+            optimizer.zero_grad()
+            with torch.autograd.set_detect_anomaly(anomaly):
+                loss.backward()
+            optimizer.step()
+
+    assert [habit.per_step for habit in watched(lambda: loop(True)).habits if habit.what == "hook"] == [1.0]
+    assert not watched(lambda: loop(False)).habits
 
 
 def test_habits_are_seen_and_their_absence_too() -> None:

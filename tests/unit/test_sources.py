@@ -14,13 +14,14 @@ TASKS = {
     "from hotloop": "from hotloop import Task\ntask: Task = Task()",
     "chosen": "import hotloop\nif True:\n    task = make()\nelse:\n    task = other()",
     "tried": "try:\n    import hotloop\nexcept ImportError:\n    pass\ntask = make()",
-    "from elsewhere": "from tasks import mine as task",
+    "from elsewhere": "import hotloop\nfrom elsewhere import mine as task",
 }
 SCRIPTS = {
     "no task": "import torch\nfor step in range(3): print(step)",
     "text": "import hotloop\ntask = 'regression'",
     "an argument": "import hotloop\ntask = args.task",
     "of another library": "import gymnasium\ntask = gymnasium.make('CartPole')",
+    "a word of another library": "from prefect import flow, task\n@flow\ndef main(): ...",
     "in a function": "import hotloop\ndef main():\n    task = hotloop.Task()",
     "run as a script": "import hotloop\nif __name__ == '__main__':\n    task = hotloop.Task()",
     "syntax error": "import hotloop\ntask = (",
@@ -42,3 +43,15 @@ def test_another_name(tmp_path: Path) -> None:
     file.write_text("import hotloop\nmine = hotloop.Task()")
     assert holds_task(file, "mine")
     assert not holds_task(file, "task")
+
+
+@pytest.mark.parametrize("statement", ["from tasks import mine as task", "from .tasks import mine as task"])
+def test_a_task_of_another_file(statement: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(statement)
+    (tmp_path / "tasks.py").write_text("from more.tasks import mine")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "tasks.py").write_text("from tasks import mine")
+    assert not holds_task(file, "task")
+    (tmp_path / "tasks.py").write_text("import hotloop\nmine = hotloop.Task()")
+    assert holds_task(file, "task")

@@ -65,6 +65,9 @@ def profile(
     ] = False,
     time_limit: Annotated[str, typer.Option(help="For what --try measures.")] = "30s",
     module: Annotated[str | None, typer.Option(help="Show the operators of this module alone.")] = None,
+    as_module: Annotated[
+        bool, typer.Option("-m", help="FILE is a module that runs as a script, as under python -m.")
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of a few steps to this file.")] = None,
     pictures: Annotated[Path | None, typer.Option(help="Write pages with pictures into this folder.")] = None,
     as_json: AsJson = False,
@@ -76,6 +79,7 @@ def profile(
     hotloop profile examples/fashion.py --try               race the remedies
     hotloop profile examples/fashion.py --ranks 2           two processes that share each step
     hotloop profile train.py -- --epochs 1 --lr 0.1         any PyTorch script with its own arguments
+    hotloop profile -m package.train -- --epochs 1          the same of a module, as python -m runs it
     hotloop profile train.py --stop-after 60s --pictures seen
 
     A file that imports hotloop and defines a Task is profiled as a Task; everything else, and everything with arguments
@@ -90,7 +94,7 @@ def profile(
         ranks=ranks,
         try_remedies=try_remedies,
     )
-    path = _script(file, bool(arguments))
+    path = file if as_module else _script(file, bool(arguments))
     if steps is not None and steps < 1:
         raise typer.BadParameter(f"--steps is {steps}; expected 1 or more")
     if path is not None:
@@ -113,6 +117,8 @@ def profile(
 def _script(file: str, arguments: bool) -> Path | None:
     """The script that a reference means; None if it means a Task."""
     where, name = split(file)
+    if where == file and Path(file).is_file() and not file.endswith(".py"):
+        return Path(file)  # such as a command that is written in Python
     path = file_named(where)
     if arguments and (path is None or where != file):
         raise typer.BadParameter(f"{file} names a Task, and arguments behind -- are for a script; pass -p name=value")
@@ -127,7 +133,7 @@ def _not_for_scripts(name: str, file: str) -> str:
 
 
 def _of_script(
-    path: Path, arguments: list[str], steps: int | None, stop_after: str | None, trace: Path | None, as_json: bool
+    path: Path | str, arguments: list[str], steps: int | None, stop_after: str | None, trace: Path | None, as_json: bool
 ) -> Profile:
     from hotloop.pacing import seconds
 

@@ -37,4 +37,6 @@ def operator_counts(
         flops, bytes_ = formula(Call(shapes, dtypes, arguments))
     except Unknown:
         return None
+    except (ValueError, IndexError, TypeError):
+        return None  # shapes that don't fit: those that torch's compiler runs operators with may be symbols
     return Counts(float(flops), None if math.isnan(bytes_) else float(bytes_))

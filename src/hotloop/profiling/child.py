@@ -13,8 +13,9 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from hotloop.profiling.importing import AtImport
+from hotloop.profiling.importing import AtImport, imports_from
 from hotloop.profiling.plain import PlainProfiler
+from hotloop.profiling.sites import HIDDEN
 
 _HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -26,9 +27,10 @@ def begin(settings: dict[str, Any]) -> None:
         settings: `out`, the file to leave; `steps`, to measure; `trace`, a file for the Chrome trace, or None.
     """
     atexit.register(_remind_of_interrupt)  # the first to be registered is the last to run
+    path = sys.path[:]  # the script's folder isn't in it yet
     if "torch" in sys.modules:  # the machine's own `sitecustomize` has imported it
         _leave_out_our_frames()
-        watch(settings)
+        _watch_from(path, settings)
         return
     plain = PlainProfiler()
 
@@ -36,11 +38,11 @@ def begin(settings: dict[str, Any]) -> None:
         plain.stop(name)
         _leave_out_our_frames()  # its import may fail
 
-    waiting = AtImport({"torch"}, before=before, then=lambda: watch(settings))
+    waiting = AtImport({"torch"}, before=before, then=lambda: _watch_from(path, settings))
     waiting.begin()
     os.register_at_fork(after_in_child=waiting.end)
     process = os.getpid()
-    atexit.register(lambda: _leave_plain(settings["out"], plain) if os.getpid() == process else None)
+    atexit.register(lambda: _leave_plain(settings["out"], plain, path) if os.getpid() == process else None)
     plain.begin()
 
 
@@ -55,31 +57,47 @@ def _remind_of_interrupt() -> None:
             exec("raise KeyboardInterrupt")
 
 
-def _leave_plain(path: str, plain: PlainProfiler) -> None:
+def _leave_plain(out: str, plain: PlainProfiler, path: list[str]) -> None:
     """The process ends: leaves what is known of a script that never imported torch."""
     if plain.stopped_by == "torch":
         return
     plain.stop(plain.stopped_by)
-    from hotloop.profiling.facts import Facts
-    from hotloop.profiling.sites import Sites
+    with imports_from(path):
+        from hotloop.profiling.facts import Facts
+        from hotloop.profiling.sites import Sites
 
     note = "its functions were timed by Python's own profiler, under which calls take longer"
     if plain.stopped_by:
         note = f"it uses {plain.stopped_by} itself, so its functions were timed only until then"
-    write(path, Facts(lines=plain.lines(Sites()), notes=[note]).as_dict())
+    write(out, Facts(lines=plain.lines(Sites()), notes=[note]).as_dict())
+
+
+def _watch_from(path: list[str], settings: dict[str, Any]) -> None:
+    """An error of the watch's own is none of the script's, which is importing torch."""
+    try:
+        with imports_from(path):
+            watch(settings)
+    except Exception as error:
+        note = f"watching failed to begin by an error of hotloop's own: {type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            write(settings["out"], {"torch": True, "steps": [], "notes": [note], "closed": "it failed to begin"})
 
 
 def watch(settings: dict[str, Any]) -> None:
     """torch is there: the watch begins."""
+    from hotloop.profiling.children import Children
     from hotloop.profiling.compiled import Compilations
     from hotloop.profiling.observing import observers
     from hotloop.profiling.sites import Sites
     from hotloop.profiling.watcher import Watch
 
-    process = os.getpid()
+    process, children = os.getpid(), Children()
 
     def publish(facts: Any) -> None:
         if os.getpid() == process:
+            facts.children = children.count
+            if facts.trained:
+                children.remove()  # it trains here
             write(settings["out"], facts.as_dict())
 
     compilations = Compilations()
@@ -91,7 +109,11 @@ def watch(settings: dict[str, Any]) -> None:
         compilations=compilations,
     )
     AtImport({"torch._inductor.compile_fx"}, then=watching.note_compilations).begin()
-    watching.install()
+    children.install()
+    try:
+        watching.install()
+    except Exception as error:
+        watching.fail(error)
     os.register_at_fork(after_in_child=watching.abandon)
     atexit.register(watching.close)
 
@@ -130,7 +152,7 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Python's of an import go where ours follow, since Python itself leaves them out where none follow."""
     frames: list[TracebackType] = []
     while trace is not None:
-        if not _file(trace).startswith(_HOTLOOP):
+        if not _file(trace).startswith((_HOTLOOP, HIDDEN)):
             frames.append(trace)
         else:
             while frames and _file(frames[-1]).startswith("<frozen importlib"):

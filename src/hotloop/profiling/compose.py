@@ -164,6 +164,14 @@ def _overhead(steps: Sequence[StepFact], usual: set[str]) -> Overhead | None:
 def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
     if not facts.torch:
         return ["it never imported torch, so there are no steps; times are of the whole run"]
+    if not facts.trained and facts.children:
+        many = f"{facts.children} other processes" if facts.children > 1 else "another process"
+        return [
+            f"it never trained in this process, but started {many}: if it trains there, it isn't watched; "
+            "let one process train by itself to profile it"
+        ]
+    if not facts.trained and facts.closed:
+        return []
     if not facts.trained:
         return ["it imported torch, but no gradient was computed and no optimizer stepped: it never trained here"]
     if not measured:

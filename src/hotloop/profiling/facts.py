@@ -44,6 +44,7 @@ class Facts:
         turned: from which phase of the timeline to which one, and what part of it, as the lines say that ran in it.
         warm_up_s: from the first thing that trains to the first step that counts.
         modules, operators, lines, loaders, optimizers, habits: records, dumped.
+        children: processes of Python that it started.
         closed: why watching ended; empty as long as it goes on.
     """
 
@@ -71,6 +72,7 @@ class Facts:
     trace: str | None = None
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    children: int = 0
     closed: str = ""
 
     def as_dict(self) -> dict[str, Any]:

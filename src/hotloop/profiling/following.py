@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import CodeType, FrameType
 from typing import Any
 
+from hotloop.profiling.scopes import forget_variables, keeps_variables
 from hotloop.profiling.sites import is_step
 from hotloop.profiling.unseen import unseen
 
@@ -21,6 +22,8 @@ Line = tuple[str, int]
 @unseen
 class Follower:
     """Follows the lines of frames that are the user's own, from the innermost one that runs when it begins.
+
+    A frame whose code may keep its dictionary of variables isn't followed, since Python fills that in for each line.
 
     Attributes:
         line: the innermost line of the user's; None before there was one, and where `hide` says so.
@@ -69,7 +72,7 @@ class Follower:
         self._on = False
         for frame in [*self._frames, *self._running(sys._getframe(1))]:
             frame.f_trace = None
-            _forget_locals(frame)
+            forget_variables(frame)
         self._lines, self._frames = [], []
 
     def hide(self) -> None:
@@ -94,7 +97,7 @@ class Follower:
     def _owns(self, code: CodeType) -> bool:
         own = self._own.get(code)
         if own is None:
-            own = self._own[code] = self._is_own(code)
+            own = self._own[code] = self._is_own(code) and not keeps_variables(code)
         return own
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
@@ -123,10 +126,3 @@ class Follower:
             self._lines.pop()
             self._moved()
         return self._step
-
-
-@unseen
-def _forget_locals(frame: FrameType) -> None:
-    """Before Python 3.13 a traced frame keeps a copy of its variables, and so what they held, alive."""
-    if frame.f_code.co_flags & CO_OPTIMIZED and sys.version_info < (3, 13):
-        frame.f_locals.clear()

@@ -1,27 +1,23 @@
-"""Where torch and Python are listened to: in all steps that are watched, and more closely in some."""
+"""Where torch is listened to in all steps that are watched; what is more closely, see `closely`."""
 
 from __future__ import annotations
 
-import builtins
 import functools
-import logging
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hotloop.parallel.summing import Around
 from hotloop.patches import Patches
 from hotloop.profiles import Phase
 from hotloop.profiling.phases import Clock, HostClock, Timeline
-from hotloop.profiling.unseen import unseen
+from hotloop.profiling.unseen import beyond, out_of_warnings, unseen
 
 _CALLS, _REPEATS = 100, 3
 
@@ -29,8 +25,11 @@ Began = Callable[[tuple, dict], Any]
 Ended = Callable[[Any, tuple, dict, Any, bool], None]
 
 
+@out_of_warnings
 def around(mine: Callable[[], bool], began: Began, ended: Ended) -> Callable[[Any], Any]:
     """What makes a function tell when it begins and ends; nobody who calls it sees a difference.
+
+    Errors and warnings from inside look as if there were no function around, and what is compiled meanwhile isn't told.
 
     Args:
         mine: whether this thread is watched.
@@ -38,18 +37,25 @@ def around(mine: Callable[[], bool], began: Began, ended: Ended) -> Callable[[An
         ended: gets that, the arguments, the result, and whether there is one.
     """
 
+    compiling = torch.compiler.is_compiling
+
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not mine():
+            if compiling():
                 return original(*args, **kwargs)
-            token, result, done = began(args, kwargs), None, False
+            heard = mine()
+            token, result, done = began(args, kwargs) if heard else None, None, False
             try:
                 result = original(*args, **kwargs)
                 done = True
                 return result
+            except BaseException as error:
+                error.__traceback__ = beyond(error)
+                raise
             finally:
-                ended(token, args, kwargs, result, done)
+                if heard:
+                    ended(token, args, kwargs, result, done)
 
         return unseen(call)
 
@@ -163,154 +169,3 @@ class Always:
 
         last = around(lambda: True, before, lambda *ended: None)
         self._patches.put(torch.autograd, "_engine_run_backward", last)
-
-
-_SYNCHRONISING = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
-_COPYING = ("to", "cpu", "cuda", "copy_")
-_UPDATING = (
-    ("torch.optim.optimizer", "Optimizer", "zero_grad"),
-    ("torch.optim.lr_scheduler", "LRScheduler", "step"),
-    ("torch.optim.lr_scheduler", "ReduceLROnPlateau", "step"),
-    ("torch.optim.swa_utils", "AveragedModel", "update_parameters"),
-    ("torch.amp.grad_scaler", "GradScaler", "unscale_"),
-    ("torch.amp.grad_scaler", "GradScaler", "step"),
-    ("torch.amp.grad_scaler", "GradScaler", "update"),
-    ("torch.nn.utils.clip_grad", "", "_get_total_norm"),
-    ("torch.nn.utils.clip_grad", "", "_clip_grads_with_norm_"),
-)
-_LOGGING = (
-    ("matplotlib.figure", "Figure", "savefig"),
-    ("matplotlib.figure", "Figure", "draw"),
-    ("PIL.Image", "Image", "save"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_scalar"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_scalars"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_image"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_images"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_figure"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_histogram"),
-    ("torch.utils.tensorboard.writer", "SummaryWriter", "flush"),
-    ("tqdm.std", "tqdm", "update"),
-    ("tqdm.std", "tqdm", "refresh"),
-    ("tqdm.std", "tqdm", "set_postfix"),
-    ("tqdm.std", "tqdm", "set_description"),
-)
-_LOSSES = (
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "cosine_embedding_loss",
-    "cross_entropy",
-    "ctc_loss",
-    "gaussian_nll_loss",
-    "hinge_embedding_loss",
-    "huber_loss",
-    "kl_div",
-    "l1_loss",
-    "margin_ranking_loss",
-    "mse_loss",
-    "nll_loss",
-    "poisson_nll_loss",
-    "smooth_l1_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-)
-_COMMUNICATING = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier")
-
-
-class Closely:
-    """Puts what happens into the phases of a timeline, in the steps that are watched closely."""
-
-    def __init__(self, listener: Listener, timeline: Timeline) -> None:
-        self._listener, self._timeline = listener, timeline
-        self._patches = Patches()
-
-    def install(self) -> None:
-        heard, patches = self._listener, self._patches
-        patches.put(nn.Module, "__call__", self._forwards())
-        nothing = around(heard.mine, lambda args, kwargs: None, heard.no_grad_ended)
-        patches.put(torch.no_grad, "__exit__", nothing)
-        for name in _LOSSES:
-            patches.put(nn.functional, name, self._in("loss"))
-        for name in _SYNCHRONISING:
-            patches.put(Tensor, name, self._in("synchronisation"))
-        for name in _COPYING:
-            patches.put(Tensor, name, self._copying(name))
-        patches.put(builtins, "print", self._in("logging"))
-        patches.put(logging.Logger, "handle", self._in("logging"))
-        for table, phase in ((_UPDATING, "update"), (_LOGGING, "logging")):
-            for module, owner, name in table:
-                self._put(module, owner, name, phase)  # type: ignore[arg-type]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            for name in _COMMUNICATING:
-                patches.put(torch.distributed, name, among_ranks(heard.mine, self._timeline, "communication"))
-        if torch.accelerator.is_available():
-            patches.put(torch.accelerator, "synchronize", self._in("synchronisation"))
-            if torch.cuda.is_available():
-                patches.put(torch.cuda, "synchronize", self._in("synchronisation"))
-
-    def remove(self) -> None:
-        self._patches.undo()
-
-    def _put(self, module: str, owner: str, name: str, phase: Phase) -> None:
-        """Only what the script has imported itself can be called."""
-        if (there := sys.modules.get(module)) is None:
-            return
-        holder = getattr(there, owner, None) if owner else there
-        if holder is not None and hasattr(holder, name):
-            self._patches.put(holder, name, self._in(phase))
-
-    def _forwards(self) -> Callable[[Any], Any]:
-        """What stands around a model that ranks share runs forward, too, and computes the loss after it."""
-        heard, timeline = self._listener, self._timeline
-
-        def began(args: tuple, kwargs: dict) -> Any:
-            return timeline.enter("forward") if isinstance(args[0], Around) else heard.forward_began(args, kwargs)
-
-        def ended(token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
-            if not isinstance(args[0], Around):
-                heard.forward_ended(token, args, kwargs, result, done)
-                return
-            timeline.leave()
-            timeline.turn("loss")
-
-        return around(heard.mine, began, ended)
-
-    def _in(self, phase: Phase) -> Callable[[Any], Any]:
-        timeline = self._timeline
-        return around(
-            self._listener.mine,
-            lambda args, kwargs: timeline.enter(phase),
-            lambda token, args, kwargs, result, done: timeline.leave(),
-        )
-
-    def _copying(self, name: str) -> Callable[[Any], Any]:
-        """For what copies from device to device; what only changes the dtype, or nothing, is none."""
-        timeline = self._timeline
-
-        def began(args: tuple, kwargs: dict) -> bool:
-            copies = _elsewhere(name, args, kwargs)
-            if copies:
-                timeline.enter("copy")
-            return copies
-
-        def ended(copies: bool, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
-            if copies:
-                timeline.leave()
-
-        return around(self._listener.mine, began, ended)
-
-
-def _elsewhere(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether a method of a tensor's asks for another device than the tensor is on."""
-    here = args[0].device
-    if name in ("cpu", "cuda"):
-        return here.type != name or bool(args[1:] or kwargs)
-    return any(_is_other(value, here) for value in (*args[1:], *kwargs.values()))
-
-
-def _is_other(value: Any, here: torch.device) -> bool:
-    if isinstance(value, Tensor):
-        return value.device != here
-    if isinstance(value, str | torch.device):
-        kind, _, number = str(value).partition(":")
-        return kind != here.type or number not in ("", str(here.index))
-    return isinstance(value, int) and not isinstance(value, bool) and value != here.index

@@ -28,7 +28,7 @@ _GRACE_S = 10.0
 
 
 def profile_script(
-    path: Path,
+    path: Path | str,
     arguments: Sequence[str] = (),
     *,
     steps: int = DEFAULT_STEPS,
@@ -42,6 +42,7 @@ def profile_script(
     to it, and what was seen until then is kept.
 
     Args:
+        path: of its file; or, as text, the name of a module to run as `python -m` does.
         steps: how many are measured; then the script runs on alone.
         stop_after_s: seconds after which the script is stopped, as by Ctrl-C.
         stdout: where its output goes, such as 2 for standard error; this process's if None.
@@ -50,13 +51,14 @@ def profile_script(
     Raises:
         TaskError: there is no such file.
     """
-    if not path.is_file():
+    if isinstance(path, Path) and not path.is_file():
         raise TaskError(f"there is no file {path}", expected="a Python script", fix="check the path")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hotloop-") as folder:
         out = Path(folder) / "facts.json"
         settings = {"out": str(out), "steps": steps, "trace": str(trace.resolve()) if trace is not None else None}
-        process = subprocess.Popen([sys.executable, str(path), *arguments], env=_environment(settings), stdout=stdout)
+        command = [sys.executable, *([str(path)] if isinstance(path, Path) else ["-m", path]), *arguments]
+        process = subprocess.Popen(command, env=_environment(settings), stdout=stdout)
         with _signals_to(process):
             stopped = _wait(process, stop_after_s)
         facts = Facts.of(json.loads(out.read_text(encoding="utf-8"))) if out.is_file() else None
@@ -70,7 +72,7 @@ def profile_script(
     )
 
 
-def _unseen(path: Path) -> Profile:
+def _unseen(path: Path | str) -> Profile:
     """It ended before anything could be written down."""
     return Profile(source=str(path), steps=0, step_ms=None, notes=["it ended before anything was seen of it"])
 

@@ -1,12 +1,14 @@
-"""Hears that a module is imported for the first time, in a process that may only ask whether it could be."""
+"""Imports in a process that is somebody else's: hears of the first of a module, and does its own without a trace."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -74,3 +76,44 @@ def _found(finders: Iterable[Any], name: str, path: Sequence[str] | None, target
         if spec is not None:
             return spec
     return None
+
+
+@contextmanager
+def imports_from(path: Sequence[str]) -> Iterator[None]:
+    """What is imported in here comes from a path as long as it can; afterwards the script finds what it would alone.
+
+    A file beside the script may have the name of a module of Python's: it is run for the script alone, and for nobody else.
+    """
+    before, theirs = sys.path[:], [entry for entry in sys.path if entry not in path]
+    folders = {os.path.realpath(entry) for entry in theirs}
+    hiding = {name for name, module in sys.modules.items() if "." not in name and _hides(module, folders, path)}
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in hiding}
+    for name in hidden:
+        del sys.modules[name]
+    known = set(sys.modules)
+    sys.path[:] = [*path, *theirs]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        new = {name: name.partition(".")[0] for name in sys.modules if name not in known}
+        ours = {name for name in set(new.values()) - known if name in hiding or _is_file(name, theirs)}
+        for name, top in new.items():
+            if top in ours:
+                del sys.modules[name]
+        sys.modules.update(hidden)
+
+
+def _hides(module: ModuleType, folders: Collection[str], path: Sequence[str]) -> bool:
+    """Whether a module lies in one of these folders, and another one of its name on the path."""
+    file = getattr(getattr(module, "__spec__", None), "origin", None) or getattr(module, "__file__", None)
+    if not isinstance(file, str) or module.__name__ == "__main__":
+        return False
+    folder, name = os.path.split(os.path.realpath(file))
+    lies_in = os.path.dirname(folder) if name.startswith("__init__.") else folder
+    return lies_in in folders and _is_file(module.__name__, path)
+
+
+def _is_file(name: str, path: Sequence[str]) -> bool:
+    spec = PathFinder.find_spec(name, list(path))
+    return spec is not None and spec.origin is not None

@@ -6,13 +6,13 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
+from hotloop.profiling.scopes import variables
 from hotloop.profiling.unseen import unseen
 
 _SCANS = 4
@@ -188,11 +188,8 @@ def variable_of(value: Any, frame: FrameType | None) -> str:
 @unseen
 def _scopes(frame: FrameType) -> Iterator[dict[str, Any]]:
     """Names that code in a frame sees: its own, those of its `self`, and those of its file."""
-    if frame.f_code.co_flags & CO_OPTIMIZED:
-        kept = frame.f_locals
-        names = dict(kept)
-        if isinstance(kept, dict):
-            kept.clear()  # before Python 3.13 the frame keeps this copy, and so what is in it, alive
+    names = variables(frame)
+    if names is not None:
         yield names
         yield getattr(names.get("self"), "__dict__", {})
     yield frame.f_globals

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hotloop.parallel.summing import Around
-from hotloop.profiling.unseen import unseen
+from hotloop.profiling.unseen import beyond, out_of_warnings, unseen
 
 
 class Listener(Protocol):
@@ -67,33 +67,43 @@ class Seams:
         setattr(owner, name, mine)
         self._put.append((owner, name, before, mine))
 
+    @out_of_warnings
     def _call(self, call: Callable[..., Any]) -> Callable[..., Any]:
         compiling, ident = torch.compiler.is_compiling, threading.get_ident
         enter, leave = self._listener.enter, self._listener.leave
 
         @wraps(call)
         def heard(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            elsewhere = ident() != self._thread and not self.depth
-            if compiling() or not self._open or elsewhere or isinstance(module, Around):
+            if compiling():
                 return call(module, *args, **kwargs)
-            before = enter(module, args)
+            elsewhere = ident() != self._thread and not self.depth
+            hears = self._open and not elsewhere and not isinstance(module, Around)
+            before = enter(module, args) if hears else None
             try:
                 return call(module, *args, **kwargs)
+            except BaseException as error:
+                error.__traceback__ = beyond(error)
+                raise
             finally:
-                leave(before)
+                if hears:
+                    leave(before)
 
         return heard
 
+    @out_of_warnings
     def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
         def heard(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._open:
-                return run(t_outputs, *args, **kwargs)
-            with self._listener.backward(t_outputs):
-                self.depth += 1
-                try:
-                    return run(t_outputs, *args, **kwargs)
-                finally:
-                    self.depth -= 1
+            hears = self._open and not torch.compiler.is_compiling()
+            try:
+                with self._listener.backward(t_outputs) if hears else nullcontext():
+                    self.depth += hears
+                    try:
+                        return run(t_outputs, *args, **kwargs)
+                    finally:
+                        self.depth -= hears
+            except BaseException as error:
+                error.__traceback__ = beyond(error)
+                raise
 
         return heard

@@ -11,6 +11,9 @@ _HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PROFILING = os.path.dirname(os.path.abspath(__file__))
 _TASKS = os.path.join(_PROFILING, "tasks.py")
 _STDLIB = sysconfig.get_path("stdlib")
+HIDDEN = "<hotloop, left out as importlib._bootstrap is>"
+"""File that the code of functions around others claims to be of."""
+
 _MOST = 1000
 """Places that are kept."""
 
@@ -40,7 +43,7 @@ class Sites:
                 return self._place_in(frame.f_code, frame.f_lineno)
             if is_step(frame.f_code):
                 return ""
-            if first is None and not frame.f_code.co_filename.startswith(_HOTLOOP):
+            if first is None and not frame.f_code.co_filename.startswith((_HOTLOOP, HIDDEN)):
                 first = frame
             frame = frame.f_back
         return self._place_in(first.f_code, first.f_lineno) if first is not None else ""

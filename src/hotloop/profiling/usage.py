@@ -82,12 +82,12 @@ def held_memory(device: str, *, peak: bool = False) -> int:
 
 def _most_held() -> int:
     """By this process, of any memory; on Linux `ru_maxrss` is no less than what held the process that started it."""
-    import resource
-
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    import resource
+
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(most if sys.platform == "darwin" else most * 1024)
 

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from hotloop.profiles import Phase
+from hotloop.profiling.closely import Closely
 from hotloop.profiling.compiled import Compilations
+from hotloop.profiling.compiling import Compiling
 from hotloop.profiling.course import Course, Observer
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.habits import Graphs, is_loss
-from hotloop.profiling.hooks import Always, Closely, Listener, mark_ms
+from hotloop.profiling.hooks import Always, Listener, mark_ms
 from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
 from hotloop.profiling.pauses import Pauses
@@ -30,7 +32,6 @@ from hotloop.profiling.usage import compile_seconds, held_memory
 
 _MOST_CALLS = 4
 """Of one network by the loop in a step, on average, if what it is given counts as samples."""
-
 _PUBLISHED_S = 1.0
 """Between two times that all facts so far are written down, for a process that may end without a word."""
 
@@ -83,6 +84,7 @@ class Watch(Listener):
         self.facts, self.timeline = self._course.facts, self._course.timeline
         self._publish = publish
         self._always, self._closely = Always(self), Closely(self, self.timeline)
+        self._compiling = Compiling(self._closely.away, self._closely.back)
         self._loaders, self._optimizers, self._graphs = Loaders(sites), Optimizers(sites), Graphs(sites)
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
         self._thread: int | None = None
@@ -150,6 +152,7 @@ class Watch(Listener):
         self.facts.notes.append(f"watching ended by an error of hotloop's own: {said}")
         if not self.closed:
             self.closed = True
+            self._compiling.remove()
             self._graphs.end_evaluation()
             with suppress(Exception):  # what failed may fail again
                 self._course.end_close_watch()
@@ -164,6 +167,7 @@ class Watch(Listener):
 
     def _remove_closely(self) -> None:
         """What is removed stands under what watches an evaluation."""
+        self._compiling.remove()
         self._graphs.end_evaluation()
         self._closely.remove()
 
@@ -190,6 +194,7 @@ class Watch(Listener):
         """A step begins."""
         self._graphs.on, self._optimizers.on = kind == "habits", kind == "instrumented"
         self._forwards, self._called, self._close = 0, [], kind in CLOSE
+        self._compiling.listen()
         self._loaders.begin(timed=kind == "habits", counted=self._close)
         if self._close:
             self._course.mark_ms = self._course.mark_ms or mark_ms(self.timeline.clock)
@@ -271,6 +276,7 @@ class Watch(Listener):
         self.timeline.enter("backward")
         if self._graphs.on and self._backwards == 1:
             self._graphs.backward(args, self.sites.caller(4))
+            self._graphs.look_around(self.facts.anchor)  # it may be on for the backward alone
         return time.perf_counter()
 
     @_safe
