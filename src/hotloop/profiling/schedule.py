@@ -30,7 +30,7 @@ _HABITS: list[Kind] = ["habits"]
 _SAMPLED: list[Kind] = ["sampled"]
 _CLOCKED: list[Kind] = ["clocked"]
 _TRACED: list[Kind] = ["traced", "settling"]
-_FIRST: list[Kind] = ["traced", *_CLOCKED, *_HABITS * 2, *_SAMPLED]
+_FIRST: list[Kind] = [*_TRACED, *_CLOCKED, *_HABITS * 2, *_SAMPLED]
 """So that a few long steps have some of everything; what is done twice with a batch may fall into two steps."""
 _LOOKS: list[Kind] = [*_HABITS * 2, *_TRACED * 2, *_SAMPLED, *_CLOCKED, "settling"]
 # Two traced steps never follow each other: a step ends inside of the range by which torch's profiler sees the update, and
