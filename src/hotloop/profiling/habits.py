@@ -158,7 +158,7 @@ class Graphs:
             self._seconds[what, mark.where] += mark.seconds
 
     def look_around(self, where: str) -> None:
-        """Notes what is left on that costs time in every operation."""
+        """A backward begins: notes what is on that costs time in every operation, for it alone or all the time."""
         self._around += 1
         if torch.is_anomaly_enabled():
             self._found["hook", where] += 1

@@ -199,8 +199,6 @@ class Watch(Listener):
         if self._close:
             self._course.mark_ms = self._course.mark_ms or mark_ms(self.timeline.clock)
             self._closely.install()
-        else:
-            self._graphs.look_around(self.facts.anchor)
         if self.facts.by_hand:
             return "update"
         return "python" if self._loaders.used else self._making()
@@ -276,7 +274,7 @@ class Watch(Listener):
         self.timeline.enter("backward")
         if self._graphs.on and self._backwards == 1:
             self._graphs.backward(args, self.sites.caller(4))
-            self._graphs.look_around(self.facts.anchor)  # it may be on for the backward alone
+            self._graphs.look_around(self.facts.anchor)
         return time.perf_counter()
 
     @_safe
