@@ -27,7 +27,7 @@ from tests.multi.ranks import of_ranks
 from tests.multi.test_command import FILE
 
 PLAN = Plan(parallel="data", ranks=2)
-STEPS, BATCH = 4, 4
+STEPS, BATCH = 8, 4
 SLOW, PAUSE_S = 1, 0.01
 """A rank, and how long it takes for each of its samples."""
 
