@@ -207,19 +207,21 @@ class Drawing:
             if rest[1] is False:  # in evaluation
                 return None
             like = _laid_out_like(x)
-            draw = lambda shape, order=None: function(like(shape, order).fill_(1), *rest)[1]  # noqa: E731
-            return cls(name, tuple(x.shape), draw, tuple(rest))
+            own = tuple(x.shape)
+            return cls(
+                name, own, lambda shape, order=None: function(like(shape, order).fill_(1), *rest)[1], tuple(rest)
+            )
         if name.endswith(("_like", "_")):
             x, *rest = args
             like = _laid_out_like(x)
-            draw = lambda shape, order=None: function(like(shape, order), *rest, **kwargs)  # noqa: E731
-            return cls(name, tuple(x.shape), draw, _numbers(rest, kwargs))
+            own, how = tuple(x.shape), _numbers(rest, kwargs)
+            return cls(name, own, lambda shape, order=None: function(like(shape, order), *rest, **kwargs), how)
         size = next((place for place, value in enumerate(args) if isinstance(value, list | tuple)), None)
         if size is None:
             return None
         before, after = args[:size], args[size + 1 :]
-        draw = lambda shape, order=None: function(*before, list(shape), *after, **kwargs)  # noqa: E731
-        return cls(name, tuple(args[size]), draw, _numbers([*before, *after], kwargs))
+        own, how = tuple(args[size]), _numbers([*before, *after], kwargs)
+        return cls(name, own, lambda shape, order=None: function(*before, list(shape), *after, **kwargs), how)
 
     def finished(self, args: Any, drawn: Tensor) -> Any:
         """What the call would have returned, had it drawn that."""
