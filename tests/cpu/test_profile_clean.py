@@ -26,10 +26,22 @@ DISTURBING = {*CLOSE, "clocked"}
 
 
 class Quiet:
-    """A stage on which nothing happens."""
+    """A stage on which nothing happens.
+
+    Attributes:
+        kinds: how each step was watched; one after which a clean step begins anew is one that settles.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
 
     def begin(self, kind: Kind) -> Phase:
+        self.kinds.append(kind)
         return "python"
+
+    def again(self) -> None:
+        assert self.kinds[-1] == "clean"
+        self.kinds.insert(-1, "settling")
 
     def ready(self) -> None: ...
     def flags(self) -> list[str]:
@@ -61,11 +73,13 @@ class Even:
 
 def taken(ms: float, *, in_step: bool = False) -> list[str]:
     """How all steps are watched, each of so many milliseconds."""
-    one = Course(STEPS, Quiet(), list, found=False, in_step=in_step)
+    stage = Quiet()
+    one = Course(STEPS, stage, list, found=False, in_step=in_step)
     one.timeline.clock = Even(ms)
     while not one.over:
         one.boundary()
-    return [step.kind for step in one.facts.steps]
+    assert [step.kind for step in one.facts.steps if step.kind == "clean"] == ["clean"] * stage.kinds.count("clean")
+    return stage.kinds
 
 
 def kinds(ms: float) -> list[str]:

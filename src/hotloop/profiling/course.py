@@ -75,6 +75,9 @@ class Stage(Protocol):
     def flags(self) -> list[str]:
         """What has happened in the step that doesn't in every one."""
 
+    def again(self) -> None:
+        """The step begins anew: what has happened in it so far is forgotten."""
+
     def end(self) -> None:
         """It has ended."""
 
@@ -116,7 +119,7 @@ class Course:
         self._left = order(steps)
         self._began: Any = None
         self._first_s: float | None = None
-        self._warm = self._strayed = self._steps_sought = 0
+        self._warm = self._strayed = self._steps_sought = self._rehearsals = 0
         self._whole_since = 0.0
         self._pending: list[tuple[StepFact, list[tuple[Any, Phase]]]] = []
         self._first: Event | None = None
@@ -229,7 +232,7 @@ class Course:
         assert self._anchor is not None
         self.facts.anchor, self.facts.by_hand = self._anchor.where, self._anchor.what == "backward"
         self._pending = [one for one in self._pending if one[0].kind == "early"]
-        self.facts.steps, self._warm, self.facts.warm_up_s = [], 0, 0.0
+        self.facts.steps, self.facts.warm_up_s, self._warm, self._rehearsals = [], 0.0, 0, 0
         if not self.observers:
             self.observers = self._observers_of()
         self._next_step("warm-up")
@@ -239,6 +242,9 @@ class Course:
         self.trains()
         if self.step is None:
             self._begin_measuring()
+            return
+        if self._rehearsals:
+            self._rehearse()
             return
         self._end_step(at)
         self.settle()
@@ -260,16 +266,29 @@ class Course:
         long = not self._in_step and watched_s > LONGEST_S
         if not self._left or (self.measured() >= SETTLED and long):
             return None
-        settled: tuple[Kind, ...] = ("clean", "instrumented") if self._in_step else ("clean",)
-        return "settling" if self._left[0] in settled and self._is_disturbed() else self._left.pop(0)
+        kind = self._left[0]
+        if self._in_step and kind in ("clean", "instrumented") and self.facts.steps[-1].kind in _DISTURBING:
+            return "settling"  # whatever it took here, the other ranks decide alike
+        if not self._in_step and kind == "clean":
+            self._rehearsals = self._until_settled()
+        return self._left.pop(0)
 
-    def _is_disturbed(self) -> bool:
-        """Whether the next step finds Python's caches cold, by what was replaced for one before, and is so short to tell."""
-        if self._in_step:  # whatever it took here, the other ranks decide alike
-            return self.facts.steps[-1].kind in _DISTURBING
+    def _until_settled(self) -> int:
+        """How many steps find Python's caches cold, by what was replaced for one before; 0 if they're too long to tell."""
         ms = next((step.ms for step in reversed(self.facts.steps) if step.kind not in _DISTURBING), 0.0)
         settling = min(_MOST_SETTLING, int(_SETTLED_MS / ms)) if ms else 0
-        return any(step.kind in _DISTURBING for step in self.facts.steps[-settling:] if settling)
+        since = next((n for n, step in enumerate(reversed(self.facts.steps)) if step.kind in _DISTURBING), settling)
+        return max(0, settling - since)
+
+    def _rehearse(self) -> None:
+        """A step goes by as the clean one after it will, with as little as possible between them."""
+        self._rehearsals -= 1
+        assert self.step is not None
+        self.step.flags.clear()
+        self.step.apart_ms.clear()
+        self._stage.again()
+        self.cores.begin()
+        self._began = self.timeline.instant()
 
     def measured(self) -> int:
         """Steps whose times count."""

@@ -93,6 +93,19 @@ def _calls_ms(function: Callable[[], Any]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
+def safe(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An error of a listener's own ends its listening, by its `fail`, and never the script."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            return self.fail(error)
+
+    return call
+
+
 class Listener:
     """What is told of what happens; see `Always`."""
 

@@ -80,10 +80,14 @@ class Loaders:
             counted: whether they are counted.
         """
         self._counted = counted
-        for loader in self._loaders.values():
-            loader.drawn = loader.row_sum = 0
+        self.forget()
         if timed:
             self._time_samples()
+
+    def forget(self) -> None:
+        """The step draws anew."""
+        for loader in self._loaders.values():
+            loader.drawn = loader.row_sum = 0
 
     def drawn(self) -> list[str]:
         """Which loaders the step drew from, by number."""

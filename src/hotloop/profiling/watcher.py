@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 import traceback
@@ -20,7 +19,7 @@ from hotloop.profiling.compiling import Compiling
 from hotloop.profiling.course import Course, Observer
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.habits import Graphs, is_loss
-from hotloop.profiling.hooks import Always, Listener, mark_ms
+from hotloop.profiling.hooks import Always, Listener, mark_ms, safe
 from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
 from hotloop.profiling.pauses import Pauses
@@ -34,19 +33,6 @@ _MOST_CALLS = 4
 """Of one network by the loop in a step, on average, if what it is given counts as samples."""
 _PUBLISHED_S = 1.0
 """Between two times that all facts so far are written down, for a process that may end without a word."""
-
-
-def _safe(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An error of the watch's own ends the watch, and never the script."""
-
-    @functools.wraps(method)
-    def call(self: Watch, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            return self.fail(error)
-
-    return call
 
 
 class Watch(Listener):
@@ -101,7 +87,7 @@ class Watch(Listener):
         self._always.install()
         self._publish(self.facts)
 
-    @_safe
+    @safe
     def boundary(self) -> None:
         """A step ends here, and the next begins."""
         if not self.closed:
@@ -120,7 +106,7 @@ class Watch(Listener):
         self._remove_closely()
         self._always.remove()
 
-    @_safe
+    @safe
     def close(self, why: str = "") -> None:
         """Ends watching; hooks of optimizers go at the next backward, since this may be called from one."""
         if self.closed:
@@ -216,6 +202,11 @@ class Watch(Listener):
         self._pauses.trains()
         return self._loaders.drawn()
 
+    def again(self) -> None:
+        """The step begins anew."""
+        self._pauses.trains()
+        self._loaders.forget()
+
     def end(self) -> None:
         """A step has ended."""
         self._remove_closely()
@@ -267,7 +258,7 @@ class Watch(Listener):
             self._course.trains()
         self._pauses.trains()
 
-    @_safe
+    @safe
     def backward_began(self, args: tuple, kwargs: dict) -> Any:
         self._trains()
         self._backwards += 1
@@ -277,7 +268,7 @@ class Watch(Listener):
             self._graphs.look_around(self.facts.anchor)
         return time.perf_counter()
 
-    @_safe
+    @safe
     def backward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._backwards = max(0, self._backwards - 1)
         self.timeline.leave()
@@ -289,13 +280,13 @@ class Watch(Listener):
         self.timeline.turn("loss" if creates_graph else "update" if updates_now else "python")
         self._on_device_of(args[0])
 
-    @_safe
+    @safe
     def backward_over(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         if done and not self._backwards and not self._optimizers.inside and self._course.wants_backwards():
             at = self.timeline.instant()
             self._event(Event("backward", self.sites.caller(4)), at)
 
-    @_safe
+    @safe
     def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling() or not self.mine():
             return
@@ -303,7 +294,7 @@ class Watch(Listener):
         self.timeline.enter("update")
         self._optimizers.began(optimizer)
 
-    @_safe
+    @safe
     def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling() or not self.mine():
             return
@@ -314,42 +305,42 @@ class Watch(Listener):
             where = self.sites.caller(4)
             self._event(Event("update", where, self._optimizers.number(optimizer, where)), at)
 
-    @_safe
+    @safe
     def loading_began(self, args: tuple, kwargs: dict) -> Any:
         self.timeline.enter("data")
 
-    @_safe
+    @safe
     def loading_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self.timeline.leave()
         if done and self._loaders.drew(args[0], result) and self.timeline.on:
             self.timeline.turn(self._making())
 
-    @_safe
+    @safe
     def saving_began(self, args: tuple, kwargs: dict) -> Any:
         self.timeline.enter("logging")
         return time.perf_counter()
 
-    @_safe
+    @safe
     def saving_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self.timeline.leave()
         if token is not None:
             self._pauses.note("checkpoint", time.perf_counter() - token)
 
-    @_safe
+    @safe
     def mode_began(self, args: tuple, kwargs: dict) -> Any:
         self._pauses.mode_began()
 
-    @_safe
+    @safe
     def mode_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._pauses.mode_ended(training=kwargs.get("mode", args[1] if len(args) > 1 else True))
 
-    @_safe
+    @safe
     def no_grad_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         """An update that is written out by hand is over when gradients count again."""
         if self.facts.by_hand and self.timeline.depth == 1 and self.timeline.current == "update":
             self.timeline.turn(self._making())
 
-    @_safe
+    @safe
     def forward_began(self, args: tuple, kwargs: dict) -> Any:
         self._forwards += 1
         if self._forwards > 1:
@@ -360,7 +351,7 @@ class Watch(Listener):
         self.timeline.enter("loss" if is_loss(args[0]) else "forward")
         return time.perf_counter()
 
-    @_safe
+    @safe
     def forward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._forwards = max(0, self._forwards - 1)
         if self._forwards or token is None:
@@ -375,7 +366,7 @@ class Watch(Listener):
         if not self.facts.batch and self.timeline.on:
             self._note_batch(args, kwargs)
 
-    @_safe
+    @safe
     def step_computes(self, batch: Any) -> None:
         """A step that asks nothing of torch begins to compute; its parts are told to the timeline by those who know."""
         self._trains()
