@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
@@ -40,6 +41,7 @@ def lowered(
     during: During | None = None,
     done: int = 0,
     facts: TaskFacts | None = None,
+    against: Mapping[Plan, str] | None = None,
 ) -> Program:
     """The Task under the plan that was asked for; `auto` takes the first of its plans that can be lowered, and compiles
     where timing some steps says that it pays.
@@ -49,6 +51,7 @@ def lowered(
         during: see `lower`.
         done: steps of the run that lie behind.
         facts: of the Task, where they are known already.
+        against: what was found to speak against plans, which `auto` then passes over.
 
     Raises:
         PlanError: the plan can't be run here, and it was asked for by name.
@@ -65,10 +68,19 @@ def lowered(
             say(f"auto goes on eagerly: {eager}")
     else:  # nobody asked to wait for a compiler, or to trust what it made unproven: `tune` does both
         choices = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
+    choices = _not_against(choices, against or {}, say)
     program, plan = _weighed(task, considered.facts, choices, wanted, say, during)
     if wanted.asked:
         say(f"auto: {plan.brief()}")
     return program
+
+
+def _not_against(choices: list[Choice], against: Mapping[Plan, str], say: Say) -> list[Choice]:
+    """The choices without those that something was found against; the last, which is the baseline, stays."""
+    refused = [choice for choice in choices[:-1] if choice.plan in against]
+    for choice in refused:
+        say(f"auto passes over {choice.plan.brief()}: {against[choice.plan]}")
+    return [choice for choice in choices if choice not in refused]
 
 
 def _only_eager(considered: Considered) -> str:

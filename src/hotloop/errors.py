@@ -7,7 +7,8 @@ expected, what to do about it.
     ├── TaskError             the Task, or the file that should hold it, can't be used
     ├── DataError             the data can't be used: unequal lengths, NaN, labels out of range, empty, not found
     ├── PlanError             an axis, a value or a combination that doesn't exist
-    │   └── DeviceError       the device isn't there, or tensors live on different devices
+    │   ├── DeviceError       the device isn't there, or tensors live on different devices
+    │   └── RoomError         there isn't memory enough now for what a plan keeps there
     ├── RunError              a folder that isn't a run, is one already, is in use, or can't be written
     │   ├── CheckpointError   a checkpoint that is torn, tampered with, or of another model
     │   └── DiskError         the disk is full, or files may not grow any more
@@ -67,6 +68,10 @@ class PlanError(HotloopError):
 
 class DeviceError(PlanError):
     """A device that isn't there, or tensors on different devices in one operation."""
+
+
+class RoomError(PlanError):
+    """There isn't memory enough now for what a plan keeps in it; another time there may be."""
 
 
 class RunError(HotloopError):

@@ -56,16 +56,23 @@ def folder() -> Path:
 def remember(verdict: Verdict) -> list[str]:
     """Keeps what a race found; returns a note if that failed, which costs nothing but racing again."""
     base = verdict.plan(verdict.baseline)
-    if Plan(**base.plan).with_axes(device="cpu", workers=None) != BASELINE or base.ratio_low is None:
+    if Plan(**base.plan).with_axes(device="cpu", workers=None) != BASELINE or base.step_ms is None:
         return []
     where = _about(verdict.fingerprint, verdict.machine, verdict.versions)
     try:
         for timing in verdict.plans:
-            if timing.plan and not timing.short_of_memory:
+            if timing.plan and _tells(timing):
                 _keep(Kept(key=_key(where, timing, base), timing=timing, baseline=base), _path(where, timing, base))
     except HotloopError as error:
         return [f"what the race found couldn't be kept: {error.given}"]
     return []
+
+
+def _tells(timing: Timing) -> bool:
+    """Whether anything was found that is worth keeping; a search's last baseline may have run for longer, or less, than it."""
+    if timing.failure is not None:
+        return not timing.short_of_memory
+    return timing.verdict is not None or timing.left_out or timing.parity is not None
 
 
 def _keep(new: Kept, path: Path) -> None:
@@ -89,7 +96,7 @@ def _merged(before: Kept, new: Kept) -> Kept:
 
 
 def _sureness(timing: Timing) -> int:
-    return 0 if timing.verdict is None else 2 if timing.decided else 1
+    return 2 if timing.decided else 1 if timing.verdict is not None or timing.left_out else 0
 
 
 def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple[list[Kept], list[str]]:

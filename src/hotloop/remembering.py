@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from hotloop.choosing import lowered, placed
 from hotloop.errors import MemoryExhausted, PlanError
-from hotloop.kept import best, recall
+from hotloop.kept import Kept, best, recall
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
@@ -37,9 +38,16 @@ def remembered(loaded: Loaded, wanted: Wanted, say: Say, facts: TaskFacts | None
     It counts only beside the baseline that this run would have: a plan of many workers may be the fastest of those and
     slower than none.
     """
-    if loaded.record is None:  # without its source, a Task can't be told from another of the same shapes
+    if loaded.record is None:
         return None
     facts = facts or fingerprinted(loaded)
+    return _fastest(_recalled(loaded, wanted, say, facts), wanted, facts)
+
+
+def _recalled(loaded: Loaded, wanted: Wanted, say: Say, facts: TaskFacts) -> list[Kept]:
+    """What was found of plans that have the axes that were set, beside the baseline that this run would have."""
+    if loaded.record is None:  # without its source, a Task can't be told from another of the same shapes
+        return []
     kept, notes = recall(facts.fingerprint, machine_name(), speed_versions())
     for note in notes:
         say(note)
@@ -47,9 +55,24 @@ def remembered(loaded: Loaded, wanted: Wanted, say: Say, facts: TaskFacts | None
     asked = {*wanted.plan.model_fields_set, "device"}  # what was raced on one device says nothing of another
     baseline = Plan(device=plan.device, workers=plan.workers)
     beside = [one for one in kept if Plan(**one.baseline.plan) == baseline]
-    fitting = [one for one in beside if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
-    found = best(fitting, facts.steps, (*TRUSTED, "reduced-precision") if "precision" in asked else TRUSTED)
+    return [one for one in beside if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
+
+
+def _fastest(kept: Sequence[Kept], wanted: Wanted, facts: TaskFacts) -> Plan | None:
+    reduced = "precision" in wanted.plan.model_fields_set
+    found = best(kept, facts.steps, (*TRUSTED, "reduced-precision") if reduced else TRUSTED)
     return None if found is None else Plan(**found.timing.plan)
+
+
+def _against(kept: Sequence[Kept]) -> dict[Plan, str]:
+    """Plans that something measured speaks against, and what."""
+    found = {}
+    for timing in (one.timing for one in kept):
+        if timing.parity == "broken":
+            found[Plan(**timing.plan)] = "it was found broken"
+        elif timing.behind:
+            found[Plan(**timing.plan)] = "it was found slower than the baseline"
+    return found
 
 
 def lowered_by_memory(
@@ -60,7 +83,8 @@ def lowered_by_memory(
     during: During | None = None,
     facts: TaskFacts | None = None,
 ) -> Program:
-    """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered.
+    """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered, and no plan of the
+    rules that was found slower than the baseline, or broken.
 
     Args:
         facts: what `fingerprinted` says, where that is known already: to find it out, a model is built.
@@ -70,7 +94,8 @@ def lowered_by_memory(
     placed(wanted.plan)  # a device that isn't there shows before a model is built
     loaded = Loaded(task, loaded.record, loaded.files)
     facts = facts or fingerprinted(loaded)
-    plan = remembered(loaded, wanted, say, facts)
+    kept = _recalled(loaded, wanted, say, facts)
+    plan = _fastest(kept, wanted, facts)
     if plan is not None:
         try:
             program = lower(task, plan, say, during)
@@ -79,4 +104,4 @@ def lowered_by_memory(
         else:
             say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
             return program
-    return lowered(task, wanted, say, during, facts=facts)
+    return lowered(task, wanted, say, during, facts=facts, against=_against(kept))

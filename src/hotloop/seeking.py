@@ -79,7 +79,11 @@ def tuned(
     facts = fingerprinted(Loaded(task, loaded.record, loaded.files))
     hardware = here(start.device)
     check_plan(start, facts, hardware)
-    kept = recall(facts.fingerprint, machine_name(), speed_versions())[0] if loaded.record is not None else []
+    kept, unread = (
+        recall(facts.fingerprint, machine_name(), speed_versions()) if loaded.record is not None else ([], [])
+    )
+    for note in unread:
+        say(note)
     search = Search(
         task=task,
         baseline=Plan(device=start.device, workers=start.workers),
@@ -124,15 +128,16 @@ def _by_rules(facts: TaskFacts, hardware: Hardware, base: Plan, start: Plan) -> 
 
 def _about(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
     axes = {axis: getattr(start, axis) for axis in base.model_fields_set | {"device"}}
-    return earlier.about(facts.fingerprint, machine_name(), speed_versions(), axes)
+    compiles = machine.compiler() is not None
+    return earlier.about(facts.fingerprint, machine_name(), speed_versions(), axes, compiles=compiles)
 
 
 def _keep(search: Search, verdict: Verdict, limit_s: float | None, steps: int | None, key: dict[str, Any]) -> None:
-    """Remembers a search that found nothing, if it could tell anything."""
+    """Remembers a search that found nothing, if it could tell anything, and all that it tried had memory enough."""
     step_ms = verdict.plan(BASELINE).step_ms
     if verdict.winner != BASELINE:
         earlier.forget(key)
-    elif search.told and step_ms is not None:
+    elif search.told and step_ms is not None and not any(one.short_of_memory for one in verdict.plans):
         earlier.keep(
             earlier.Earlier(
                 key=key, steps=steps, step_s=step_ms / 1e3, time_limit_s=limit_s, left_open=verdict.left_open

@@ -108,7 +108,9 @@ class Timing(Record):
         pays_after: steps after which the plan has won back what it costs to start and compile; None if it never does.
         peak_memory_bytes: the most that one step held at a time, beyond what was there before it.
         feed_ms: what a batch takes to come onto the device, loaded and copied, with no step waiting for it.
-        verdict: `faster`, `slower` or `no difference` against the baseline.
+        verdict: `faster`, `slower` or `no difference` against the baseline; None with too few pairs to say.
+        left_out: whether it was left out before the end, clearly behind the baseline or another plan; a search does that
+            after so few pairs that there may be no verdict.
         failure: why it couldn't be run or measured; then figures are None. `short_of_memory` says that it lacked memory,
             of which there may be enough another time.
     """
@@ -131,6 +133,7 @@ class Timing(Record):
     peak_memory_bytes: int | None = None
     feed_ms: float | None = None
     verdict: Literal["faster", "slower", "no difference"] | None = None
+    left_out: bool = False
     failure: str | None = None
     short_of_memory: bool = False
 
@@ -140,6 +143,11 @@ class Timing(Record):
         if self.verdict != "no difference" or self.ratio_low is None or self.ratio_high is None:
             return self.verdict is not None
         return self.ratio_low > 1 / (1 + MARGIN) and self.ratio_high < 1 + MARGIN
+
+    @property
+    def behind(self) -> bool:
+        """Whether it was found slower than the baseline, or left out as such."""
+        return self.verdict == "slower" or (self.left_out and (self.ratio or 1.0) < 1)
 
     def finishes(self, steps: int | None) -> float:
         """Seconds that a run of so many steps takes from now on, what was compiled before being kept; or a step's."""

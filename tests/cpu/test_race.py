@@ -292,6 +292,26 @@ def test_a_lack_of_memory_is_told_from_other_failures(name: str, where: str, clo
     assert found.plans[1].failure and found.plans[1].short_of_memory == short
 
 
+@pytest.mark.parametrize("when", ["before it is read", "while it is read"])
+def test_data_that_memory_has_no_room_for_now_is_a_lack_of_memory(when: str, clock: Clock, monkeypatch) -> None:
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.full((6,), float(index)), index % 3
+
+    def full(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("hotloop.lowering.residency.free_memory", lambda device: 100 if when[0] == "b" else None)
+    if when[0] == "w":
+        monkeypatch.setattr("hotloop.data.materialise._read", full)
+    task = a_task(data=Numbers(), deterministic=True)
+    found = raced(task, clock, baseline=CPU, host=CPU.with_axes(residency="host")).plans[1]
+    assert "can't be read into memory" in (found.failure or "") and found.short_of_memory
+
+
 @pytest.mark.parametrize("broken", ["slow", "baseline"])
 def test_a_step_that_breaks_in_the_middle(broken: str, clock: Clock, monkeypatch) -> None:
     as_it_is, count = EagerStep.__call__, {"steps": 0}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hotloop import kept, remembering
 from hotloop.choosing import known
@@ -84,6 +85,7 @@ def test_a_race_without_proofs_leaves_what_was_proven() -> None:
     assert (kept.ratio, kept.parity, kept.parity_reason) == (1.5, "fp32-equivalent", "so it is")
 
 
+SHORT: dict[str, Any] = dict(ratio_low=None, ratio_high=None, verdict=None)
 WIDE: dict[str, Any] = dict(ratio=1.01, ratio_low=0.8, ratio_high=1.2, verdict="no difference")
 UNDECIDED: dict[str, dict[str, Any]] = {
     "too few windows": dict(ratio=0.9, ratio_low=None, ratio_high=None, verdict=None),
@@ -106,6 +108,42 @@ def test_a_race_that_left_the_speed_open_may_still_prove(folder: Path) -> None:
     remember(verdict(timing(FUSED, 1.0, ratio_low=None, ratio_high=None, verdict=None, parity="broken")))
     kept = found()[FUSED.brief()]
     assert (kept.verdict, kept.parity) == ("faster", "broken")
+
+
+def test_what_a_search_settled_before_its_last_race_is_kept() -> None:
+    """That one was too short for an interval; and nothing is kept of what nothing was found of."""
+    rivals = timing(FUSED, 1.3), Timing(name="c", plan=COMPILED.model_dump(), failure="can't be captured")
+    one = verdict(*rivals, timing(WRONG, 1.1, **SHORT, parity=None))
+    base = timing(Plan(), 1.0, **SHORT).model_copy(update={"parity": None})
+    remember(one.model_copy(update={"plans": [base.model_copy(update={"name": "baseline"}), *one.plans[1:]]}))
+    assert found() == {one.name: one for one in rivals}
+
+
+@pytest.mark.parametrize(
+    ("measured", "says"),
+    [
+        (dict(ratio=0.8, verdict="slower"), "it was found slower than the baseline"),
+        (dict(ratio=0.4, ratio_low=None, ratio_high=None, verdict=None, left_out=True), "it was found slower"),
+        (dict(ratio=1.3, parity="broken"), "it was found broken"),
+        (dict(ratio=0.99, verdict="no difference"), None),
+    ],
+    ids=["slower", "left out", "broken", "no difference"],
+)
+def test_a_plan_of_the_rules_that_was_found_slower_is_not_taken(
+    measured: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = Loaded(a_task(optimizer=torch.optim.Adam), RECORD, {})
+    of_this = dict(
+        fingerprint=remembering.fingerprinted(loaded).fingerprint,
+        machine=remembering.machine_name(),
+        versions=remembering.speed_versions(),
+    )
+    remember(verdict(timing(FUSED, measured.pop("ratio"), **measured), **of_this))
+    said: list[str] = []
+    program = lowered_by_memory(loaded, loaded.task, Wanted.or_auto(None, {"device": "cpu"}), said.append)
+    program.close()
+    assert program.parts.plan == (FUSED if says is None else Plan())
+    assert said == [] if says is None else f"auto passes over optimizer=fused: {says}" in said[0]
 
 
 def test_failures_are_kept() -> None:
@@ -135,8 +173,8 @@ def test_ratios_against_anything_else_are_not_kept() -> None:
     other = verdict(timing(COMPILED, 2.0))
     base = other.plans[0].model_copy(update={"plan": FUSED.model_dump()})
     assert remember(other.model_copy(update={"plans": [base, *other.plans[1:]]})) == []
-    short = other.plans[0].model_copy(update={"ratio_low": None})
-    assert remember(other.model_copy(update={"plans": [short, *other.plans[1:]]})) == []
+    unmeasured = other.plans[0].model_copy(update={"step_ms": None})
+    assert remember(other.model_copy(update={"plans": [unmeasured, *other.plans[1:]]})) == []
     assert found() == {}
 
 

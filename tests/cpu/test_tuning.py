@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,14 @@ import torch
 import hotloop
 from hotloop import seeking
 from hotloop.choosing import known, placed
-from hotloop.errors import PlanError
+from hotloop.errors import MemoryExhausted, PlanError
 from hotloop.hardware import Hardware
 from hotloop.measuring import Entrant
 from hotloop.measuring.racing import Measured
 from hotloop.plan import Plan
 from hotloop.records import TaskFacts
 from hotloop.taskfile import Loaded
-from hotloop.tuning import bounds
+from hotloop.tuning import bounds, proofs
 from hotloop.tuning import search as module
 from hotloop.tuning.bounds import Makeup, compiling_gains, makeup
 from hotloop.tuning.budget import Budget
@@ -337,6 +338,45 @@ class Failing(Races):
         return super().timing(entrant, steps)
 
 
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled, and each step could be twice as fast."""
+    lowered = module.lower
+    monkeypatch.setattr(module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    monkeypatch.setattr(module, "makeup", lambda program: HALF)
+
+
+@pytest.mark.parametrize("steps", [10_000, 200_000])
+@pytest.mark.parametrize("before", [(), ("compile=package", "compile=package rewrites=all")])
+def test_where_one_way_to_compile_cannot_be_run_the_next_is_tried(
+    steps: int, before: Sequence[str], compiling: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether that shows now, or did so before."""
+    races = Failing("compile=package", "rewrites", "compile=step", compile__forward=2.0)
+    failed = dict.fromkeys(before, "it can't")
+    looked = searching(monkeypatch, races, steps=steps, compiler=True, failed=failed)
+    assert looked.run() == "compile=forward"
+    assert ("compile=package" in races.raced) is not bool(before)
+
+
+def test_a_way_to_compile_that_failed_late_leaves_no_time_for_another(
+    compiling: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 s of training a compiler should win 35: time for one compilation."""
+    clock = [0.0]
+
+    class Late(Failing):
+        def timing(self, entrant: Entrant, steps: int) -> Timing:
+            clock[0] += 10.0 if "compile" in entrant.name else 0.0
+            return super().timing(entrant, steps)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    races = Late("compile=package", compile__step=2.0)
+    looked = searching(monkeypatch, races, steps=10_000, compiler=True, task=family("mlp"))
+    assert looked.run() == BASELINE and "compile=step" not in races.raced
+    assert "no other compilation was tried" in looked.notes[-1]
+
+
 def test_axes_of_the_user_s_that_can_t_be_run_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = searching(
         monkeypatch, Failing("residency=host"), base=placed(Plan(residency="host"), "cpu"), compiler=True
@@ -412,6 +452,69 @@ def test_what_is_not_proven_equal_is_not_chosen(monkeypatch: pytest.MonkeyPatch,
     looked = searching(monkeypatch, Races(optimizer__fused=1.3), prove=proving(parity))
     assert looked.run() == BASELINE
     assert looked.timings["optimizer=fused"].parity == parity
+
+
+class Judging:
+    """Proofs that some plans fail; each takes its time by a clock alone."""
+
+    def __init__(self, *wrong: str, seconds: float = 0.0) -> None:
+        self.wrong, self.seconds, self.now = wrong, seconds, 0.0
+        self.asked: list[str] = []
+
+    def __call__(self, programs: Sequence[Any]) -> list[Parity]:
+        (name,) = (one.parts.plan.brief() for one in programs)
+        self.asked.append(name)
+        self.now += self.seconds
+        parity = "broken" if any(part in name for part in self.wrong) else "bitwise"
+        return [Parity(plan=name, parity=parity, reason="said so", states=16)]  # type: ignore[arg-type]
+
+
+def test_proofs_go_on_until_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    judging = Judging("layout=channels_last")
+    looked = searching(monkeypatch, Races(optimizer__fused=1.3, layout__channels_last=1.4), prove=judging)
+    assert looked.run() == "optimizer=fused" and len(judging.asked) == 3
+
+
+def test_what_has_a_change_that_is_not_proven_is_not_proven_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clashing(Races):
+        """Both together are hardly faster than one."""
+
+        def timing(self, entrant: Entrant, steps: int) -> Timing:
+            found = super().timing(entrant, steps)
+            together = {"ratio": 1.35, "step_ms": STEP_MS / 1.35}
+            return found.model_copy(update=together) if len(entrant.name.split()) > 1 else found
+
+    judging = Judging("layout=channels_last")
+    looked = searching(monkeypatch, Clashing(optimizer__fused=1.3, layout__channels_last=1.4), prove=judging)
+    assert looked.run() == "optimizer=fused"
+    assert judging.asked == ["layout=channels_last", "optimizer=fused"]
+    (both,) = (timing for timing in looked.timings.values() if len(timing.name.split()) > 1)
+    assert (both.parity, both.parity_reason) == ("unproven", "it has layout=channels_last, which is broken")
+
+
+def test_all_proofs_together_cost_less_than_what_is_proven_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 s of training; a proof should take 2.5 s, and the first takes 3 in vain."""
+    judging = Judging("layout=channels_last", seconds=3.0)
+    monkeypatch.setattr(proofs, "time", SimpleNamespace(perf_counter=lambda: judging.now))
+    races = Races(optimizer__fused=1.05, layout__channels_last=1.06)
+    looked = searching(monkeypatch, races, steps=8_000, prove=judging)
+    assert looked.run() == BASELINE and len(judging.asked) == 1
+    assert len([note for note in looked.notes if "with the proofs before, more than it wins" in note]) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryExhausted("no room"), torch.OutOfMemoryError("no room")],
+    ids=["as hotloop says it", "as torch does"],
+)
+def test_without_memory_for_a_proof_the_plan_is_unproven(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prove(programs: Sequence[Any]) -> list[Parity]:
+        raise error
+
+    looked = searching(monkeypatch, Races(optimizer__fused=1.3), prove=prove)
+    assert looked.run() == BASELINE
+    found = looked.timings["optimizer=fused"]
+    assert found.parity == "unproven" and "no room" in (found.parity_reason or "")
 
 
 def test_a_reduced_precision_that_was_asked_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

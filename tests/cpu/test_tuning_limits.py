@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,25 +111,27 @@ def test_how_many_plans_a_race_has_time_for() -> None:
 # ---------------------------------------------------------------- plans of several axes
 
 
-@pytest.fixture
-def two_ways(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A real `measure`; steps take their time by a clock alone: 1.8 times less with a number of threads set, 1.3 with a fused update."""
-    as_it_is, now = EagerStep.__call__, [0.0]
+def really_racing(patch: pytest.MonkeyPatch, seconds: Callable[[Plan], float], **given: Any) -> module.Search:
+    """A search with real races, in which a step takes so many seconds under a plan, by a clock alone."""
+    as_it_is, real, now = EagerStep.__call__, module.measure, [0.0]
 
-    def step(self: EagerStep, *given: Any) -> Any:
-        plan = self.parts.plan
-        now[0] += 0.02 / (1.8 if plan.threads else 1.0) / (1.3 if plan.optimizer == "fused" else 1.0)
-        return as_it_is(self, *given)
+    def step(self: EagerStep, *batch: Any) -> Any:
+        now[0] += seconds(self.parts.plan)
+        return as_it_is(self, *batch)
 
-    monkeypatch.setattr(EagerStep, "__call__", step)
-    return partial(module.measure, clock=lambda: now[0])
+    search = searching(patch, Races(), task=a_task(optimizer=torch.optim.Adam, epochs=2_000), **given)
+    patch.setattr(EagerStep, "__call__", step)
+    patch.setattr(module, "measure", partial(real, clock=lambda: now[0]))
+    return search
 
 
-def test_what_wins_on_several_axes_is_put_together(two_ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_wins_on_several_axes_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a race of real Programs, where one axis wins more than another."""
-    task = a_task(optimizer=torch.optim.Adam, epochs=2_000)
-    search = searching(monkeypatch, Races(), task=task, steps=100_000, threads=2)
-    monkeypatch.setattr(module, "measure", two_ways)
+
+    def seconds(plan: Plan) -> float:
+        return 0.02 / (1.8 if plan.threads else 1.0) / (1.3 if plan.optimizer == "fused" else 1.0)
+
+    search = really_racing(monkeypatch, seconds, steps=100_000, threads=2)
     found = search.run()
     assert "optimizer=fused" in found and "threads=" in found
     assert search.timings[found].ratio == pytest.approx(1.8 * 1.3, rel=0.01)
@@ -169,6 +171,21 @@ def test_what_speaks_against_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not left_open(monkeypatch, Races(), failed={RULES.brief(): "no room"})
 
 
+@pytest.mark.parametrize(("behind", "pairs"), [(2.5, 2), (1.1, 4)])
+def test_a_plan_that_is_left_out_early_is_known_to_be_slower(
+    behind: float, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After so few pairs that no interval can be given, however much time there is."""
+    rules = Plan(device="cpu", optimizer="fused")
+    search = really_racing(
+        monkeypatch, lambda plan: 0.02 * (1.0 if plan == Plan(device="cpu") else behind), rules=rules, time_limit_s=60.0
+    )
+    assert search.run() == BASELINE
+    rivals = [timing for timing in search.timings.values() if timing.name != BASELINE]
+    assert rivals and all(one.left_out and one.verdict is None and one.windows == pairs for one in rivals)
+    assert search.told and not search.left_open and search.notes == []
+
+
 # ---------------------------------------------------------------- what was found before
 
 TASK = """
@@ -197,7 +214,7 @@ def test_a_search_in_vain_is_not_made_again(
     monkeypatch.setattr(module, "measure", races)
     monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
-    monkeypatch.setattr(module, "PROVING_STEPS", 10_000)
+    monkeypatch.setattr("hotloop.tuning.proofs.PROVING_STEPS", 10_000)
     (tmp_path / "task.py").write_text(TASK)
     loaded, wanted = load_task(str(tmp_path / "task.py")), Wanted.of("auto", {"device": "cpu"})
     search = partial(seeking.remembered_or_tuned, loaded, wanted)
@@ -217,6 +234,55 @@ def test_a_search_in_vain_is_not_made_again(
     raced = len(races.raced)
     seeking.tuned(loaded, wanted.plan)  # whoever asks for it has it
     assert len(races.raced) > raced
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Races], int]:
+    """How many plans a training that searches races, by races that are made up."""
+    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
+    monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
+    (tmp_path / "task.py").write_text(TASK)
+    loaded, wanted = load_task(str(tmp_path / "task.py")), Wanted.of("auto", {"device": "cpu"})
+
+    def search(races: Races) -> int:
+        monkeypatch.setattr(module, "measure", races)
+        seeking.remembered_or_tuned(loaded, wanted)
+        return len(races.raced)
+
+    return search
+
+
+def test_a_compiler_that_was_installed_is_worth_another_search(
+    tried: Callable[[Races], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for compiler, first in ((None, True), (None, False), ("/usr/bin/g++", True), ("/usr/bin/g++", False)):
+        monkeypatch.setattr("hotloop.probe.machine.compiler", lambda found=compiler: found)
+        assert (tried(Races()) > 0) is first
+
+
+class Full(Races):
+    """Nothing but the baseline has memory enough."""
+
+    def timing(self, entrant: Any, steps: int) -> Timing:
+        found = super().timing(entrant, steps)
+        if entrant.name == BASELINE:
+            return found
+        return Timing(name=found.name, plan=found.plan, failure="no memory", short_of_memory=True)
+
+
+def test_a_search_that_lacked_memory_is_made_again(tried: Callable[[Races], int]) -> None:
+    assert tried(Full()) > 1 and tried(Races()) > 1 and tried(Races()) == 0
+
+
+def test_a_result_that_cannot_be_read_is_said_by_a_search(tried: Callable[[Races], int], tmp_path: Path) -> None:
+    tried(Races())
+    files = list((tmp_path / "cache" / "races").rglob("*.json"))
+    for path in files:
+        path.write_text("{}")
+    said: list[str] = []
+    seeking.tuned(load_task(str(tmp_path / "task.py")), Plan(device="cpu"), say=said.append)
+    assert files and len([line for line in said if "is passed over" in line]) == len(files)
 
 
 # ---------------------------------------------------------------- streams, and steps that fail

@@ -40,6 +40,21 @@ RACES: dict[str, tuple[list[Timing], str | None, str]] = {
     "broken": ([BASE, timing("b", 2.0, "faster", "broken")], "baseline", "b is 5.00 times as fast, but broken"),
     "quicker by chance": ([BASE, timing("c", 9.0, "no difference", "bitwise")], "baseline", "no difference was found"),
     "slower": ([BASE, timing("s", 20.0, "slower", "bitwise")], "baseline", "s takes 2.00 times as long"),
+    "left out early": (
+        [BASE, timing("l", 25.0, windows=2, left_out=True, ratio_low=None, ratio_high=None)],
+        "baseline",
+        "l was left out after 2 pairs: behind.",
+    ),
+    "left out behind a rival": (
+        [BASE, timing("l", 9.0, windows=4, left_out=True, ratio_low=None, ratio_high=None)],
+        "baseline",
+        "l was left out after 4 pairs: behind another plan.",
+    ),
+    "faster, and nobody proved it": (
+        [BASE, timing("u", 9.0, "faster", pays_after=0)],
+        "baseline",
+        "u is 1.11 times as fast, but it wasn't proven.",
+    ),
     "failed": ([BASE, timing("f", None, failure="no such graph")], "baseline", "f can't be run"),
     "all failed, and little time": (
         [timing("baseline", 10.0, ratio_low=None, ratio_high=None), timing("f", None, failure="no such graph")],

@@ -22,7 +22,7 @@ from hotloop.data.feed import Seeded, end_workers, of_data, sample_of, started
 from hotloop.data.order import Order
 from hotloop.data.source import Samples, Table
 from hotloop.data.tree import apply_to_inputs, map_tensors, tensors
-from hotloop.errors import DataError, PlanError, blame, calling, kind
+from hotloop.errors import DataError, PlanError, RoomError, blame, calling, kind
 from hotloop.rng import Streams, generator_for, generator_states
 
 ASKED = 256
@@ -30,6 +30,8 @@ ASKED = 256
 
 _TOGETHER = (2, 3, 5)
 """Sizes of the batches that are compared with their samples before anything is read."""
+
+_BY_SAMPLE = "use residency='stream', which loads it sample by sample"
 
 Progress = Callable[[int, int], None]
 """Is told `(samples read, of how many)`; that none is read yet, while some are looked at."""
@@ -56,8 +58,14 @@ class Reading:
     free_bytes: int | None = None
     progress: Progress = lambda done, samples: None
 
-    def refused(self, why: str, fix: str = "use residency='stream', which loads it sample by sample") -> PlanError:
-        return PlanError(f"{self.name} can't be read into memory: {why}", fix=fix)
+    def refused(self, why: str, fix: str = _BY_SAMPLE) -> PlanError:
+        return PlanError(self._not_read(why), fix=fix)
+
+    def no_room(self, why: str) -> RoomError:
+        return RoomError(self._not_read(why), fix=_BY_SAMPLE)
+
+    def _not_read(self, why: str) -> str:
+        return f"{self.name} can't be read into memory: {why}"
 
 
 def materialise(samples: Samples, how: Reading) -> Table:
@@ -73,7 +81,7 @@ def materialise(samples: Samples, how: Reading) -> Table:
     form, sample_bytes = _examine(samples, how)
     needed = sample_bytes * len(samples)
     if how.free_bytes is not None and needed > how.free_bytes // 2:
-        raise how.refused(f"it takes about {megabytes(needed)}, more than half of the {megabytes(how.free_bytes)} free")
+        raise how.no_room(f"it takes about {megabytes(needed)}, more than half of the {megabytes(how.free_bytes)} free")
     table = _read(samples, how, form)
     _compare(samples, how, table)
     return _prepared(table, how)

@@ -10,7 +10,7 @@ import torch
 from hotloop.data.materialise import Reading, materialise, megabytes
 from hotloop.data.order import Order
 from hotloop.data.source import Samples, Source, Stream, Table
-from hotloop.errors import PlanError, blame, out_of_memory
+from hotloop.errors import PlanError, RoomError, blame, out_of_memory
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.probe.machine import free_memory
 
@@ -54,7 +54,7 @@ def _in_memory(parts: Ingredients, name: str, source: Source) -> tuple[Source, t
     if isinstance(known[name], Table):
         return known[name], notes
     if name == "data":
-        raise PlanError(known[name].given, fix=known[name].fix)
+        raise type(known[name])(known[name].given, fix=known[name].fix)
     return source, notes
 
 
@@ -79,7 +79,7 @@ def _read(parts: Ingredients, name: str, samples: Samples) -> tuple[Table | Plan
     except Exception as error:
         if not any(map(out_of_memory, filter(None, [error, error.__cause__]))):
             raise
-        none_left = how.refused(f"there was no memory left for it ({blame(error)})")
+        none_left = how.no_room(f"there was no memory left for it ({blame(error)})")
         return none_left, () if name == "data" else (f"{none_left.given}; it is loaded sample by sample",)
     took = time.perf_counter() - began
     roles.reading_s[name] = (took, time.perf_counter())
@@ -98,7 +98,7 @@ def _moved(parts: Ingredients, name: str, table: Table) -> Table:
     there = parts.roles.moved.get(key)
     if there is None:
         if not _fits(table, device):
-            raise PlanError(
+            raise RoomError(
                 f"residency='device': {name} takes {megabytes(table.nbytes())}, and {device} has "
                 f"{megabytes(free_memory(device) or 0)} free",
                 expected="at most half of what is free, for training needs the rest",

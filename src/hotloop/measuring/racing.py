@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hotloop.errors import HotloopError, MemoryExhausted, blame, out_of_memory
+from hotloop.errors import HotloopError, MemoryExhausted, RoomError, blame, out_of_memory
 from hotloop.lowering import Program
 from hotloop.measuring.clocks import Clock, feed_time, peak_of_step
 from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
@@ -143,7 +143,7 @@ def _failed(racer: _Racer, baseline: str, error: Exception) -> None:
     if racer.name == baseline:
         raise known from error
     racer.failure = str(known) if isinstance(known, HotloopError) else blame(known)
-    racer.short_of_memory = isinstance(known, MemoryExhausted) or out_of_memory(error)
+    racer.short_of_memory = isinstance(known, MemoryExhausted | RoomError) or out_of_memory(error)
     if racer.program is not None:
         racer.program.close()
     racer.program = racer.runner = racer.lane = None
@@ -250,6 +250,7 @@ def _timing(racer: _Racer, base: _Racer, found: Ratio, steps: int | None) -> Tim
         compile_s=compile_s,
         run_s=None if steps is None else start_s + steps * step_s,
         verdict=answer(found),
+        left_out=not racer.lane.running,
         **racer.figures,
     )
     if timing.verdict != "faster":

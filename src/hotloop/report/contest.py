@@ -58,7 +58,9 @@ def table(verdict: Verdict) -> Table:
 def _said(timing: Timing, verdict: Verdict) -> str:
     if timing.name == verdict.baseline:
         return "the baseline"
-    return "failed" if timing.failure else timing.verdict or "too little measured"
+    if timing.failure:
+        return "failed"
+    return timing.verdict or ("left out, behind" if timing.left_out else "too little measured")
 
 
 def _time(seconds: float | None) -> str:
@@ -88,7 +90,7 @@ def sentence(verdict: Verdict) -> str:
     rivals = [timing for timing in verdict.plans if timing is not base]
     if not rivals:
         return f"{base.name} stays: nothing was raced against it."
-    return f"{base.name} wins: {'; '.join(_lost(rival, base) for rival in rivals)}."
+    return f"{base.name} wins: {'; '.join(_lost(rival, base, verdict.steps) for rival in rivals)}."
 
 
 def _speed(timing: Timing, base: Timing) -> str:
@@ -107,17 +109,22 @@ def _finish(timing: Timing, base: Timing, steps: int | None) -> str:
     return f"; this run of {steps:,} steps takes {ours} with it{kept}, and {theirs} without"
 
 
-def _lost(rival: Timing, base: Timing) -> str:
+def _lost(rival: Timing, base: Timing, steps: int | None) -> str:
     """Why a plan didn't win against the baseline."""
     if rival.failure:
         return f"{rival.name} can't be run"
     if rival.verdict == "slower":
         return f"{rival.name} takes {1 / (rival.ratio or 1):.2f} times as long"
+    if rival.verdict is None and rival.left_out:
+        what = "behind" if rival.behind else "behind another plan"
+        return f"{rival.name} was left out after {rival.windows} pairs: {what}"
     if rival.verdict is None:
         return f"too little was measured of {rival.name} to tell"
     if rival.verdict != "faster":
         return f"no difference was found to {rival.name}"
     if rival.parity is not None and rival.parity not in TRUSTED:
         return f"{rival.name} is {rival.ratio:.2f} times as fast, but {rival.parity}"
+    if rival.parity is None and rival.finishes(steps) < base.finishes(steps):
+        return f"{rival.name} is {rival.ratio:.2f} times as fast, but it wasn't proven"
     pays = "" if rival.pays_after is None else f", which pays after {rival.pays_after:,} steps"
     return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to start and compile{pays}"

@@ -23,7 +23,7 @@ class Earlier(Record):
     """A search that found nothing.
 
     Attributes:
-        key: what it depends on: Task, machine, versions, and the axes that were set.
+        key: what it depends on: Task, machine, versions, whether there is a compiler, and the axes that were set.
         steps: of the run that it was made for; None for a stream.
         step_s: of the baseline.
         time_limit_s: what the user gave it; None where it was what the run pays for.
@@ -46,9 +46,17 @@ class Earlier(Record):
         return steps <= _LONGER * self.steps
 
 
-def about(fingerprint: str, machine: str, versions: Mapping[str, str], axes: Mapping[str, Any]) -> dict[str, Any]:
-    """The key of a search; `axes` are those that were set, the device among them."""
-    return {"task": fingerprint, "machine": machine, "versions": dict(versions), "axes": dict(sorted(axes.items()))}
+def about(
+    fingerprint: str, machine: str, versions: Mapping[str, str], axes: Mapping[str, Any], *, compiles: bool
+) -> dict[str, Any]:
+    """The key of a search.
+
+    Args:
+        axes: those that were set, the device among them.
+        compiles: whether there is a C++ compiler here.
+    """
+    where = {"task": fingerprint, "machine": machine, "versions": dict(versions), "compiles": compiles}
+    return {**where, "axes": dict(sorted(axes.items()))}
 
 
 def keep(search: Earlier) -> None:

@@ -33,6 +33,7 @@ from hotloop.tuning.candidates import (
     thread_changes,
     without,
 )
+from hotloop.tuning.proofs import Proofs
 from hotloop.tuning.room import in_groups, plans_at_once
 from hotloop.tuning.starts import on_one_clock, with_start
 from hotloop.verdicts import TRUSTED, Parity, Timing
@@ -50,9 +51,6 @@ _SHORT_MS = 5.0
 
 _DOUBT = 2
 """Times what a race costs: so much must be hoped for to hold it again."""
-
-_PROVED = 2
-"""Plans at most that a proof is tried for."""
 
 Progress = Callable[[str, float], None]
 Prove = Callable[[Sequence[Program]], list[Parity]]
@@ -140,7 +138,7 @@ class Search:
     def told(self) -> bool:
         """Whether anything was found of any plan but the baseline."""
         rivals = [timing for timing in self.timings.values() if timing.name != BASELINE]
-        return any(timing.verdict is not None or timing.failure is not None for timing in rivals)
+        return any(one.verdict is not None or one.failure is not None or one.behind for one in rivals)
 
     @property
     def left_open(self) -> bool:
@@ -150,7 +148,7 @@ class Search:
         timing = self.timings.get(self.rules.brief())
         if timing is None or timing.failure is not None:
             return timing is None and self.rules.brief() not in self.failed
-        return timing.parity is None and (timing.verdict is None or (timing.ratio or 0.0) > 1)
+        return timing.parity is None and not timing.behind and (timing.verdict is None or (timing.ratio or 0.0) > 1)
 
     def _say_if_too_short(self) -> None:
         if self.told or self._cramped or (self.time_limit_s is None and len(self.timings) == 1):
@@ -224,31 +222,52 @@ class Search:
         changes = without(compiled_changes(self.facts, self.hardware, plan), self.fixed)
         if not changes:
             return
+        (won_s, race_s), began = self._compiling_wins(plan, budget), time.perf_counter()
+        for change in changes:
+            # A compiler writes the update its own way.
+            way = plan.with_axes(**change, optimizer=self.base.optimizer)
+            lost_s = time.perf_counter() - began  # on ways that can't be run
+            if why := self._too_late(won_s, lost_s + COLD_COMPILE_S + race_s, budget):
+                if self.told or self.time_limit_s is None:
+                    self.notes.append(f"no {'' if change is changes[0] else 'other '}compilation was tried: {why}")
+                return
+            if self._race_way(way, won_s - lost_s, race_s, budget):
+                return
+
+    def _compiling_wins(self, plan: Plan, budget: Budget) -> tuple[float, float]:
+        """Seconds of this run that compiling a plan should win, and those of the least race that tells it."""
         base = self.timings[BASELINE]
         timing = self.timings.get(plan.brief(), base)
         assert timing.step_ms is not None and base.step_ms is not None
         gains = compiling_gains(self._makeup(timing.name, plan), timing.step_ms / 1e3)
         rest = budget.after(base.step_ms / timing.step_ms)
-        won, race_s = REALISED * rest.wins_s(gains), rest.tells_s()
-        if self.time_limit_s is None and won < COLD_COMPILE_S + race_s:
-            self.notes.append(
-                f"no compilation was tried: it would win about {won:.0f} s of this run, and takes about"
-                f" {COLD_COMPILE_S + race_s:.0f} s"
-            )
-            return
-        # A compiler writes the update its own way.
-        compiled = plan.with_axes(**changes[0], optimizer=self.base.optimizer)
-        rewritten = self._rewritten(compiled)
+        return REALISED * rest.wins_s(gains), rest.tells_s()
+
+    def _too_late(self, won_s: float, costs_s: float, budget: Budget) -> str:
+        """Why nothing is compiled any more; empty where something is."""
+        if self.time_limit_s is None and won_s < costs_s:
+            return f"it would win about {won_s:.0f} s of this run, and takes about {costs_s:.0f} s"
         if budget.race_s(1 / 8, 1, self._spent_s) == 0:
-            if self.told:
-                self.notes.append("no compilation was tried: what is left of the time limit could tell nothing of it")
-            return
-        if self.time_limit_s is not None or won >= 2 * COLD_COMPILE_S + race_s:
-            plans = [compiled, *rewritten]
-            raced = self._race(plans, budget.race_s(1 / 8, len(plans), self._spent_s))
-            self._on_one_thread(raced, won, budget)
-        elif not self._ran(rewritten, budget):  # there is time for one; that nothing can be rewritten shows before it
-            self._race([compiled], budget.race_s(1 / 4))
+            return "what is left of the time limit could tell nothing of it"
+        return ""
+
+    def _race_way(self, way: Plan, won_s: float, race_s: float, budget: Budget) -> bool:
+        """Races one way to compile, as it is and rewritten; False where it can't be run."""
+        plans = [way, *self._rewritten(way)]
+        if self.time_limit_s is None and won_s < 2 * COLD_COMPILE_S + race_s:
+            for plan in reversed(plans):  # there is time for one; that nothing can be rewritten shows before it
+                self._race([plan], budget.race_s(1 / 4))
+                if not self._fails(plan):
+                    return True
+            return False
+        seconds = budget.race_s(1 / 8, len(plans), self._spent_s)
+        raced = self._race(plans, seconds) if seconds else self._race([way], budget.race_s(1 / 8, 1, self._spent_s))
+        self._on_one_thread(raced, won_s, budget)
+        return not all(map(self._fails, plans))
+
+    def _fails(self, plan: Plan) -> bool:
+        timing = self.timings.get(plan.brief())
+        return plan.brief() in self.failed or (timing is not None and timing.failure is not None)
 
     def _makeup(self, name: str, plan: Plan) -> Makeup | None:
         """What its step is made of; None where the look itself fails, since the plan has been run by then."""
@@ -266,11 +285,6 @@ class Search:
         changes = without(thread_changes(self.facts, self.hardware, Plan(**best.plan)), self.fixed)
         plans = [Plan(**best.plan).with_axes(**change) for change in changes]
         self._race(plans, budget.race_s(1 / 8, len(plans), self._spent_s))
-
-    def _ran(self, plans: Sequence[Plan], budget: Budget) -> bool:
-        """Races them if there are any, and says whether one of them could be run."""
-        timings = self._race(plans, budget.race_s(1 / 4)) if plans else []
-        return any(timing is not None and timing.failure is None for timing in timings)
 
     def _rewritten(self, compiled: Plan) -> list[Plan]:
         """The compiled plan with its step rewritten; rewrites know the usual order of dimensions."""
@@ -295,7 +309,7 @@ class Search:
             self._measure(part, seconds * (len(part) + 1) / (len(named) + len(parts)), each_axis)
             if len(parts) > 1:
                 self._give_up(part)
-        self._spent_s += seconds if named else 0.0
+        self._spent_s += 0.0 if all(map(self._fails, named.values())) else seconds
         return [self.timings.get(plan.brief()) for plan in plans]
 
     def _untried(self, plans: Sequence[Plan], again: bool) -> dict[str, Plan]:
@@ -345,22 +359,14 @@ class Search:
         return self._programs[name]
 
     def _proven(self, budget: Budget, step_s: float) -> str:
-        """The first of the plans that finish earlier than the baseline, best first, whose proof succeeds."""
+        """The first of the plans that finish earlier than the baseline, best first, whose proof pays and succeeds."""
         self.timings = on_one_clock(self.timings, BASELINE, self.facts.steps)
         self._give_up([one.name for one in self.timings.values() if one.verdict != "faster"])
-        for timing in self._faster()[:_PROVED]:
-            assert timing.ratio is not None
-            costs = PROVING_STEPS * step_s
-            if self.time_limit_s is None and budget.wins_s(timing.ratio) < costs:
-                self.notes.append(f"{timing.name} was not proven: that takes about {costs:.0f} s, more than it wins")
-                continue
-            self.progress(f"proving {timing.name}", 0.0)
-            parity = self._parity(timing.name)
-            found = timing.model_copy(update={"parity": parity.parity, "parity_reason": parity.reason})
-            self.timings[timing.name] = found
-            if parity.parity in self._accepted:
-                return timing.name
-        return BASELINE
+        proofs = Proofs(self.baseline, budget, step_s, self._accepted, self._parity)
+        winner = proofs.first(self._faster())
+        self.timings |= {one.name: one for one in proofs.judged}
+        self.notes += proofs.notes
+        return BASELINE if winner is None else winner
 
     def _faster(self) -> list[Timing]:
         """Those that finish this run before the baseline, the first of them first.
@@ -388,8 +394,6 @@ class Search:
     def _accepted(self) -> tuple[str, ...]:
         return (*TRUSTED, "reduced-precision") if "precision" in self.fixed else TRUSTED
 
-    def _parity(self, name: str) -> Parity:
-        try:
-            return self.prove([self._lowered(name, Plan(**self.timings[name].plan))])[0]
-        except PlanError as error:
-            return Parity(plan=name, parity="unproven", reason=error.given, states=0)
+    def _parity(self, timing: Timing) -> Parity:
+        self.progress(f"proving {timing.name}", 0.0)
+        return self.prove([self._lowered(timing.name, Plan(**timing.plan))])[0]

@@ -1,0 +1,84 @@
+"""Proofs of the plans of a search, best first, as long as all of them together take less than the plan wins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from hotloop.errors import MemoryExhausted, PlanError, blame, out_of_memory
+from hotloop.plan import Plan
+from hotloop.tuning.budget import PROVING_STEPS, Budget
+from hotloop.verdicts import Parity, Timing
+
+
+@dataclass
+class Proofs:
+    """The proofs of one search.
+
+    Attributes:
+        baseline: what the changes of a plan are counted from.
+        step_s: of the baseline.
+        accepted: classes of parity that a winner may have.
+        prove: a plan that was raced.
+        notes: which plans weren't proven, and why.
+        judged: plans whose parity is known, in the order of their proofs.
+        spent_s: on proofs that failed.
+    """
+
+    baseline: Plan
+    budget: Budget
+    step_s: float
+    accepted: Collection[str]
+    prove: Callable[[Timing], Parity]
+    notes: list[str] = field(default_factory=list)
+    judged: list[Timing] = field(default_factory=list)
+    spent_s: float = 0.0
+
+    def first(self, timings: Iterable[Timing]) -> str | None:
+        """The name of the first plan whose proof pays and succeeds; None where there is none."""
+        for timing in timings:
+            if why := self._in_vain(timing):
+                self._judge(timing, "unproven", why)
+            elif why := self._too_dear(timing):
+                self.notes.append(f"{timing.name} was not proven: {why}")
+            else:
+                began, parity = time.perf_counter(), self._proven(timing)
+                self._judge(timing, parity.parity, parity.reason)
+                if parity.parity in self.accepted:
+                    return timing.name
+                self.spent_s += time.perf_counter() - began
+        return None
+
+    def _judge(self, timing: Timing, parity: str, reason: str) -> None:
+        self.judged.append(timing.model_copy(update={"parity": parity, "parity_reason": reason}))
+
+    def _in_vain(self, timing: Timing) -> str:
+        """Why a proof would fail: a plan of some of the same changes wasn't proven; empty where there is none."""
+        changes = self._changes(timing)
+        part = next((one for one in self.judged if self._changes(one).items() <= changes.items()), None)
+        return "" if part is None else f"it has {part.name}, which is {part.parity}"
+
+    def _changes(self, timing: Timing) -> dict[str, object]:
+        axes = Plan(**timing.plan).model_dump()
+        return {axis: value for axis, value in axes.items() if value != getattr(self.baseline, axis)}
+
+    def _too_dear(self, timing: Timing) -> str:
+        """Why a proof doesn't pay; empty where it does, or where the user gave the time."""
+        costs_s = self.spent_s + PROVING_STEPS * self.step_s
+        if self.budget.set_by_user or self.budget.wins_s(timing.ratio or 1.0) >= costs_s:
+            return ""
+        before = " with the proofs before" if self.spent_s else ""
+        return f"that takes about {costs_s:.0f} s{before}, more than it wins"
+
+    def _proven(self, timing: Timing) -> Parity:
+        """Its parity; one that can't be run beside what a proof needs is unproven."""
+        try:
+            return self.prove(timing)
+        except (PlanError, MemoryExhausted) as error:
+            reason = error.given
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            reason = f"there was no memory left for a proof ({blame(error)})"
+        return Parity(plan=timing.name, parity="unproven", reason=reason, states=0)
