@@ -218,6 +218,11 @@ def opened(options: argparse.Namespace) -> Journal:
     return journal
 
 
+def tables(found: Summary | None, journal: Journal) -> str:
+    planned = f"hotloop planned for a run of {STEPS:,} steps; for a shorter one `auto` may choose another plan.\n\n"
+    return (planned + markdown(found) if found else "") + whole_table(journal.of(kind="whole"))
+
+
 def write_record(options: argparse.Namespace, journal: Journal, found: Summary | None, text: str) -> None:
     figures: dict[str, Any] = {
         "threads": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}",
@@ -268,7 +273,7 @@ def main() -> int:
             told("the same command goes on")
         return 130
     found = summarised(journal, lanes, is_short(options)) if journal.of(kind="session") else None
-    text = (markdown(found) if found else "") + whole_table(journal.of(kind="whole"))
+    text = tables(found, journal)
     print(text)
     if found is not None and not options.table:
         draw(found, HOME / "speed.html")

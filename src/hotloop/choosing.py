@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
@@ -19,8 +18,12 @@ from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.rules import Choice, left_open, passed_over, ranked, unrolled
 from hotloop.task import Task
+from hotloop.tuning.candidates import rewriting_changes, without
+from hotloop.verdicts import Verdict
 from hotloop.wanted import Wanted
-from hotloop.weighing import hoped, milliseconds, step_seconds
+from hotloop.weighing import Memory, accepted, hoped
+
+NOTHING_KEPT = Memory()
 
 
 def placed(plan: Plan, device: str | None = None) -> Plan:
@@ -41,17 +44,17 @@ def lowered(
     during: During | None = None,
     done: int = 0,
     facts: TaskFacts | None = None,
-    against: Mapping[Plan, str] | None = None,
+    memory: Memory = NOTHING_KEPT,
 ) -> Program:
     """The Task under the plan that was asked for; `auto` takes the first of its plans that can be lowered, and compiles
-    where timing some steps says that it pays.
+    where timing some steps says that it pays, and what was compiled is faster and proven.
 
     Args:
         say: is told what `auto` chose, and what it had to pass over.
         during: see `lower`.
         done: steps of the run that lie behind.
         facts: of the Task, where they are known already.
-        against: what was found to speak against plans, which `auto` then passes over.
+        memory: of races of the Task.
 
     Raises:
         PlanError: the plan can't be run here, and it was asked for by name.
@@ -68,19 +71,20 @@ def lowered(
             say(f"auto goes on eagerly: {eager}")
     else:  # nobody asked to wait for a compiler, or to trust what it made unproven: `tune` does both
         choices = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
-    choices = _not_against(choices, against or {}, say)
-    program, plan = _weighed(task, considered.facts, choices, wanted, say, during)
+    choices = _not_against(choices, memory, say)
+    program, plan = _weighed(task, considered.facts, choices, wanted, say, during, memory)
     if wanted.asked:
         say(f"auto: {plan.brief()}")
     return program
 
 
-def _not_against(choices: list[Choice], against: Mapping[Plan, str], say: Say) -> list[Choice]:
+def _not_against(choices: list[Choice], memory: Memory, say: Say) -> list[Choice]:
     """The choices without those that something was found against; the last, which is the baseline, stays."""
-    refused = [choice for choice in choices[:-1] if choice.plan in against]
-    for choice in refused:
-        say(f"auto passes over {choice.plan.brief()}: {against[choice.plan]}")
-    return [choice for choice in choices if choice not in refused]
+    against = {choice.plan: memory.refuses(choice.plan) for choice in choices[:-1]}
+    for plan, why in against.items():
+        if why:
+            say(f"auto passes over {plan.brief()}: {why}")
+    return [choice for choice in choices if not against.get(choice.plan)]
 
 
 def _only_eager(considered: Considered) -> str:
@@ -103,38 +107,74 @@ def _once(say: Say) -> Say:
 
 
 def _weighed(
-    task: Task, facts: TaskFacts, choices: list[Choice], wanted: Wanted, say: Say, during: During | None
+    task: Task,
+    facts: TaskFacts,
+    choices: list[Choice],
+    wanted: Wanted,
+    say: Say,
+    during: During | None,
+    memory: Memory,
 ) -> tuple[Program, Plan]:
-    """The best choice that isn't compiled; or the same compiled, where that pays and then is faster indeed."""
+    """The best choice that isn't compiled; or the same compiled, where that pays, is faster indeed, and proven."""
     eager = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
     program, plan = _first_lowered(task, eager, say, during)
-    ways = [one.plan for one in choices if one not in eager and one.plan.with_axes(compile=plan.compile) == plan]
+    compiled = [one.plan for one in choices if one not in eager and one.plan.with_axes(compile=plan.compile) == plan]
+    allowed = accepted(wanted.plan.model_fields_set)
+    against = {way: memory.against(way, plan, allowed) for way in _ways(compiled, facts, wanted)}
+    ways = [way for way, why in against.items() if not why]
+    for way, why in against.items():
+        if why:
+            say(f"auto passes over {way.brief()}: {why}")
     if not ways or facts.steps is None:
         return program, plan
-    hope = hoped(program, facts.steps)
+    if not facts.exact:
+        say("auto goes on eagerly: its data has an order of its own, so nothing compiled can be proven")
+        return program, plan
+    hope = hoped(program, facts.steps, rewrites=any(way.rewrites != "none" for way in ways))
     program.close()
     del program  # training begins with one that has run no step, and there may be no memory for two
-    if isinstance(hope, str) or not hope.pays:
+    if isinstance(hope, str) or not hope.compilations:
         say(f"auto goes on eagerly: {hope}")
         return lower(task, plan, say, during), plan
+    from hotloop.settling import Settling  # proofs and races take a second to import, which other runs do without
+
     say(f"auto compiles: {hope}")
-    compiled = _compiled(task, ways[0], hope.step_s, say, during)
-    return (lower(task, plan, say, during), plan) if compiled is None else (compiled, ways[0])
+    verdict = Settling(task, facts, plan, allowed, say, during).run(ways, hope.compilations)
+    return _settled(task, [*ways, plan], verdict, say, during, memory)
 
 
-def _compiled(task: Task, plan: Plan, eager_s: float, say: Say, during: During | None) -> Program | None:
-    """The Program, if it can be compiled and its step takes less than the eager one."""
-    try:
-        program = lower(task, plan, say, during)
-    except (PlanError, MemoryExhausted) as error:
-        say(f"auto passes over {plan.brief()}: {error.given}")
-        return None
-    took_s = step_seconds(program)
-    if took_s < eager_s:
-        return program
-    say(f"auto goes on eagerly: a step takes {milliseconds(took_s)} compiled, and {milliseconds(eager_s)} eagerly")
-    program.close()
-    return None
+def _ways(compiled: list[Plan], facts: TaskFacts, wanted: Wanted) -> list[Plan]:
+    """The first of the compiled plans, with its step rewritten and without; a compiler writes the update its own way."""
+    if not compiled:
+        return []
+    plan = compiled[0].with_axes(optimizer=wanted.plan.optimizer)
+    changes = without(rewriting_changes(facts, here(plan.device), plan), wanted.plan.model_fields_set)
+    return [*(plan.with_axes(**change) for change in changes), plan]
+
+
+def _settled(
+    task: Task, plans: list[Plan], verdict: Verdict | None, say: Say, during: During | None, memory: Memory
+) -> tuple[Program, Plan]:
+    """The winner, lowered anew, since training begins with what has run no step; the last of the plans is the eager one."""
+    if verdict is None:
+        return lower(task, plans[-1], say, during), plans[-1]
+    winner = next(plan for plan in plans if plan.brief() == verdict.winner)
+    program, plan = _first_lowered(task, [Choice(one, ()) for one in (winner, plans[-1])], say, during)
+    if plan == winner:
+        memory.keep(_compiled_again(verdict, program.compile_s))
+    if plan != plans[-1]:
+        timing = verdict.plan(plan.brief())
+        say(f"auto: {plan.brief()} is {timing.ratio:.2f} times as fast as the baseline, and {timing.parity}")
+    return program, plan
+
+
+def _compiled_again(verdict: Verdict, seconds: float) -> Verdict:
+    """With what compiling the winner once more takes: the runs that follow pay no more than that."""
+    plans = [
+        one.model_copy(update={"compile_warm_s": seconds}) if one.name == verdict.winner and one.compile_s else one
+        for one in verdict.plans
+    ]
+    return verdict.model_copy(update={"plans": plans})
 
 
 def _first_lowered(task: Task, choices: list[Choice], say: Say, during: During | None) -> tuple[Program, Plan]:

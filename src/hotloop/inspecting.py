@@ -128,8 +128,10 @@ def _of_forks(ranks: int, inspect: Callable[[], Profile]) -> Profile:
 
 
 def planned(task: Task, wanted: Wanted) -> Plan:
-    """The plan that was asked for; of `auto` its first choice."""
-    return consider(task, wanted.plan).choices[0].plan if wanted.auto else wanted.plan
+    """The plan that was asked for; of `auto` its first choice that compiles nothing, since only training tells if that pays."""
+    if not wanted.auto:
+        return wanted.plan
+    return next(one.plan for one in consider(task, wanted.plan).choices if one.plan.compile == wanted.plan.compile)
 
 
 def refuse_for_script(*, plan: bool, try_remedies: bool) -> None:

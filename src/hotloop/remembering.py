@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
-from hotloop.choosing import lowered, placed
+from hotloop.choosing import NOTHING_KEPT, lowered, placed
 from hotloop.errors import MemoryExhausted, PlanError
-from hotloop.kept import Kept, best, recall
+from hotloop.kept import Kept, best, recall, remember
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
@@ -20,8 +19,9 @@ from hotloop.setting import machine_name, speed_versions
 from hotloop.sources import imported_packages, versions_of
 from hotloop.task import Task
 from hotloop.taskfile import Loaded
-from hotloop.verdicts import TRUSTED
+from hotloop.verdicts import Verdict
 from hotloop.wanted import Wanted
+from hotloop.weighing import Memory, accepted
 
 
 def fingerprinted(loaded: Loaded) -> TaskFacts:
@@ -33,21 +33,19 @@ def fingerprinted(loaded: Loaded) -> TaskFacts:
 
 
 def remembered(loaded: Loaded, wanted: Wanted, say: Say, facts: TaskFacts | None = None) -> Plan | None:
-    """The plan that was found fastest for this Task, machine and versions, and proven; with the axes that were set.
+    """The plan that was found fastest for this Task, machine and versions, and proven; with the axes that were set."""
+    if loaded.record is None:  # without its source, a Task can't be told from another of the same shapes
+        return None
+    facts = facts or fingerprinted(loaded)
+    return _fastest(_fitting(wanted, facts, say), wanted, facts)
+
+
+def _fitting(wanted: Wanted, facts: TaskFacts, say: Say) -> list[Kept]:
+    """What was found of plans with the axes that were set.
 
     It counts only beside the baseline that this run would have: a plan of many workers may be the fastest of those and
     slower than none.
     """
-    if loaded.record is None:
-        return None
-    facts = facts or fingerprinted(loaded)
-    return _fastest(_recalled(loaded, wanted, say, facts), wanted, facts)
-
-
-def _recalled(loaded: Loaded, wanted: Wanted, say: Say, facts: TaskFacts) -> list[Kept]:
-    """What was found of plans that have the axes that were set, beside the baseline that this run would have."""
-    if loaded.record is None:  # without its source, a Task can't be told from another of the same shapes
-        return []
     kept, notes = recall(facts.fingerprint, machine_name(), speed_versions())
     for note in notes:
         say(note)
@@ -58,21 +56,17 @@ def _recalled(loaded: Loaded, wanted: Wanted, say: Say, facts: TaskFacts) -> lis
     return [one for one in beside if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
 
 
-def _fastest(kept: Sequence[Kept], wanted: Wanted, facts: TaskFacts) -> Plan | None:
-    reduced = "precision" in wanted.plan.model_fields_set
-    found = best(kept, facts.steps, (*TRUSTED, "reduced-precision") if reduced else TRUSTED)
+def _fastest(kept: list[Kept], wanted: Wanted, facts: TaskFacts) -> Plan | None:
+    found = best(kept, facts.steps, accepted(wanted.plan.model_fields_set))
     return None if found is None else Plan(**found.timing.plan)
 
 
-def _against(kept: Sequence[Kept]) -> dict[Plan, str]:
-    """Plans that something measured speaks against, and what."""
-    found = {}
-    for timing in (one.timing for one in kept):
-        if timing.parity == "broken":
-            found[Plan(**timing.plan)] = "it was found broken"
-        elif timing.behind:
-            found[Plan(**timing.plan)] = "it was found slower than the baseline"
-    return found
+def _memory(kept: list[Kept], say: Say) -> Memory:
+    def keep(verdict: Verdict) -> None:
+        for note in remember(verdict):
+            say(note)
+
+    return Memory([one.timing for one in kept], keep)
 
 
 def lowered_by_memory(
@@ -83,8 +77,8 @@ def lowered_by_memory(
     during: During | None = None,
     facts: TaskFacts | None = None,
 ) -> Program:
-    """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered, and no plan of the
-    rules that was found slower than the baseline, or broken.
+    """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered, and none
+    that was found slower than the baseline, or broken; what it finds it remembers.
 
     Args:
         facts: what `fingerprinted` says, where that is known already: to find it out, a model is built.
@@ -94,7 +88,7 @@ def lowered_by_memory(
     placed(wanted.plan)  # a device that isn't there shows before a model is built
     loaded = Loaded(task, loaded.record, loaded.files)
     facts = facts or fingerprinted(loaded)
-    kept = _recalled(loaded, wanted, say, facts)
+    kept = [] if loaded.record is None else _fitting(wanted, facts, say)
     plan = _fastest(kept, wanted, facts)
     if plan is not None:
         try:
@@ -104,4 +98,5 @@ def lowered_by_memory(
         else:
             say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
             return program
-    return lowered(task, wanted, say, during, facts=facts, against=_against(kept))
+    memory = NOTHING_KEPT if loaded.record is None else _memory(kept, say)
+    return lowered(task, wanted, say, during, facts=facts, memory=memory)

@@ -1,9 +1,9 @@
-"""Whether compiling a step pays in this run: some steps are timed on one batch, eagerly, and once more compiled."""
+"""Whether it pays in this run to try a compiler: by what was found before, and by some eager steps on one batch."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +12,20 @@ from hotloop.data.feed import Treatment, open_feed
 from hotloop.errors import blame
 from hotloop.lowering import Program
 from hotloop.measuring.runner import Runner
+from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.tuning.bounds import compiling_gains, makeup
-from hotloop.tuning.budget import COLD_COMPILE_S, REALISED
+from hotloop.tuning.budget import COLD_COMPILE_S, PROVING_STEPS, REALISED
+from hotloop.verdicts import TRUSTED, Timing, Verdict
 
 COMPILE_S = 2 * COLD_COMPILE_S
-"""What a compilation is reckoned at where nothing was raced: large models, and busy machines, take a minute and more."""
+"""What a compilation and a race are reckoned at, before any: large models, and busy machines, take a minute and more."""
 
 _GLANCE_S, _LOOK_S = 0.05, 0.2
-"""For a first idea of a step, which tells that most short runs are too short; and to compare it with a compiled one."""
+"""For a first idea of a step, which tells that most short runs are too short; and for one to reckon with."""
+
+_BATCHES = 4
+"""That are compared: a compiled step is for batches of one shape, and runs others eagerly."""
 
 
 @dataclass(frozen=True)
@@ -42,35 +47,94 @@ class Hope:
         """Seconds of the run that may be saved."""
         return REALISED * self.steps * self.step_s * (1.0 if self.gain is None else 1 - 1 / self.gain)
 
+    def costs_s(self, compilations: int = 1) -> float:
+        """Seconds that so many compilations take, and a proof."""
+        return compilations * COMPILE_S + PROVING_STEPS * self.step_s
+
     @property
-    def pays(self) -> bool:
-        return self.gain is not None and self.wins_s > COMPILE_S
+    def compilations(self) -> int:
+        """How many of two pay."""
+        return 0 if self.gain is None else sum(self.wins_s > self.costs_s(count) for count in (1, 2))
 
     def __str__(self) -> str:
         most = "can save at most" if self.gain is None else "should save about"
         return (
             f"a step takes {milliseconds(self.step_s)}, so compiling {most} {self.wins_s:,.0f} s"
-            f" of the {self.steps:,} steps left, and may take {COMPILE_S:.0f} s"
+            f" of the {self.steps:,} steps left, and with a proof it may take {self.costs_s():.0f} s"
         )
 
 
-def hoped(program: Program, steps: int) -> Hope | str:
-    """What compiling may save of so many steps of an eager Program, whose State stays; or why nobody knows."""
+@dataclass(frozen=True)
+class Memory:
+    """What races found of a Task before, and who is told what the next one finds.
+
+    Attributes:
+        timings: beside the baseline that this run would have.
+    """
+
+    timings: Sequence[Timing] = ()
+    keep: Callable[[Verdict], None] = lambda verdict: None
+
+    @property
+    def _found(self) -> dict[Plan, Timing]:
+        return {Plan(**timing.plan): timing for timing in self.timings}
+
+    def refuses(self, plan: Plan) -> str:
+        """Why a plan isn't to be trained with, whatever speaks for it; empty where it may be."""
+        timing = self._found.get(plan)
+        if timing is not None and timing.parity == "broken":
+            return "it was found broken"
+        return "it was found slower than the baseline" if timing is not None and timing.behind else ""
+
+    def against(self, plan: Plan, eager: Plan, accepted: Collection[str]) -> str:
+        """Why a compiled plan needn't be tried again; empty where nothing that was found speaks against it."""
+        found = self._found
+        timing = found.get(plan)
+        if timing is None:
+            return ""
+        if timing.failure is not None:
+            return f"it failed before ({timing.failure})"
+        if timing.parity is not None and timing.parity not in accepted:
+            return f"it was found {timing.parity}: {timing.parity_reason}"
+        beside = found[eager].ratio if eager in found else None
+        if timing.decided and (timing.ratio or 0.0) <= (beside or 1.0):
+            return "it was raced before, and isn't faster"
+        return ""
+
+
+def accepted(fixed: Collection[str]) -> tuple[str, ...]:
+    """Classes of parity that may be chosen; a reduced precision only where the user set it."""
+    return (*TRUSTED, "reduced-precision") if "precision" in fixed else TRUSTED
+
+
+def hoped(program: Program, steps: int, *, rewrites: bool) -> Hope | str:
+    """What compiling may save of so many steps of an eager Program, whose State stays; or why it isn't worth a thought.
+
+    Args:
+        rewrites: whether a compiled step would be rewritten.
+    """
     try:
         with _on_one_batch(program):
             hope = Hope(steps, Runner(program).warm_up(_GLANCE_S)[1])
-            if hope.wins_s < COMPILE_S:
+            if hope.wins_s < hope.costs_s():
                 return hope
+        if not _alike(program):
+            return "its batches differ in shape, and a compiled step is for batches of one shape"
+        with _on_one_batch(program):
             step_s = Runner(program).warm_up(_LOOK_S)[1]
-            return Hope(steps, step_s, compiling_gains(makeup(program), step_s))
+            return Hope(steps, step_s, compiling_gains(makeup(program, rewrites=rewrites), step_s))
     except Exception as error:  # what is wrong with the Task shows in training, and is explained there
         return f"its steps couldn't be timed ({blame(error)})"
 
 
-def step_seconds(program: Program) -> float:
-    """What a step of a Program takes on one batch; its State stays."""
-    with _on_one_batch(program):
-        return Runner(program).warm_up(_LOOK_S)[1]
+def _alike(program: Program) -> bool:
+    """Whether the first batches have the same shapes; the last one of an epoch may have fewer samples."""
+    from hotloop.lowering.compiled import signature  # torch's compiler comes with it, which short runs do without
+
+    batches = program.feed.batches
+    most = _BATCHES if batches is None else max(1, min(_BATCHES, batches - 1))
+    with _first_batches(program) as found:
+        return len({signature(batch) for batch, _ in itertools.islice(found, most)}) == 1
 
 
 def milliseconds(seconds: float) -> str:
@@ -79,18 +143,30 @@ def milliseconds(seconds: float) -> str:
 
 
 @contextmanager
-def _on_one_batch(program: Program) -> Iterator[None]:
-    """Has the Program run on its first batch again and again; generators stay as they are, and no data is run through."""
-    parts, own = program.parts, program.feed
+def _first_batches(program: Program) -> Iterator[Iterator[tuple[Any, int]]]:
+    """Its batches from the first on, out of a feed of their own; generators stay as they are."""
+    parts = program.parts
     treatment = Treatment(parts.device, parts.task.seed, parts.roles.prepare, parts.task.augment)
     with preserved(*program.devices):
         feed = open_feed(parts.roles.train, parts.roles.order, treatment, workers=0)
-        program.feed = _Again(*next(feed.epoch(0)), own.batches)
-        feed.close()
         try:
-            yield
+            yield feed.epoch(0)
         finally:
-            program.feed = own
+            feed.close()
+
+
+@contextmanager
+def _on_one_batch(program: Program) -> Iterator[None]:
+    """Has the Program run on its first batch again and again; generators stay as they are, and no data is run through."""
+    own = program.feed
+    with _first_batches(program) as batches:
+        batch = next(batches)
+    program.feed = _Again(*batch, own.batches)
+    try:
+        with preserved(*program.devices):
+            yield
+    finally:
+        program.feed = own
 
 
 class _Again:

@@ -20,6 +20,7 @@ from hotloop.probe import here
 from hotloop.profiles import GroupTime, OptimizerUse, Profile, Threads
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import Timing, Verdict
+from hotloop.wanted import Wanted
 
 
 def task(**fields: Any) -> hotloop.Task:
@@ -97,6 +98,12 @@ def test_what_was_seen_is_held_against_the_machine_and_diagnosed(monkeypatch, me
 def test_a_plan_that_has_the_axis_already_is_not_told_to_set_it(monkeypatch, plan: Plan) -> None:
     watched_as(monkeypatch, seen())
     assert hotloop.profile(task(), plan=plan, progress=False).remedies[0].axes == {}
+
+
+def test_a_profile_of_auto_compiles_nothing_that_training_may_not_compile() -> None:
+    assert inspecting.planned(task(epochs=10_000), Wanted.of("auto", {"device": "cpu"})) == Plan(optimizer="fused")
+    asked = Wanted.of("auto", {"device": "cpu", "compile": "step"})
+    assert inspecting.planned(task(), asked).compile == "step"
 
 
 def test_an_axis_that_cannot_be_run_is_not_proposed(monkeypatch) -> None:

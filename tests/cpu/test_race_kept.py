@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop import kept, remembering
+from hotloop import contests, kept, remembering
 from hotloop.choosing import known
 from hotloop.contests import raced
 from hotloop.kept import best, recall, remember
+from hotloop.lowering import Program, lower
+from hotloop.measuring.racing import Measured
 from hotloop.plan import Plan
-from hotloop.records import SourceRecord
-from hotloop.remembering import lowered_by_memory
+from hotloop.records import SourceRecord, TaskFacts
+from hotloop.remembering import fingerprinted, lowered_by_memory
 from hotloop.rivals import Contest
+from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 from hotloop.wanted import Wanted
+from hotloop.weighing import Memory
 from tests.cpu.programs import a_task
 
 VERSIONS = {"hotloop": "1", "torch": "2", "python": "3"}
@@ -298,6 +302,46 @@ def test_a_model_is_built_once_to_be_looked_at_and_once_to_be_trained(
     loaded = Loaded(a_task(), record, {})
     lowered_by_memory(loaded, loaded.task, Wanted.or_auto(None, {"device": "cpu"}), print).close()
     assert len(built) == 2
+
+
+def test_what_auto_finds_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run begins with it at once."""
+    loaded = Loaded(a_task(), RECORD, {})
+
+    def chosen(task: Task, *told: Any, memory: Memory, facts: TaskFacts, **rest: Any) -> Program:
+        here = dict(fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions())
+        memory.keep(verdict(timing(FUSED, 1.3, startup_s=0.0), steps=10, **here))
+        return lower(task, FUSED)
+
+    monkeypatch.setattr(remembering, "lowered", chosen)
+    said: list[str] = []
+    for _ in range(2):
+        lowered_by_memory(loaded, loaded.task, Wanted.of("auto", {"device": "cpu"}), said.append).close()
+    assert said == ["auto: optimizer=fused, remembered as the fastest that is proven equal"]
+
+
+def test_a_race_keeps_no_start_that_is_the_time_auto_took_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that the plan pays for wouldn't take it: what `auto` compiles it keeps by itself."""
+    chosen = timing(COMPILED, 2.0, startup_s=90.0).model_copy(update={"name": "auto"})
+    monkeypatch.setattr(
+        contests, "measure", lambda *_, **__: Measured([*verdict(timing(FUSED, 1.3)).plans, chosen], [])
+    )
+    loaded = Loaded(a_task(), RECORD, {})
+    asked = Contest(("baseline", "auto", FUSED), "baseline", None, time_limit="0.1s")
+    found = raced(loaded, asked, prove=None)
+    assert found.plan("auto") == chosen
+    kept, _ = recall(found.fingerprint, found.machine, found.versions)
+    assert {one.timing.name for one in kept} == {"baseline", "optimizer=fused"}
+
+
+def test_auto_is_told_of_what_was_found_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, told = Loaded(a_task(), RECORD, {}), list[Timing]()
+    broken = timing(COMPILED, 2.0, parity="broken")
+    facts = fingerprinted(loaded)
+    remember(verdict(broken, fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions()))
+    monkeypatch.setattr(remembering, "lowered", lambda *_, memory, **__: told.extend(memory.timings))
+    lowered_by_memory(loaded, loaded.task, Wanted.of("auto", {"device": "cpu"}), print)
+    assert broken in told
 
 
 def test_a_race_looks_at_the_model_once(built: list[int]) -> None:

@@ -305,6 +305,13 @@ def test_nothing_is_behind_where_hotloop_is_ahead() -> None:
     assert "Nowhere, in what was measured." in markdown(found)
 
 
+def test_the_length_of_the_run_that_hotloop_planned_for_stands_above_the_table(tmp_path: Path) -> None:
+    found = summary([row(tutorial=4e-3, hotloop=1e-3)], {}, {}, OURS)
+    journal = Journal(tmp_path / "journal.jsonl", resume=False)
+    assert bench.tables(found, journal).startswith("hotloop planned for a run of 1,000,000 steps")
+    assert bench.tables(None, journal) == whole_table([])  # whole runs are planned for as long as they are
+
+
 def test_a_peer_that_failed_is_listed_with_the_reason() -> None:
     rows = [row(tutorial=4e-3, hotloop=1e-3)]
     rows[0]["lanes"]["skorch"] = asdict(Marked(failure="ended with 1: no luck"))

@@ -84,6 +84,7 @@ ORDER = (
     "measuring/",
     "tuning/",
     "weighing",
+    "settling",
     "choosing",
     "remembering",
     "profiling/",

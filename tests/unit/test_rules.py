@@ -23,6 +23,7 @@ FOREACH = {"implementations": ["forloop", "foreach"]}
 BEST = {
     "a short run on the CPU": (CPU, {}, {"optimizer": "fused"}),
     "a long one": (CPU, LONG, {"optimizer": "fused", "compile": "package"}),
+    "fewer steps, which may be of seconds each": (CPU, {"steps": 15_000}, {"optimizer": "fused", "compile": "package"}),
     "one step less": (CPU, {"steps": COMPILED_FROM_STEPS - 1}, {"optimizer": "fused"}),
     "a stream of unknown length": (CPU, {"data": "Stream", "steps": None}, {"optimizer": "fused"}),
     "a long one without a compiler": (NO_COMPILER, LONG, {"optimizer": "fused"}),

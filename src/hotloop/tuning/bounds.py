@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from hotloop.lowering import Program
 from hotloop.measuring.runner import Runner
 from hotloop.onlooker import Onlooker
@@ -57,16 +55,19 @@ class Makeup:
     other_s: float | None = None
 
 
-def makeup(program: Program) -> Makeup | None:
+def makeup(program: Program, *, rewrites: bool = True) -> Makeup | None:
     """Looks at some training steps, operation by operation; the State stays as it was.
 
     None where torch doesn't show them one by one, as with `torch.cond`.
+
+    Args:
+        rewrites: whether the plan that is to be compiled has them.
     """
     runner, began = Runner(program), time.perf_counter()
     rounds: list[Makeup] = []
     try:
         while len(rounds) < _ROUNDS and (not rounds or time.perf_counter() - began < _ENOUGH_S):
-            rounds.append(_looked_at(runner))
+            rounds.append(_looked_at(runner, rewrites))
     except NotImplementedError:
         return None
     finally:
@@ -78,9 +79,9 @@ def makeup(program: Program) -> Makeup | None:
     return Makeup(operations, *map(statistics.median, zip(*parts, strict=True)))
 
 
-def _looked_at(runner: Runner) -> Makeup:
+def _looked_at(runner: Runner, rewrites: bool) -> Makeup:
     step_s = runner.window(_LOOKS) / _LOOKS
-    with _Timing() as seen:
+    with _Timing(rewrites) as seen:
         runner.window(_LOOKS)
     runner.put_back()
     return Makeup(seen.count // _LOOKS, step_s, seen.library_s / _LOOKS, seen.other_s / _LOOKS)
@@ -103,9 +104,9 @@ def compiling_gains(made: Makeup | None, step_s: float) -> float:
 class _Timing(Onlooker):
     """Counts operations, and times them; on a CPU each has been computed when it returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, rewrites: bool) -> None:
         super().__init__()
-        self.count = 0
+        self.rewrites, self.count = rewrites, 0
         self.library_s = self.other_s = 0.0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,19 +114,26 @@ class _Timing(Onlooker):
         began = time.perf_counter()
         result = function(*args, **(kwargs or {}))
         took_s = time.perf_counter() - began
-        if _stays(function, args):
+        if _stays(function, args, self.rewrites):
             self.library_s += took_s
         else:
             self.other_s += took_s
         return result
 
 
-def _stays(function: Any, args: Sequence[Any]) -> bool:
+def _stays(function: Any, args: Sequence[Any], rewrites: bool) -> bool:
     """Whether a compiled step calls the same library for it; a convolution of small filters can be rewritten."""
     if function.namespace not in ("aten", "prim", "prims"):
         return True  # nobody knows what those of others do inside
     name = function.overloadpacket.__name__
     if name.startswith("convolution"):
-        filters = args[2 if name == "convolution_backward" else 1]
-        return not (isinstance(filters, Tensor) and filters[0].numel() <= _SMALL_FILTER)
+        return not (rewrites and _can_be_rewritten(name, args))
     return name in _LIBRARY or any(part in name for part in ("attention", "lstm", "linalg"))
+
+
+def _can_be_rewritten(name: str, args: Sequence[Any]) -> bool:
+    """A convolution as `conv_as_gemm` takes it: of images that learn nothing themselves, in one group."""
+    backward = name == "convolution_backward"
+    image, filters, groups = (args[1], args[2], args[9]) if backward else (args[0], args[1], args[8])
+    learns = args[10][0] if backward else image.requires_grad
+    return image.ndim == 4 and groups == 1 and not learns and filters[0].numel() <= _SMALL_FILTER

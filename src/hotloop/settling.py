@@ -1,0 +1,181 @@
+"""What a long run under `auto` takes: compiled plans are raced beside the eager one, and the fastest is proven."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from hotloop.errors import HotloopError, MemoryExhausted, blame, out_of_memory
+from hotloop.lowering import Program, lower
+from hotloop.lowering.telling import During, Say
+from hotloop.measuring import Entrant, measure
+from hotloop.measuring.runner import Runner
+from hotloop.parity import prove_programs
+from hotloop.plan import Plan
+from hotloop.records import TaskFacts
+from hotloop.setting import machine_name, speed_versions
+from hotloop.task import Task
+from hotloop.tuning.budget import PROVING_STEPS, Budget
+from hotloop.tuning.room import plans_at_once
+from hotloop.tuning.starts import with_start
+from hotloop.verdicts import Parity, Timing, Verdict
+
+_GLANCE_S = 0.2
+"""For a first idea of the baseline's step."""
+
+_RACED = 1 / 2
+"""Of what a search may race for."""
+
+
+@dataclass
+class Settling:
+    """Compiled plans beside the eager one, of a Task on one device.
+
+    Attributes:
+        eager: what is trained with otherwise.
+        accepted: classes of parity that may be chosen.
+        say: is told what was passed over, and why.
+    """
+
+    task: Task
+    facts: TaskFacts
+    eager: Plan
+    accepted: Collection[str]
+    say: Say
+    during: During | None
+    _timings: dict[str, Timing] = field(default_factory=dict)
+    _programs: dict[str, Program] = field(default_factory=dict)
+    _starts: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def run(self, ways: Sequence[Plan], most: int) -> Verdict | None:
+        """Compiles up to `most` of `ways`, the first that can be; the winner is the eager plan, or faster and proven.
+
+        None where nothing could be raced.
+        """
+        began = time.monotonic()
+        try:
+            winner = self._winner(ways, most)
+        except Exception as error:  # what is wrong with the Task shows in training, and is explained there
+            self.say(f"auto goes on eagerly: its plans couldn't be raced ({_told(error)})")
+            return None
+        finally:
+            for program in self._programs.values():
+                program.close()
+            self._programs.clear()
+            gc.collect()  # models and optimizers refer to each other
+        return None if self.baseline.brief() not in self._timings else self._verdict(winner, time.monotonic() - began)
+
+    @property
+    def baseline(self) -> Plan:
+        return Plan(device=self.eager.device, workers=self.eager.workers)
+
+    def _winner(self, ways: Sequence[Plan], most: int) -> Plan:
+        others = list(dict.fromkeys([self.baseline, self.eager]))
+        gc.collect()  # what was timed before is gone
+        room = plans_at_once(self.facts, self.eager.device) - len(others)
+        if room < 1:
+            self.say("auto goes on eagerly: there is no memory for a compiled plan beside the eager one")
+            return self.eager
+        ready = self._compiled(ways, min(most, room))
+        if not ready:
+            return self.eager
+        names = " and ".join(plan.brief() for plan in ready)
+        self.say(f"auto races {names} beside what runs eagerly, and proves the fastest")
+        with nullcontext() if self.during is None else self.during("racing and proving plans", counted=False):
+            self._race(others, ready)
+            return self._proven(ready)
+
+    def _compiled(self, ways: Sequence[Plan], most: int) -> list[Plan]:
+        ready: list[Plan] = []
+        for way in ways:
+            if len(ready) == most:
+                break
+            try:
+                self._lowered(way)
+            except Exception as error:
+                self._pass_over(way, _told(error))
+                short = isinstance(error, MemoryExhausted) or out_of_memory(error)
+                name, axes = way.brief(), way.model_dump()
+                self._timings[name] = Timing(name=name, plan=axes, failure=_told(error), short_of_memory=short)
+            else:
+                ready.append(way)
+        return ready
+
+    def _race(self, others: Sequence[Plan], ready: Sequence[Plan]) -> None:
+        """On real batches, in pairs; a plan that fails is out."""
+        device, steps = torch.device(self.eager.device).type, self.facts.steps
+        step_s = Runner(self._lowered(self.baseline)).warm_up(_GLANCE_S)[1]
+        plans = [*others, *ready]
+        seconds = Budget.of(step_s, steps, None, device).race_s(_RACED, len(plans) - 1)
+        entrants = [Entrant(plan.brief(), partial(self._lowered, plan), plan) for plan in plans]
+        found = measure(entrants, self.baseline.brief(), steps=steps, time_limit_s=seconds, brief=True)
+        self._timings |= {one.name: with_start(one, self._starts.get(one.name), steps) for one in found.plans}
+
+    def _proven(self, ready: Sequence[Plan]) -> Plan:
+        """The fastest whose proof succeeds, of those that are faster than the eager plan; or that one."""
+        ratio = self._timings[self.eager.brief()].ratio or 1.0
+        for plan in sorted(ready, key=lambda one: self._timings[one.brief()].ratio or 0.0, reverse=True):
+            timing = self._timings[plan.brief()]
+            if timing.failure is not None:
+                self._pass_over(plan, timing.failure)
+            elif timing.verdict != "faster" or (timing.ratio or 0.0) <= ratio:
+                figures = f"it's {timing.ratio:.2f} times as fast as the baseline"
+                self._pass_over(plan, figures if ratio == 1.0 else f"{figures}, and {self.eager.brief()} {ratio:.2f}")
+            elif why := self._too_long(timing, ratio):
+                self._pass_over(plan, why)
+            else:
+                parity = self._parity(plan)
+                update = {"parity": parity.parity, "parity_reason": parity.reason}
+                self._timings[plan.brief()] = timing.model_copy(update=update)
+                if parity.parity in self.accepted:
+                    return plan
+                self._pass_over(plan, f"it's {parity.parity}: {parity.reason}")
+        return self.eager
+
+    def _too_long(self, timing: Timing, ratio: float) -> str:
+        """Why a proof doesn't pay; empty if it does. `ratio` is the eager plan's."""
+        step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
+        saves_s = (self.facts.steps or 0) * step_s * (1 / ratio - 1 / (timing.ratio or 1.0))
+        proof_s = PROVING_STEPS * step_s
+        return "" if saves_s > proof_s else f"it saves {saves_s:.0f} s, and a proof takes about {proof_s:.0f} s"
+
+    def _parity(self, plan: Plan) -> Parity:
+        try:
+            return prove_programs(self.task, [self._lowered(plan)])[0]
+        except Exception as error:
+            return Parity(plan=plan.brief(), parity="unproven", reason=_told(error), states=0)
+
+    def _lowered(self, plan: Plan) -> Program:
+        name = plan.brief()
+        if name not in self._programs:
+            began = time.perf_counter()
+            told = (self.say, self.during) if plan.compile != "none" else ()  # the others were told of before
+            program = self._programs[name] = lower(self.task, plan, *told)
+            self._starts[name] = (time.perf_counter() - began - program.compile_s, program.compile_s)
+        return self._programs[name]
+
+    def _pass_over(self, plan: Plan, why: str) -> None:
+        self.say(f"auto passes over {plan.brief()}: {why}")
+
+    def _verdict(self, winner: Plan, seconds: float) -> Verdict:
+        return Verdict(
+            task=self.task.name,
+            fingerprint=self.facts.fingerprint,
+            plans=list(self._timings.values()),
+            baseline=self.baseline.brief(),
+            winner=winner.brief(),
+            steps=self.facts.steps,
+            machine=machine_name(),
+            versions=speed_versions(),
+            seconds=seconds,
+        )
+
+
+def _told(error: Exception) -> str:
+    return error.given if isinstance(error, HotloopError) else blame(error)
