@@ -12,12 +12,15 @@ stopped     for 20 s: a line says for whom the others wait, and the end is bitwi
 exception   the rank's own error ends the training in one line; resumed, the end is bitwise the same
 memory      the same, and the error says that memory ran out
 worker killed, worker stopped    the others go on, and each sample counts once
+
+A repetition that isn't over after 180 s has failed, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -30,6 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import hotloop
 from bench.claim import write_claim
 from hotloop.asynchronous.processes import ProcessCrew
@@ -41,7 +46,8 @@ from tests.resuming import disagreements
 
 STEPS = 24
 """Of the ranks' whole training."""
-STOPPED_S = 20
+STOPPED_S, LIMIT_S = 20, 180
+"""How long a rank stands still, and after how long a training that isn't over has failed."""
 TROUBLES: dict[str, Callable[[], Any]] = {
     "killed": ranks.kill,
     "stopped": partial(ranks.stop, STOPPED_S),
@@ -67,9 +73,8 @@ def main() -> int:
         whole = ranks.fit(Path(folder) / "whole", ranks.task(), progress=False).path
         for number, fault in left[: options.at_most]:
             draws = random.Random(f"{options.seed} {number} {fault}")
-            rows.append(
-                {"repetition": number, "fault": fault, **one(Path(folder) / f"{fault} {number}", fault, draws, whole)}
-            )
+            own = Path(folder) / f"{fault} {number}"
+            rows.append({"repetition": number, "fault": fault, **limited(own, fault, draws, whole)})
             print(json.dumps(rows[-1]), flush=True)
             if options.rows:
                 with options.rows.open("a") as file:
@@ -84,6 +89,33 @@ def main() -> int:
         figures = {"stopped_s": STOPPED_S, "faults": record, "rows": rows}
         print(write_claim("rank-faults", command, ranks.PLAN, figures))
     return 1 if any(row["problems"] for row in rows) else 0
+
+
+def limited(folder: Path, fault: str, draws: random.Random, whole: Path) -> dict[str, Any]:
+    """The same as `one`, in a fork: a training that isn't over in time has failed, and ends with all that it started."""
+    began, found, said = time.monotonic(), folder.with_suffix(".json"), folder / "said"
+
+    def train() -> None:
+        found.write_text(json.dumps(one(folder, fault, draws, whole)))
+
+    process = multiprocessing.get_context("fork").Process(target=train)
+    process.start()
+    process.join(LIMIT_S)
+    if process.exitcode == 0:
+        return dict(json.loads(found.read_text()))
+    seen = f"ended with exit code {process.exitcode}" if process.exitcode is not None else given_up(process.pid)
+    lines = said.read_text(errors="replace") if said.is_file() else ""
+    return {"problems": [f"{seen}; it said {lines!r}"], "seconds": round(time.monotonic() - began, 1)}
+
+
+def given_up(pid: int | None) -> str:
+    """Kills a process and its descendants; says what they were at."""
+    first = psutil.Process(pid)
+    family = [first, *first.children(recursive=True)]
+    seen = ", ".join(f"{one.pid} {one.status()} after {one.cpu_times().user:.0f} s of CPU" for one in family)
+    for one in family:
+        one.kill()
+    return f"not over after {LIMIT_S} s: processes {seen}"
 
 
 def one(folder: Path, fault: str, draws: random.Random, whole: Path) -> dict[str, Any]:

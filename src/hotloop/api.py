@@ -84,9 +84,9 @@ def fit(
 
     if ranked is None:
         return train()
-    trained = launch(ranks_of(ranked), train, display.say)[0]
-    if not trained:
-        raise KeyboardInterrupt  # before there was anything to save
+    trained, code = launch(ranks_of(ranked), train, display.say)
+    if not trained or code:
+        raise KeyboardInterrupt  # before there was anything to save, or by one that wouldn't wait for it
     handle = Run.open(Path(trained))
     handle.task = task
     return handle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hotloop.case import Case, Rule, Violation
-from hotloop.plan import BASELINE
+from hotloop.plan import BASELINE, OF_PARALLEL
 
 JOINT = ("tensor", "stages")
 """Whose ranks have a part of the model each, and compute each batch together."""
@@ -27,6 +27,22 @@ def _ranks(case: Case) -> Iterator[Violation]:
     if plan.parallel == "none" and plan.ranks not in (None, 1):
         reason = "nothing says how the ranks share the training"
         yield Violation(("ranks", "parallel"), reason, "use parallel=data, or leave ranks out")
+
+
+_ONLY = {
+    "local": "only the ranks of parallel=local average their weights",
+    "stages": "only parallel=stages passes microbatches from rank to rank",
+    "async": "only the workers of parallel=async are ever behind",
+}
+"""Why axes of one value of `parallel` say nothing of the others."""
+
+
+def _of_others(case: Case) -> Iterator[Violation]:
+    plan = case.plan
+    for parallel, reason in _ONLY.items():
+        for axis in OF_PARALLEL[parallel]:
+            if plan.parallel != parallel and getattr(plan, axis) != getattr(BASELINE, axis):
+                yield Violation((axis, "parallel"), reason, f"leave {axis} out, or use parallel={parallel}")
 
 
 def _synchronous(case: Case) -> Iterator[Violation]:
@@ -52,10 +68,6 @@ def _synchronous(case: Case) -> Iterator[Violation]:
 def _updates(case: Case) -> Iterator[Violation]:
     """What only ranks that all update the same tensors can do."""
     plan, facts = case.plan, case.facts
-    for axis in ("sync_every", "outer"):
-        if plan.parallel != "local" and getattr(plan, axis) != getattr(BASELINE, axis):
-            reason = "only the ranks of parallel=local average their weights"
-            yield Violation((axis, "parallel"), reason, f"leave {axis} out, or use parallel=local")
     if plan.parallel not in ("towers", "local", "tensor"):
         return
     if plan.precision == "fp16":
@@ -72,11 +84,9 @@ def _updates(case: Case) -> Iterator[Violation]:
 def _staged(case: Case) -> Iterator[Violation]:
     plan, facts = case.plan, case.facts
     if plan.parallel != "stages":
-        for axis in ("pipeline", "microbatches", "split"):
-            if getattr(plan, axis) != getattr(BASELINE, axis):
-                reason = "only parallel=stages passes microbatches from rank to rank"
-                yield Violation((axis, "parallel"), reason, f"leave {axis} out, or use parallel=stages")
         return
+    if plan.ranks == 1 and plan.pipeline != "interleaved":
+        yield Violation(("ranks", "parallel"), "a single stage is the whole model", "use --ranks 2, or parallel=none")
     if plan.layout != "contiguous":
         reason = "an exported graph has the order of dimensions that it was made with"
         yield Violation(("layout", "parallel"), reason, "use layout=contiguous")
@@ -107,10 +117,6 @@ _WITH_THE_UPDATE = {
 def _asynchronous(case: Case) -> Iterator[Violation]:
     plan, facts = case.plan, case.facts
     if plan.parallel != "async":
-        for axis in ("staleness", "correction", "workforce"):
-            if getattr(plan, axis) != getattr(BASELINE, axis):
-                reason = "only the workers of parallel=async are ever behind"
-                yield Violation((axis, "parallel"), reason, f"leave {axis} out, or use parallel=async")
         return
     for axis, reason in _WITH_THE_UPDATE.items():
         plain = getattr(BASELINE, axis)
@@ -128,4 +134,4 @@ def _asynchronous(case: Case) -> Iterator[Violation]:
         yield Violation(("parallel",), reason, "use parallel=none, or another optimizer")
 
 
-RULES_OF_RANKS: tuple[Rule, ...] = (_ranks, _synchronous, _updates, _staged, _asynchronous)
+RULES_OF_RANKS: tuple[Rule, ...] = (_ranks, _of_others, _synchronous, _updates, _staged, _asynchronous)

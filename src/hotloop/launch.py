@@ -29,6 +29,7 @@ from hotloop import errors
 from hotloop.choosing import placed
 from hotloop.errors import HotloopError, PlanError, RankLostError, TrainingError
 from hotloop.parallel.beats import Outside
+from hotloop.parallel.forking import put_threads_away
 from hotloop.parallel.joining import LAUNCHED, run_in
 from hotloop.plan import Plan
 from hotloop.probe import devices
@@ -113,6 +114,7 @@ def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str]) -> None:
         return
 
     def call() -> None:
+        os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on: once, since a second has a meaning
         gc.freeze()
         gc.enable()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # not the parent's way with them, until it trains
@@ -124,6 +126,7 @@ def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str]) -> None:
         except KeyboardInterrupt:  # torch takes it for a good end, and waits for what it never returned
             raise SystemExit(128 + signal.SIGINT) from None
 
+    put_threads_away()
     # A store that a fork inherits must not be collected there: its end waits for a thread that only the parent has.
     gc.collect()
     gc.disable()

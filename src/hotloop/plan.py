@@ -21,6 +21,20 @@ from hotloop.errors import PlanError
 Steps = Annotated[int, Field(ge=2)]
 """In one replay."""
 
+OF_PARALLEL = {
+    "local": ("sync_every", "outer"),
+    "stages": ("pipeline", "microbatches", "split"),
+    "async": ("staleness", "correction", "workforce"),
+}
+"""Axes that say something of one value of `parallel` alone."""
+
+
+def left_behind(before: str, now: str) -> tuple[str, ...]:
+    """Axes of a plan that say nothing any more where its `parallel` was one and is another now."""
+    if before == now:
+        return ()
+    return (*OF_PARALLEL.get(before, ()), *(["ranks"] if now == "none" else []))
+
 
 @dataclass(frozen=True, eq=False)
 class Placement(Mapping[str, str]):

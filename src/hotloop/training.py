@@ -62,25 +62,10 @@ def start(
         options: dict[str, Any] = dict(overrides=overrides, stop_after=stop_after, checkpoint_every=checkpoint_every)
         if ranks.world.first:
             options |= dict(callbacks=callbacks, say=say, during=during)
-        if (begun := ranks.begun() or _cut_short(ranks, run)) is not None:
+        begun = ranks.begun() or (run if run is not None and ranks.cut_short(run) is not None else None)
+        if begun is not None:
             return _go_on(Path(begun), loaded.task, wanted, ranks, **options)
         return _start(loaded, run, wanted, ranks, began, **options)
-
-
-def _cut_short(ranks: Joined, named: Path | None) -> str | None:
-    """The run that the user names, if ranks that the same agents started before have begun it.
-
-    The store that knew of it has ended with them, where torchrun doesn't share its own.
-    """
-    if ranks.store is None or named is None:
-        return None
-    restarts, since = ranks.launched()
-
-    def find() -> str | None:
-        record = named / "run.json"
-        return str(named) if record.is_file() and record.stat().st_mtime >= since else None
-
-    return ranks.world.from_first(find) if restarts else None
 
 
 def _start(
@@ -161,12 +146,12 @@ def _go_on(
     during: During | None = None,
 ) -> tuple[Run, Ended]:
     handle = Run.open(path) if ranks.world.first else Following.open(path)
-    ranks.begin(str(path.absolute()))
+    passed_s = ranks.begin(str(path.absolute()), ranks.cut_short(path, theirs=True))
     wanted = wanted.split_as(handle.plan)
     if checkpoint_every is not None:
         Cadence.parse(checkpoint_every)
         handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})
-    stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
+    stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after") - passed_s
     before = task_of(handle, task)
     check_overrides(handle.record.facts, before, overrides or {})
     handle.record = handle.record.model_copy(update={"overrides": {**handle.record.overrides, **(overrides or {})}})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hotloop.errors import PlanError
-from hotloop.plan import Plan
+from hotloop.plan import Plan, left_behind
 
 AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
 
@@ -35,7 +35,8 @@ class Wanted:
         """What `given` means: a plan, `auto`, `baseline`, `arrays`, a TOML file, or None for the baseline.
 
         Args:
-            axes: set on top; text as on a command line is read as the axis' type, and `none` where an axis has it.
+            axes: set on top; text as on a command line is read as the axis' type, and `none` where an axis has it. What
+                the plan says of another value of `parallel` goes with that.
 
         Raises:
             PlanError: no such file, axis or value.
@@ -49,7 +50,8 @@ class Wanted:
             plan = Plan(engine="arrays")
         else:
             plan = _read(Path(given))
-        kept = {axis: getattr(plan, axis) for axis in plan.model_fields_set}
+        gone = left_behind(plan.parallel, on_top.get("parallel", plan.parallel))
+        kept = {axis: getattr(plan, axis) for axis in plan.model_fields_set if axis not in gone}
         return cls(Plan(**{**kept, **on_top}), given == AUTO)
 
     @classmethod

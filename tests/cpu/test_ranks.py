@@ -25,7 +25,6 @@ from hotloop.parallel.waiting import Meter, Spent, Waits
 from hotloop.parallel.world import ALONE, World, is_loss
 from hotloop.plan import Plan
 from hotloop.taking_part import taking_part
-from hotloop.training import _cut_short
 
 TORCHRUN = {
     "RANK": "3",
@@ -128,7 +127,9 @@ def test_what_lies_turned_in_memory_is_drawn_in_the_order_of_memory() -> None:
 def test_a_seat_is_what_torchrun_says() -> None:
     assert Seat.here({}) is None
     seat = Seat.here(TORCHRUN)
-    assert seat == Seat(3, 4, 1, 2, "10.0.0.1", 29500, launch="mine/2", restarts=2, serves=False, watched=False)
+    assert seat == Seat(
+        3, 4, 1, 2, "10.0.0.1", 29500, launch="mine/2", restarts=2, serves=False, elastic=True, watched=False
+    )
     own = Seat.here(TORCHRUN | {"TORCHELASTIC_RUN_ID": LAUNCHED + "1"})
     assert own is not None and own.watched
     without = Seat.here(TORCHRUN | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
@@ -136,26 +137,30 @@ def test_a_seat_is_what_torchrun_says() -> None:
     # Each machine's agent counts for itself, and in a store of their own nobody else's names are in the way.
     fresh = Seat.here(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert fresh is not None and fresh.launch == without.launch
+    others = Seat.here({name: value for name, value in TORCHRUN.items() if "ELASTIC" not in name})
+    assert others is not None and not others.elastic
     for broken in ({"MASTER_PORT": "x"}, {"WORLD_SIZE": ""}):
         with pytest.raises(PlanError, match="RANK and WORLD_SIZE are in the environment"):
             Seat.here(TORCHRUN | broken)
 
 
 @pytest.mark.parametrize(
-    ("restarts", "age_s", "goes_on"),
-    [(1, 10, True), (0, 10, False), (1, 1000, False)],  # the agents began 100 s ago
+    ("restarts", "age_s", "theirs"),
+    [(1, 10, True), (1, 1, True), (0, 10, True), (0, 1, False), (0, 1000, False), (1, 1000, False)],
 )
-def test_a_run_is_gone_on_with_if_restarted_agents_have_begun_it(
-    tmp_path: Path, restarts: int, age_s: float, goes_on: bool
+def test_a_run_is_gone_on_with_if_ranks_that_torchrun_started_before_have_begun_it(
+    tmp_path: Path, restarts: int, age_s: float, theirs: bool
 ) -> None:
-    """One of the same name that was there before is not theirs."""
-    ranks: Any = Joined(store=object(), restarts=restarts, since=time.time() - 100)  # type: ignore[arg-type]
-    assert _cut_short(ranks, tmp_path) is None
+    """Not one that was there before, nor this process' own; that machines came or went, torchrun doesn't count."""
+    agent = time.time() - 100
+    ranks = Joined(restarts=restarts, started=(agent, time.time() - 5))
+    assert ranks.cut_short(tmp_path) is None
     (tmp_path / "run.json").touch()
     made = time.time() - age_s
     os.utime(tmp_path / "run.json", (made, made))
-    assert (_cut_short(ranks, tmp_path) == str(tmp_path)) is goes_on
-    assert _cut_short(ranks, None) is None
+    assert ranks.cut_short(tmp_path) == (pytest.approx(agent, abs=0.01) if theirs else None)
+    assert (ranks.cut_short(tmp_path, theirs=True) is not None) is (theirs or restarts > 0)
+    assert Joined(restarts=restarts).cut_short(tmp_path) is None
 
 
 def test_ranks_without_a_plan_for_them_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_ranks_stop_on_a_signal_and_one_process_goes_on(
     assert 0 < stopped.step < 20
 
     # One process goes on with what two have left, and ends where one process alone comes to.
-    last = run_cli("train", "--resume", run, "--set", "parallel=none", "--set", "ranks=none")
+    last = run_cli("train", "--resume", run, "--set", "parallel=none")
     assert last.returncode == 0, last.stderr
     assert [event["step"] for event in Run.open(run).journal() if event["event"] == "resume"] == [stopped.step]
     alone = tmp_path / "alone"

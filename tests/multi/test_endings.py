@@ -140,18 +140,88 @@ def loss(output, target):
 x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
 task = hotloop.Task(model=Net, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
                     data=(x, (x[:, 0] > 0).long()), batch_size=4, epochs=1000)
-hotloop.fit(task, run="run", plan=hotloop.Plan(parallel="data", ranks=2), progress=False)
+try:
+    hotloop.fit(task, run="run", plan=hotloop.Plan(parallel="data", ranks=2), progress=False)
+    print("fit has returned")
+except KeyboardInterrupt:
+    print("fit was interrupted")
 """
+
+
+def begun(process: Any, run: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not (run / "run.json").exists() or Run.open(run).reached() < 5:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ctrl_c_in_a_terminal_has_ranks_save_and_stop(tmp_path: Path, server: Server) -> None:
+    """There it goes to the whole process group, of which forks are."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    process = server.start(tmp_path / "script.py", script=True, cwd=tmp_path)
+    begun(process, tmp_path / "run")
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "fit has returned\n"), err
+    stop = Run.open(tmp_path / "run").journal()[-1]
+    assert (stop["event"], stop["reason"]) == ("stop", "SIGINT")
+    assert stop["step"] == Run.open(tmp_path / "run").reached()
+
+
+def test_a_second_ctrl_c_interrupts_fit_which_says_so(tmp_path: Path, server: Server) -> None:
+    marker = tmp_path / "marker"
+    busy = f"if torch.is_grad_enabled(): open({str(marker)!r}, 'w').close(); time.sleep(60)"  # not as it is looked at
+    (tmp_path / "script.py").write_text(SCRIPT.replace("time.sleep(0.05)", busy))
+    process = server.start(tmp_path / "script.py", script=True, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not marker.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.5)  # two that come at once are one
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "fit was interrupted\n"), err
+
+
+BUSY = """
+import torch
+from torch import nn
+import hotloop
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).div(255).sum()
+
+def loss(output, target):
+    return nn.functional.cross_entropy(output, target) + 0 * torch.ones(1 << 20).div(255).sum()
+
+x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+task = hotloop.Task(model=lambda: nn.Linear(6, 2), loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+                    data=(x, (x[:, 0] > 0).long()), batch_size=4, epochs=1)
+hotloop.fit(task, run="run", plan=hotloop.Plan(parallel="data", ranks=2, threads=2), progress=False)
+torch.ones(1 << 20).div(255).sum()
+"""
+
+
+def test_forks_of_a_process_that_has_used_several_threads_use_several_too(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "script.py").write_text(BUSY)
+    process = server.start(tmp_path / "script.py", script=True, cwd=tmp_path)
+    try:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert Run.open(tmp_path / "run").final is not None
+    finally:  # a rank that waits for ever hears nothing
+        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for one in left:
+            one.kill()
+        process.kill()
 
 
 def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, server: Server) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     run = tmp_path / "run"
     process = server.start(tmp_path / "script.py", script=True, cwd=tmp_path)
-    deadline = time.monotonic() + 60
-    while not (run / "run.json").exists() or Run.open(run).reached() < 5:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    begun(process, run)
     of_launcher = psutil.Process(process.pid).children()
     assert len(of_launcher) >= 2
     process.kill()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hotloop
 from hotloop.data.source import Source
 from hotloop.evaluation import evaluate
 from hotloop.plan import Plan
 from hotloop.state import State, differences, leaves
-from tests.multi.cases import CASES, DTYPES
+from tests.multi.cases import CASES, DTYPES, images
 from tests.multi.ranks import STEPS, of_ranks
 
 
@@ -106,3 +109,24 @@ def test_all_ranks_hold_the_same_bits(shared: list[Any]) -> None:
             assert repr(sums) == repr(rank[key][1])
             assert repr(figures) == repr(rank[key][2])
             assert differences(state, rank[key][0]) == []
+
+
+class Recomputed(nn.Module):
+    """A block whose forward pass is computed once more in backward, with a batch norm and dropout in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(64, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8)]
+        self.block, self.last = nn.Sequential(*layers), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(checkpoint(self.block, x.flatten(1), use_reentrant=False))
+
+
+@pytest.mark.parametrize("parallel", ["data", "sharded", "towers"])
+def test_what_backward_computes_anew_is_that_of_the_whole_batch(parallel: Any, tmp_path: Path) -> None:
+    task = images(torch.float64, samples=110, model=lambda: Recomputed().double(), batch_size=25, average=None)
+    plan = Plan(parallel=parallel, ranks=2)
+    expected = come_to(task, Plan())
+    for rank in of_ranks(tmp_path, plan, lambda world: come_to(task, plan)):
+        assert {path: value for path, value in distance(rank, expected).items() if value > 1e-10} == {}

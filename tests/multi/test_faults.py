@@ -16,6 +16,7 @@ from torch import nn
 
 import hotloop
 from hotloop.errors import MemoryExhausted, TrainingError
+from hotloop.parallel.joining import BEGAN
 from hotloop.plan import Plan
 from hotloop.run import Run
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
@@ -62,6 +63,16 @@ def stop(seconds: int = 7) -> None:
     time.sleep(2.5)  # there are two signs of it before the training, which is short, can be over
 
 
+def kill_an_hour_later(run: Path) -> None:
+    """As if the ranks had begun an hour ago: the store has them begin then."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    key = f"{BEGAN}/{run}"
+    store.set(key, str(float(store.get(key)) - 3600))
+    kill()
+
+
 def raise_error() -> None:
     raise ValueError("the culprit has had enough")
 
@@ -106,6 +117,14 @@ def test_a_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_happened(
     events = [(event["event"], event.get("step")) for event in run.journal() if event["event"] in ("start", "resume")]
     assert events == [("start", 0), ("resume", 10)]
     assert disagreements(whole.path, run.path) == []
+
+
+def test_the_time_before_a_rank_was_killed_counts_for_stop_after(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    run = fit(path, task(lambda: kill_an_hour_later(path), tmp_path / "killed"), stop_after="30m", progress=False)
+    assert (tmp_path / "killed").exists()
+    assert run.final is None
+    assert run.journal()[-1]["reason"] == "stop-after"
 
 
 @pytest.mark.parametrize("culprit", [CULPRIT, 0])

@@ -80,6 +80,7 @@ REFUSED = {
     "ranks of a stream": (CPU, {"data": "Stream"}, RANKS, ("can't be sure to share", "parallel=none")),
     "more ranks than samples": (CPU, {}, {"parallel": "data", "ranks": 65}, ("batch of 64", "ranks=64")),
     "more microbatches than samples": (CPU, {}, {**STAGES, "microbatches": 65}, ("batch of 64", "microbatches=64")),
+    "a single stage": (CPU, {}, {**STAGES, "ranks": 1}, ("the whole model", "--ranks 2, or parallel=none")),
     "stages with channels last": (CPU, {}, {**STAGES, "layout": "channels_last"}, ("exported graph", "contiguous")),
     "stages of a closure": (CPU, {"closure": True}, STAGES, ("calls the loss itself", "parallel=data")),
     "a pipeline of nothing": (CPU, {}, {"pipeline": "gpipe"}, ("only parallel=stages", "leave pipeline out")),

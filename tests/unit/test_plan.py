@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hotloop.errors import HotloopError, PlanError
 from hotloop.plan import BASELINE, Placement, Plan, Steps
+from hotloop.wanted import Wanted
 
 # Text that TOML can hold: any but lone surrogates, which are no text in UTF-8.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -160,6 +161,25 @@ def test_a_file(tmp_path: Path) -> None:
         Plan.read(path)
     with pytest.raises(PlanError, match=r"no plan file at .*nowhere"):
         Plan.read(tmp_path / "nowhere")
+
+
+OF_A_RUN = [
+    Plan(parallel="stages", ranks=2, pipeline="gpipe", microbatches=8, split="2"),
+    Plan(parallel="local", ranks=3, sync_every=4, outer="nesterov"),
+    Plan(parallel="async", ranks=4, staleness=3, correction="both", workforce="ray"),
+]
+
+
+@pytest.mark.parametrize("plan", OF_A_RUN, ids=lambda plan: plan.parallel)
+def test_what_is_said_of_one_way_of_sharing_goes_with_it(plan: Plan) -> None:
+    """Not what is asked for by name, nor any other axis."""
+    saved = plan.with_axes(device="cuda", precision="bf16")
+    rest = {"device": "cuda", "precision": "bf16"}
+    assert Wanted.of(saved, {"parallel": "none"}).plan == Plan(**rest)
+    assert Wanted.of(saved, {"parallel": "data"}).plan == Plan(**rest, parallel="data", ranks=plan.ranks)
+    assert Wanted.of(saved, {"parallel": plan.parallel}).plan == saved
+    named = {"parallel": "data", "ranks": "5", "microbatches": "8"}
+    assert Wanted.of(saved, named).plan == Plan(**rest, parallel="data", ranks=5, microbatches=8)
 
 
 def test_its_errors_belong_to_the_one_tree() -> None:

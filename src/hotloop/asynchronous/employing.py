@@ -8,7 +8,7 @@ from hotloop.lowering import Program
 from hotloop.lowering.served import ServedProgram
 from hotloop.lowering.telling import Say
 from hotloop.parallel.crew import Crew
-from hotloop.plan import Plan
+from hotloop.plan import BASELINE, Plan, left_behind
 
 
 def employed(program: Program, recipe: Recipe, workers: int, say: Say) -> Program:
@@ -29,7 +29,8 @@ def employed(program: Program, recipe: Recipe, workers: int, say: Say) -> Progra
 
 def alone(plan: Plan) -> Plan:
     """How one worker computes: the plan without what is about several."""
-    return plan.with_axes(parallel="none", ranks=None, staleness=None, correction="divide", workforce="processes")
+    plain = {axis: getattr(BASELINE, axis) for axis in left_behind(plan.parallel, "none")}
+    return plan.with_axes(parallel="none", **plain)
 
 
 def _crew(plan: Plan, recipe: Recipe, workers: int) -> Crew:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,14 +61,31 @@ class SharedStep(EagerStep):
         return super()._backward(batch, samples, step)
 
     def _compute(self, batch: Any) -> Computed:
+        with self._of_the_whole():
+            loss, scalars = self._module(batch)
+        return Computed(loss, None, scalars)
+
+    def _backward_of(self, loss: Tensor) -> None:
+        """Parts of the forward pass may be computed anew here, as activation checkpointing does.
+
+        By torch's engine itself: `loss.backward()` is a torch function, during which modes of such functions rest.
+        """
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        with self._of_the_whole():
+            torch.autograd._engine_run_backward(
+                (scaled,), (torch.ones_like(scaled),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+    @contextmanager
+    def _of_the_whole(self) -> Iterator[None]:
+        """Has what is computed within normalise, and draw, as the whole batch would."""
         world = self.parts.world
         with ExitStack() as stack:
             if self._as_one.norms:
                 stack.enter_context(WholeNorms(self._samples, bool(self._rows), self.parts.meter))
             if self._as_one.draws.any:
                 stack.enter_context(WholeDraws(self._as_one.draws, self._samples, world.rank, world.ranks))
-            loss, scalars = self._module(batch)
-        return Computed(loss, None, scalars)
+            yield
 
     def _differentiate(self, computed: Computed, batch: Any, samples: int) -> Computed:
         """Adds up what the parts came to, then the gradients; a rank without rows computes along, and counts nothing."""

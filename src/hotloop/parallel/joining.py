@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import psutil
 import torch
@@ -20,8 +22,8 @@ from hotloop.parallel.world import ALONE, World
 LAUNCHED = "hotloop-"
 """How the name of a launch of hotloop's own begins; under the user's torchrun it is another."""
 
-RUN = "hotloop/run"
-"""Under which key the store holds the run."""
+RUN, BEGAN = "hotloop/run", "hotloop/began"
+"""Under which keys the store holds the run, and when it began, in s since 1970."""
 _WAITS = timedelta(minutes=30)
 """For a rank that has stopped and may go on; the end of one is heard at once."""
 
@@ -37,6 +39,7 @@ class Seat:
         launch: a name for this set of processes, the same for all; in a store that outlives them a restart changes it.
         restarts: how often this machine's agent has started its processes again; it may differ between machines.
         serves: whether this process must open the store, since no agent does.
+        elastic: whether torchrun's agent, or hotloop's own, has started it.
         watched: whether an agent of hotloop's own tells the user what happens.
     """
 
@@ -49,6 +52,7 @@ class Seat:
     launch: str
     restarts: int
     serves: bool
+    elastic: bool
     watched: bool
 
     @classmethod
@@ -82,6 +86,7 @@ class Seat:
             launch=f"{launch}/{restarts if outlives else 0}",
             restarts=restarts,
             serves=rank == 0 and not outlives,
+            elastic=bool(launch),
             watched=launch.startswith(LAUNCHED),
         )
 
@@ -91,28 +96,59 @@ class Joined:
     """A rank among the others, for as long as `joined` lasts; or a process that trains alone.
 
     Attributes:
-        restarts: how often this machine's agent has started its processes again.
-        since: when that agent began, in s since 1970.
+        restarts: how often this machine's agent has started its processes again after a loss; not counted are those times
+            when machines came or went.
+        started: when this machine's torchrun began, and when this process did, in s since 1970; None without torchrun.
     """
 
     world: World = ALONE
     store: dist.Store | None = None
     restarts: int = 0
-    since: float = 0.0
+    started: tuple[float, float] | None = None
 
     def begun(self) -> str | None:
         """The run of ranks that were started before, and cut short; None if these are the first."""
         return run_in(self.store) if self.store is not None else None
 
-    def launched(self) -> tuple[int, float]:
-        """How often an agent has started its ranks again, at most, and when the first agent began, in s since 1970."""
-        restarts, before_ms = self.world.largest([self.restarts, -int(1e3 * self.since)])
-        return restarts, -before_ms / 1e3
+    def cut_short(self, named: Path, theirs: bool = False) -> float | None:
+        """When the first torchrun began, in s since 1970, if ranks that it started before these began the run named; or None.
 
-    def begin(self, run: str) -> None:
-        """Notes the run, for ranks that may have to go on with it."""
-        if self.store is not None and self.world.first:
-            self.store.set(RUN, run)
+        The store that knew of the run has ended with them, where torchrun doesn't share its own.
+
+        Args:
+            theirs: they may have gone on with one that was there before.
+        """
+        if self.started is None:
+            return None
+        agent, own = self.started
+        again, before_ms, last_ms = self.world.largest([self.restarts, -int(1e3 * agent), int(1e3 * own)])
+        before, last = -before_ms / 1e3, last_ms / 1e3
+
+        def find() -> float | None:
+            record = named / "run.json"
+            made = record.stat().st_mtime if record.is_file() else 0.0
+            recent = before <= made
+            return before if (recent and made < last) or (again and (recent or theirs)) else None
+
+        return self.world.from_first(find)
+
+    def begin(self, run: str, at: float | None = None) -> float:
+        """Notes the run, for ranks that may have to go on with it, and when these or ranks before them began it.
+
+        Args:
+            at: when that was, in s since 1970; now unless it is said, or noted already.
+
+        Returns:
+            How long ago it was, in s.
+        """
+        if self.store is None:
+            return 0.0
+        return self.world.from_first(partial(self._note, self.store, run, time.time() if at is None else at))
+
+    @staticmethod
+    def _note(store: dist.Store, run: str, at: float) -> float:
+        store.set(RUN, run)
+        return time.time() - float(store.compare_set(f"{BEGAN}/{run}", "", str(at)))
 
 
 def run_in(store: dist.Store) -> str | None:
@@ -145,15 +181,18 @@ def joined(seat: Seat, device: str, say: Callable[[str], None]) -> Iterator[Join
     try:
         with beats.beating():
             check_sums(World(seat.rank, seat.ranks), device)
-            yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _agent_began())
+            yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _started(seat))
             dist.barrier()  # whoever is ready first stays until the last word of the others has come through
     finally:
         dist.destroy_process_group()
 
 
-def _agent_began() -> float:
-    parent = psutil.Process().parent()
-    return time.time() if parent is None else parent.create_time()
+def _started(seat: Seat) -> tuple[float, float] | None:
+    if not seat.elastic or seat.watched:
+        return None
+    own = psutil.Process()
+    parent = own.parent()
+    return (own if parent is None else parent).create_time(), own.create_time()
 
 
 def check_sums(world: World, device: str) -> None:

@@ -28,5 +28,5 @@ def nonfinite_of_ranks(reached: int) -> NonFiniteError:
     """For several ranks: the place can be found by one process alone, which has the whole batch."""
     return NonFiniteError(
         f"by step {reached} the loss or a parameter became NaN or infinite",
-        fix="go on with --set parallel=none --set ranks=none, which names the step and the module",
+        fix="go on with --set parallel=none, which names the step and the module",
     )

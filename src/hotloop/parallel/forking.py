@@ -1,0 +1,43 @@
+"""What a process puts away before it forks ranks: threads of OpenMP, which a fork has no more, and yet waits for."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import torch
+
+from hotloop.errors import TrainingError
+
+_SOFT = 1
+"""OpenMP's `omp_pause_soft`: threads are given back, and all settings stay."""
+
+
+def put_threads_away() -> None:
+    """Ends the threads that GNU's OpenMP keeps between operations; this process and its forks each start new ones.
+
+    Other libraries of OpenMP see a fork by themselves. GNU's doesn't (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=60035):
+    a fork's first operation of several threads would wait for ever for the parent's.
+
+    Raises:
+        TrainingError: it is too old for that, and there may be such threads.
+    """
+    for path in _libraries():
+        try:
+            done = ctypes.CDLL(path).omp_pause_resource_all(_SOFT) == 0
+        except (OSError, AttributeError):
+            done = False
+        if not done and torch.get_num_threads() > 1:
+            raise TrainingError(
+                f"forks of this process can't compute with several threads: {path} doesn't let go of those that it has",
+                expected="a libgomp of GCC 9 or later, as torch's own wheels have it",
+                fix="set OMP_NUM_THREADS=1, or train by the command: hotloop train task.py --ranks",
+            )
+
+
+def _libraries() -> list[str]:
+    """The files of GNU's OpenMP that are loaded: torch's, and what other packages bring along."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.is_file() else []
+    return sorted({line.split(maxsplit=5)[5] for line in lines if re.search(r"/libgomp[^/]*\.so[^/]*$", line)})
