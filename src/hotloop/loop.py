@@ -198,7 +198,7 @@ class _Loop:
         if not math.isfinite(sums["loss"]):
             raise self._nonfinite(self.program.position.step)
         self._loss = self._recent(sums)
-        if self._saved is None and before.batch + before.epoch == 0:
+        if not self.world.alone and self._saved is None and before.batch + before.epoch == 0:
             check_in_step(self.world, self.program.state())
         if not outcome.ended:
             self._tell("progress")

@@ -19,7 +19,7 @@ from hotloop.data.order import Dealt, Order, Parted, part
 from hotloop.errors import PlanError, TaskError
 from hotloop.launch import ranks_of
 from hotloop.parallel.beats import Beats, Outside
-from hotloop.parallel.draws import Batchwise, Drawn, Pattern, WholeDraws
+from hotloop.parallel.draws import Batchwise, Drawn, Pattern, Watching, WholeDraws
 from hotloop.parallel.joining import LAUNCHED, Joined, Seat
 from hotloop.parallel.waiting import Meter, Spent, Waits
 from hotloop.parallel.world import ALONE, World, is_loss
@@ -90,6 +90,35 @@ def test_draws_that_cannot_be_told_apart_are_named(few: list[Drawn], more: list[
     assert Pattern.of(few, more, (2, 3)).odd
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x[torch.randperm(len(x))],
+        lambda x: torch.normal(x, x.abs()),
+        lambda x: F.rrelu(x, training=True),
+        lambda x: torch.empty_like(x).bernoulli_(x.sigmoid()),
+    ],
+    ids=["randperm", "normal", "rrelu_with_noise", "bernoulli_"],
+)
+def test_draws_for_each_sample_that_cannot_be_repeated_are_named(
+    draw: Callable[[Tensor], Tensor], request: pytest.FixtureRequest
+) -> None:
+    def watched(samples: int) -> list[Drawn]:
+        with Watching(torch.device("cpu")) as seen:
+            draw(torch.randn(samples, 3, generator=torch.Generator().manual_seed(0)))
+        return seen.drawn
+
+    pattern = Pattern.of(watched(2), watched(3), (2, 3))
+    assert pattern.odd == request.node.callspec.id
+    assert not pattern.any
+
+
+def test_a_permutation_that_has_nothing_to_do_with_samples_is_the_same_for_all() -> None:
+    with Watching(torch.device("cpu")) as seen:
+        torch.randperm(5)
+    assert Pattern.of(seen.drawn, seen.drawn, (2, 3)) == Pattern(single=frozenset({(5,)}))
+
+
 def test_rows_of_draws_are_those_of_the_whole_and_others_are_refused() -> None:
     pattern = Pattern(frozenset({Batchwise(2, 0, 1)}))
     torch.manual_seed(0)
@@ -103,6 +132,22 @@ def test_rows_of_draws_are_those_of_the_whole_and_others_are_refused() -> None:
     assert torch.cat(parts).equal(whole)
     with WholeDraws(pattern, 7, 0, 3), pytest.raises(TaskError, match=r"random numbers of shape \(9, 9, 9\)"):
         torch.rand(9, 9, 9)
+
+
+def test_a_draw_for_all_that_is_of_the_same_shape_as_one_for_the_ranks_rows_is_told_from_it_by_its_place() -> None:
+    few, more = seen((2, 5), (4, 5)), seen((3, 5), (4, 5))
+    pattern = Pattern.of(few, more, (2, 3))
+    torch.manual_seed(0)
+    whole, for_all = torch.rand(8, 5), torch.rand(4, 5)
+    parts = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        with WholeDraws(pattern, 8, rank, 2):
+            parts.append(torch.rand(4, 5))
+            assert torch.rand(4, 5).equal(for_all)
+    assert torch.cat(parts).equal(whole)
+    with WholeDraws(pattern, 8, 0, 2), pytest.raises(TaskError, match="may be for each sample, or the same for all"):
+        torch.rand(4, 5), torch.rand(4, 5), torch.rand(4, 5)
 
 
 def test_what_lies_turned_in_memory_is_drawn_in_the_order_of_memory() -> None:

@@ -17,11 +17,12 @@ from torch import nn
 
 import hotloop
 from hotloop.errors import CheckpointError, RunError
+from hotloop.lowering import Program
 from hotloop.plan import Plan
 from hotloop.run import Run
-from hotloop.state import Position
+from hotloop.state import Position, State
 from tests.cpu.killing import EPOCHS, EVERY, KILLED_AT, Killed, at_step, events, train
-from tests.cpu.programs import a_task
+from tests.cpu.programs import a_task, trained
 from tests.everything import STEPS_PER_EPOCH, CentredLoss, task
 from tests.resuming import disagreements
 
@@ -391,3 +392,17 @@ def test_a_position_is_where_training_goes_on(copy: Path) -> None:
     found = Run.open(copy).checkpoints.newest()
     assert found is not None
     assert found[0].state.position == Position(step=20, epoch=1, batch=20 - STEPS_PER_EPOCH)
+
+
+def test_one_process_copies_its_state_to_the_host_for_checkpoints_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, state = list[int](), Program.state
+
+    def counted(program: Program) -> State:
+        copied.append(program.position.step)
+        return state(program)
+
+    monkeypatch.setattr(Program, "state", counted)
+    run = trained(a_task(epochs=2), tmp_path / "run", checkpoint_every="10h")
+    assert copied == [event["step"] for event in run.journal() if event["event"] == "checkpoint"] == [10]

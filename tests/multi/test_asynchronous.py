@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.asynchronous import actors
+from hotloop.asynchronous import actors, processes
 from hotloop.asynchronous.employing import alone, employed
 from hotloop.asynchronous.processes import ProcessCrew
 from hotloop.asynchronous.recipe import Recipe
@@ -114,6 +115,54 @@ def test_a_killed_and_a_stopped_worker_cost_no_sample_and_hold_nobody_up() -> No
         assert set(program.feed.ledger.counted.values()) == {2}
         assert any(line.startswith("worker 0 was killed by SIGKILL") for line in lines)
     assert not any(psutil.pid_exists(pid) and _lives(pid) for pid in pids.values())
+
+
+def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever words RPC has for that."""
+    ask, lines, killed = processes.rpc.rpc_async, list[str](), list[str]()
+
+    def dying(name: str, *args: Any, **how: Any) -> Any:
+        if killed or not name.startswith("worker-0-"):
+            return ask(name, *args, **how)
+        killed.append(name)
+        os.kill(pids[0], signal.SIGKILL)
+        broken: torch.futures.Future[Any] = torch.futures.Future()
+        broken.set_exception(RuntimeError("async error on socket: Connection reset by peer"))
+        return broken
+
+    with trained_by(2, task(), lines.append) as program:
+        crew = program.feed.crew
+        assert isinstance(crew, ProcessCrew)
+        pids = crew.pids()
+        monkeypatch.setattr(processes.rpc, "rpc_async", dying)
+        assert an_epoch(program)["samples"] == SAMPLES
+    assert killed
+    assert any(line.startswith("worker 0 was killed by SIGKILL") for line in lines)
+
+
+def test_a_worker_that_lives_and_cannot_be_reached_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **how: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_exception(RuntimeError("no route to host"))
+        return future
+
+    monkeypatch.setattr(processes, "_DYING_S", 0.01)
+    with trained_by(1, task()) as program:
+        monkeypatch.setattr(processes.rpc, "rpc_async", broken)
+        with pytest.raises(TrainingError, match="worker 0 can't be reached: RuntimeError: no route to host"):
+            an_epoch(program)
+
+
+@pytest.mark.parametrize(
+    ("device", "here", "expected"),
+    [
+        ("cuda:0", ["cpu", "cuda:0", "cuda:1"], ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda:0", ["cpu", "cuda:0"], ["cuda:0"] * 3),
+        ("cpu", ["cpu", "cuda:0", "cuda:1"], ["cpu"] * 3),
+    ],
+)
+def test_workers_have_the_devices_of_the_plans_kind_in_turn(device: str, here: list[str], expected: list[str]) -> None:
+    assert [processes.device_of(worker, device, here) for worker in range(3)] == expected
 
 
 def _lives(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -117,6 +118,23 @@ def test_numbers_that_are_none_end_all_ranks_and_one_process_finds_the_place(tmp
     with pytest.raises(NonFiniteError, match=r"^by step \d+ the loss or a parameter .* Go on with .*parallel=none"):
         hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="data", ranks=2), progress=False)
     with pytest.raises(NonFiniteError, match=r"step \d"):
+        hotloop.fit(given, run=tmp_path / "alone", plan=Plan(), progress=False)
+
+
+class OneBad(Samples):
+    """Of the second batch of 8, which is the second rank's."""
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        x, y = super().__getitem__(place)
+        return (x * math.nan if place == 8 + 3 else x), y
+
+
+def test_a_figure_that_is_none_ends_all_ranks_and_one_process_names_the_sample(tmp_path: Path) -> None:
+    given = task(validation=OneBad())
+    ends = r"^after epoch 1 the validation loss is NaN\. Go on with --set parallel=none --set ranks=none, which names"
+    with pytest.raises(NonFiniteError, match=ends):
+        hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="data", ranks=2), progress=False)
+    with pytest.raises(NonFiniteError, match="sample 11 of the validation data has NaN in its input"):
         hotloop.fit(given, run=tmp_path / "alone", plan=Plan(), progress=False)
 
 

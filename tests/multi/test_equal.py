@@ -112,20 +112,28 @@ def test_all_ranks_hold_the_same_bits(shared: list[Any]) -> None:
 
 
 class Recomputed(nn.Module):
-    """A block whose forward pass is computed once more in backward, with a batch norm and dropout in it."""
+    """Blocks with dropout, and a batch norm if asked for, whose forward pass is computed once more in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, norms: bool) -> None:
         super().__init__()
-        layers = [nn.Linear(64, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8)]
-        self.block, self.last = nn.Sequential(*layers), nn.Linear(8, 4)
+        self.first, self.last = nn.Linear(64, 8), nn.Linear(8, 4)
+        norm = [nn.BatchNorm1d(8)] if norms else []
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 8, bias=False), *norm)
+            for width in (6, 12)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(checkpoint(self.block, x.flatten(1), use_reentrant=False))
+        x = self.first(x.flatten(1))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
 
 
+@pytest.mark.parametrize("norms", [True, False])
 @pytest.mark.parametrize("parallel", ["data", "sharded", "towers"])
-def test_what_backward_computes_anew_is_that_of_the_whole_batch(parallel: Any, tmp_path: Path) -> None:
-    task = images(torch.float64, samples=110, model=lambda: Recomputed().double(), batch_size=25, average=None)
+def test_what_backward_computes_anew_is_that_of_the_whole_batch(parallel: Any, norms: bool, tmp_path: Path) -> None:
+    task = images(torch.float64, samples=110, model=lambda: Recomputed(norms).double(), batch_size=25, average=None)
     plan = Plan(parallel=parallel, ranks=2)
     expected = come_to(task, Plan())
     for rank in of_ranks(tmp_path, plan, lambda world: come_to(task, plan)):

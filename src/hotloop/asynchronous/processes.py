@@ -14,8 +14,9 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -30,9 +31,20 @@ from hotloop.parallel.crew import Answer, Lost
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
 from hotloop.plan import Plan
+from hotloop.probe import devices
 
 _LOOK_S = 0.2
 """How often a server that waits for gradients looks whether its workers live."""
+
+_DYING_S = 1.0
+"""How long a worker that can't be reached may take to be seen dead."""
+
+
+@dataclass(frozen=True)
+class _Unreached:
+    """What RPC says of a worker in place of an answer; that it died, too, in words that change with the moment."""
+
+    why: str
 
 
 class ProcessCrew:
@@ -48,7 +60,7 @@ class ProcessCrew:
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
-        self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, Answer | _Unreached]] = queue.SimpleQueue()
         self._folder = tempfile.TemporaryDirectory(prefix="hotloop-")
         self._processes: dict[int, BaseProcess] = {}
         self._closed = False
@@ -61,7 +73,12 @@ class ProcessCrew:
             self._end_processes()
             raise
         self._hosts = [
-            rpc.remote(_name(worker, self._turn), Host, args=(recipe, plan, workers), timeout=0)
+            rpc.remote(
+                _name(worker, self._turn),
+                Host,
+                args=(recipe, plan.with_axes(device=device_of(worker, plan.device, devices())), workers),
+                timeout=0,
+            )
             for worker in range(workers)
         ]
         try:
@@ -87,8 +104,9 @@ class ProcessCrew:
                     worker, answer = self._answers.get(timeout=_LOOK_S)
                 except queue.Empty:
                     continue
-            if worker in self._processes or isinstance(answer, Lost):  # of one that died nothing else counts
-                return worker, answer
+            if worker not in self._processes and not isinstance(answer, Lost):  # of one that died nothing else counts
+                continue
+            return worker, self._why(worker, answer) if isinstance(answer, _Unreached) else answer
 
     def close(self) -> None:
         if self._closed:
@@ -142,7 +160,7 @@ class ProcessCrew:
                 self._answers.put((worker, future.value()))
             except RuntimeError as error:
                 if "eof" not in str(error).lower() and "shut" not in str(error).lower():  # those tell of its death
-                    self._answers.put((worker, TrainingError(f"worker {worker} can't be reached: {blame(error)}")))
+                    self._answers.put((worker, _Unreached(blame(error))))
 
         host = self._hosts[worker]
         asked = rpc.rpc_async(_name(worker, self._turn), _call, args=(host, method, *arguments), timeout=0)
@@ -155,12 +173,31 @@ class ProcessCrew:
                 return worker, Lost(_ended(process.exitcode))
         return None
 
+    def _why(self, worker: int, unreached: _Unreached) -> Answer:
+        """Whether it died, or lives and can't be reached."""
+        process = self._processes[worker]
+        process.join(_DYING_S)
+        if process.exitcode is None:
+            return TrainingError(f"worker {worker} can't be reached: {unreached.why}")
+        del self._processes[worker]
+        return Lost(_ended(process.exitcode))
+
     def _end_processes(self) -> None:
         for process in self._processes.values():
             process.kill()  # which one that is stopped hears, too
         for process in self._processes.values():
             process.join()
         self._folder.cleanup()
+
+
+def device_of(worker: int, device: str, here: Sequence[str]) -> str:
+    """The device of a worker: those of the plan's kind in turn.
+
+    Args:
+        here: names of this machine's devices.
+    """
+    alike = [name for name in here if name.partition(":")[0] == device.partition(":")[0]]
+    return alike[worker % len(alike)] if len(alike) > 1 else device
 
 
 def _context() -> Any:

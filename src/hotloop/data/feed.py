@@ -45,12 +45,13 @@ class Feed(Protocol):
 
 @dataclass(frozen=True)
 class Treatment:
-    """What happens to a batch on its way: `prepare` (always), `augment` (training only), the device."""
+    """What happens to a batch, or a rank's rows of it, on its way: `prepare`, `augment` (training only), the device."""
 
     device: torch.device
     seed: int
     prepare: Callable[[Any], Any] | None = None
     augment: Callable[[Any, Draws], Any] | None = None
+    rank: int = 0
 
     @cached_property
     def none(self) -> bool:
@@ -64,8 +65,8 @@ class Treatment:
             batch = apply_to_inputs(lambda inputs: calling("prepare", prepare, inputs), batch)
         if self.augment is not None:
             augment, draws = self.augment, Draws(self.seed, epoch, samples.to(self.device))
-            # For one that draws by torch.rand and the like instead of `draws`.
-            Streams(self.seed, self.device).reseed("augment", epoch, number)
+            # For one that draws by torch.rand and the like instead of `draws`: on each rank other numbers.
+            Streams(self.seed, self.device).reseed("augment", epoch, number, *[self.rank] * (self.rank > 0))
             batch = apply_to_inputs(lambda inputs: calling("augment", augment, inputs, draws), batch)
         return batch
 

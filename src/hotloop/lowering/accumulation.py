@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,24 +115,49 @@ def check_pieces(
         raise
     except Exception as error:
         if whole:
-            raise _not_in_pieces(parts, f"{asked} fails in a piece of a batch ({blame(error)})", instead) from error
+            what = f"{asked} fails in a piece of a batch ({blame(error)})"
+            raise not_in_pieces(what, instead, _norms(parts)) from error
         raise PlanError(
             f"{asked} can't be checked{' in float64' * wide}: {blame(error)}",
             expected="a model that runs in float64 too, which casts to no dtype of its own" if wide else "",
             fix=instead,
         ) from error
+    if (name := farthest(whole, cut, wide)) is not None:
+        raise not_in_pieces(f"{asked} changes the gradient of {name!r}", instead, _norms(parts))
+
+
+def farthest(whole: dict[str, Tensor], cut: dict[str, Tensor], wide: bool) -> str | None:
+    """The parameter whose gradients differ most, if that is more than the order of a sum can make of it.
+
+    Args:
+        wide: as of `check_pieces`.
+    """
+
+    def distance(name: str) -> float:
+        found = float((whole[name] - cut.get(name, torch.zeros_like(whole[name]))).norm())
+        return math.inf if math.isnan(found) else found
+
     scale = max((float(value.norm()) for value in whole.values()), default=0.0)
-    worst = max(whole, key=lambda name: float((whole[name] - cut[name]).norm()), default=None)
+    worst = max(whole, key=distance, default=None)
     # The order of a sum is worth some of the last bits, in float64 1e-14 or so; what looks at the whole batch shows orders
     # of magnitude above.
     close = 1e-8 if wide else min(0.1, _SLACK * max((torch.finfo(v.dtype).eps for v in whole.values()), default=0.0))
-    if worst is None or float((whole[worst] - cut[worst]).norm()) <= close * scale:
-        return
-    raise _not_in_pieces(parts, f"{asked} changes the gradient of {worst!r}", instead)
+    return None if worst is None or distance(worst) <= close * scale else worst
 
 
-def _not_in_pieces(parts: Ingredients, what: str, instead: str) -> PlanError:
-    norms = [(name, module) for name, module in parts.model.named_modules() if isinstance(module, _BatchNorm)]
+_Norms = Sequence[tuple[str, nn.Module]]
+
+
+def _norms(parts: Ingredients) -> _Norms:
+    return [(name, module) for name, module in parts.model.named_modules() if isinstance(module, _BatchNorm)]
+
+
+def not_in_pieces(what: str, instead: str, norms: _Norms) -> PlanError:
+    """The error for what comes out otherwise in pieces.
+
+    Args:
+        norms: batch norms that are to blame, if there are any.
+    """
     reason = (
         f"the layer {norms[0][0]!r} ({type(norms[0][1]).__name__}) normalises over the samples that it sees"
         if norms
@@ -160,7 +186,13 @@ def _gradients(parts: Ingredients, batch: Any, samples: int, pieces: int, wide: 
 
 
 class Means(TorchDispatchMode):
-    """Random draws at their means, so that two computations which draw differently can be compared."""
+    """Random draws at their means, so that two computations which draw differently can be compared.
+
+    Attributes:
+        unknown: an operator that draws, and whose mean isn't known here; empty if there was none.
+    """
+
+    unknown = ""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,7 +211,11 @@ class Means(TorchDispatchMode):
             high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
             return args[0].fill_((low + high) / 2)
         result = function(*args, **kwargs)
-        return result.fill_(_MEAN[name]) if name in _MEAN else result
+        if name in _MEAN:
+            return result.fill_(_MEAN[name])
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            self.unknown = name
+        return result
 
 
 _MEAN = {"rand": 0.5, "rand_like": 0.5, "randn": 0.0, "randn_like": 0.0}

@@ -175,7 +175,8 @@ def _feed(parts: Ingredients) -> Feed:
         return open_feed(parts.roles.train, order, _treatment(parts), workers=parts.plan.workers)
     assert order is not None
     rows = Parted(**vars(order), rank=world.rank, ranks=world.ranks)
-    return PartedFeed(open_feed(parts.roles.train, rows, _treatment(parts), workers=parts.plan.workers), order)
+    treatment = replace(_treatment(parts), rank=world.rank)
+    return PartedFeed(open_feed(parts.roles.train, rows, treatment, workers=parts.plan.workers), order)
 
 
 def _treatment(parts: Ingredients) -> Treatment:

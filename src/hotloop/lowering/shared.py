@@ -19,10 +19,11 @@ from hotloop.data.order import part
 from hotloop.data.tree import to_device
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.ingredients import Ingredients, counts_samples
+from hotloop.lowering.shares import check_shares
 from hotloop.lowering.step import EagerStep
 from hotloop.objective import weighted
 from hotloop.parallel.draws import Drawn, Pattern, Watching, WholeDraws
-from hotloop.parallel.norms import WholeNorms
+from hotloop.parallel.norms import WholeNorms, backward_within
 from hotloop.parallel.sharding import Sharded
 from hotloop.parallel.summing import Summed, Whole
 from hotloop.parallel.towers import Towers
@@ -40,6 +41,7 @@ class SharedStep(EagerStep):
     def __init__(self, parts: Ingredients) -> None:
         _check_gradients(parts)
         self._as_one = look(parts)
+        check_shares(parts, self._as_one.draws)
         self._module = self._engine(Whole(parts.model, parts.compute), parts)  # before the optimizer looks at it
         super().__init__(parts)
         if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples
@@ -66,25 +68,19 @@ class SharedStep(EagerStep):
         return Computed(loss, None, scalars)
 
     def _backward_of(self, loss: Tensor) -> None:
-        """Parts of the forward pass may be computed anew here, as activation checkpointing does.
-
-        By torch's engine itself: `loss.backward()` is a torch function, during which modes of such functions rest.
-        """
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        with self._of_the_whole():
-            torch.autograd._engine_run_backward(
-                (scaled,), (torch.ones_like(scaled),), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+        """Parts of the forward pass may be computed anew here, last ones first."""
+        with self._of_the_whole(in_order=False):
+            backward_within(loss if self.scaler is None else self.scaler.scale(loss))
 
     @contextmanager
-    def _of_the_whole(self) -> Iterator[None]:
+    def _of_the_whole(self, *, in_order: bool = True) -> Iterator[None]:
         """Has what is computed within normalise, and draw, as the whole batch would."""
-        world = self.parts.world
+        world, draws = self.parts.world, self._as_one.draws
         with ExitStack() as stack:
             if self._as_one.norms:
                 stack.enter_context(WholeNorms(self._samples, bool(self._rows), self.parts.meter))
-            if self._as_one.draws.any:
-                stack.enter_context(WholeDraws(self._as_one.draws, self._samples, world.rank, world.ranks))
+            if draws.any:
+                stack.enter_context(WholeDraws(draws, self._samples, world.rank, world.ranks, in_order=in_order))
             yield
 
     def _differentiate(self, computed: Computed, batch: Any, samples: int) -> Computed:
@@ -195,6 +191,13 @@ def _check_gradients(parts: Ingredients) -> None:
     if parts.plan.parallel == "sharded" and parts.task.average is not None:
         raise PlanError(
             "parallel=sharded with an average of the weights", fix="use parallel=data, or leave average out"
+        )
+    single = [name for name, value in parts.model.named_parameters() if not value.ndim]
+    if parts.plan.parallel == "sharded" and single:
+        raise PlanError(
+            f"parallel=sharded, and the parameter {single[0]!r} has no dimension",
+            expected="parameters that can be cut along their first dimension",
+            fix="make it one of shape (1,), or use parallel=data",
         )
     for name, module in parts.model.named_modules():
         if getattr(module, "sparse", False) is True:

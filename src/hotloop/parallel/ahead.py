@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -32,9 +33,10 @@ class Ahead:
             of_stages: what each stage draws, in order, for so many rows.
         """
         self._drawn = {stage: [] for stage in self._own}
+        number = itertools.count()
         for stage, drawings in enumerate(of_stages):
             for drawing in drawings:
-                shape, along = self._pattern.whole(drawing.shape, rows, samples)
+                shape, along = self._pattern.whole(drawing.shape, rows, samples, next(number))
                 value = drawing.draw(shape, along and along.order)
                 if stage in self._own:
                     self._drawn[stage].append((value, along))

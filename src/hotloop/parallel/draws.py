@@ -29,17 +29,19 @@ class Drawn:
     Attributes:
         order: dimensions from the widest steps in memory to the narrowest.
         dense: whether there are no gaps between its entries.
+        repeatable: whether it could be drawn for another number of samples, see `Drawing`.
     """
 
     name: str
     shape: tuple[int, ...]
     order: tuple[int, ...] = ()
     dense: bool = True
+    repeatable: bool = True
 
     @classmethod
-    def into(cls, name: str, value: Tensor) -> Drawn:
+    def into(cls, name: str, value: Tensor, repeatable: bool = True) -> Drawn:
         order = memory_order(value)
-        return cls(name, tuple(value.shape), order, value.permute(order).is_contiguous())
+        return cls(name, tuple(value.shape), order, value.permute(order).is_contiguous(), repeatable)
 
 
 @dataclass(frozen=True)
@@ -64,49 +66,65 @@ class Pattern:
         single: shapes of draws that are the same for a batch of any size.
         odd: an operator whose draws can't be told apart; empty if there is none.
         count: how many draws there are.
+        sequence: in order, those that can be repeated: along what, or of what shape.
     """
 
     batchwise: frozenset[Batchwise] = frozenset()
     single: frozenset[tuple[int, ...]] = frozenset()
     odd: str = ""
     count: int = field(default=0, compare=False)
+    sequence: tuple[Batchwise | tuple[int, ...], ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, few: Sequence[Drawn], more: Sequence[Drawn], rows: tuple[int, int]) -> Pattern:
         """What two batches of so many samples have drawn, in order."""
         if [one.name for one in few] != [one.name for one in more]:
             return cls(odd="what draws otherwise for another number of samples")
-        batchwise, single = set(), set()
+        sequence: list[Batchwise | tuple[int, ...]] = []
+        single = set()
         for one, other in zip(few, more, strict=True):
             if one.name.rstrip("_") in _OF_PROBABILITIES and one.name != "bernoulli_":
                 return cls(odd=one.name)
             if one.shape == other.shape:
                 single.add(one.shape)
-            elif (found := along(one, other, rows)) is not None:
-                batchwise.add(found)
+                sequence += [one.shape] * one.repeatable
+            elif one.repeatable and (found := along(one, other, rows)) is not None:
+                sequence.append(found)
             else:
                 return cls(odd=one.name)
-        return cls(frozenset(batchwise), frozenset(single), count=len(few))
+        batchwise = frozenset(one for one in sequence if isinstance(one, Batchwise))
+        return cls(batchwise, frozenset(single), count=len(few), sequence=tuple(sequence))
 
     @property
     def any(self) -> bool:
         return bool(self.batchwise or self.single)
 
-    def whole(self, shape: tuple[int, ...], rows: int, samples: int) -> tuple[tuple[int, ...], Batchwise | None]:
+    def whole(
+        self, shape: tuple[int, ...], rows: int, samples: int, number: int
+    ) -> tuple[tuple[int, ...], Batchwise | None]:
         """The shape of a draw for `samples` where `rows` of them have this one, and along what; None: the same for all.
 
+        Args:
+            number: how many draws came before it, which tells where the shape could be of two sorts.
+
         Raises:
-            TaskError: no such draw was seen.
+            TaskError: no such draw was seen, or it can't be told which.
         """
-        if shape in self.single:
-            return shape, None
-        found = next((one for one in self.batchwise if one.fits(shape, rows)), None)
-        if found is None:
+        fitting: list[Any] = [one for one in self.batchwise if one.fits(shape, rows)]
+        fitting += [shape] * (shape in self.single)
+        usual = self.sequence[number] if number < len(self.sequence) else None
+        if len(fitting) != 1 and usual not in fitting:
             raise TaskError(
-                f"random numbers of shape {shape} are drawn in a step, which a first look didn't show",
+                f"random numbers of shape {shape} are drawn in a step, "
+                + (
+                    "which may be for each sample, or the same for all" if fitting else "which a first look didn't show"
+                ),
                 expected="draws for each sample, or the same for all",
                 fix="use parallel=none",
             )
+        found = fitting[0] if len(fitting) == 1 else usual
+        if not isinstance(found, Batchwise):
+            return shape, None
         return (*shape[: found.dim], samples * found.each, *shape[found.dim + 1 :]), found
 
 
@@ -144,7 +162,8 @@ class Watching(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if not torch.equal(before, _generator(self.device).get_state()):
             first = result[0] if isinstance(result, tuple) else result
-            self.drawn.append(Drawn.into(function.overloadpacket.__name__, first))
+            repeatable = Drawing.of(function, args, kwargs or {}) is not None
+            self.drawn.append(Drawn.into(function.overloadpacket.__name__, first, repeatable))
         return result
 
 
@@ -158,12 +177,14 @@ class WholeDraws(TorchDispatchMode):
     Args:
         samples: of the whole batch.
         rank, ranks: whose rows; one without any computes along on the first.
+        in_order: whether draws come in the order of the pattern, as in a forward pass.
     """
 
-    def __init__(self, pattern: Pattern, samples: int, rank: int, ranks: int) -> None:
+    def __init__(self, pattern: Pattern, samples: int, rank: int, ranks: int, *, in_order: bool = True) -> None:
         super().__init__()
         first, last = part(samples, rank, ranks)
         self.pattern, self.samples, self.first, self.rows = pattern, samples, first, last - first
+        self._drawn = 0 if in_order else len(pattern.sequence)
         if not self.rows:
             self.first, self.rows = 0, 1
 
@@ -175,7 +196,8 @@ class WholeDraws(TorchDispatchMode):
 
     def _cut(self, drawing: Drawing) -> Tensor:
         """This rank's part of what is drawn for the whole batch."""
-        shape, found = self.pattern.whole(drawing.shape, self.rows, self.samples)
+        shape, found = self.pattern.whole(drawing.shape, self.rows, self.samples, self._drawn)
+        self._drawn += 1
         drawn = drawing.draw(shape, found and found.order)
         return drawn if found is None else drawn.narrow(found.dim, self.first * found.each, self.rows * found.each)
 
@@ -213,6 +235,8 @@ class Drawing:
             )
         if name.endswith(("_like", "_")):
             x, *rest = args
+            if any(isinstance(value, Tensor) and value.ndim for value in rest):
+                return None  # by probabilities that only the rank has
             like = _laid_out_like(x)
             own, how = tuple(x.shape), _numbers(rest, kwargs)
             return cls(name, own, lambda shape, order=None: function(like(shape, order), *rest, **kwargs), how)

@@ -91,3 +91,13 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _Total.apply(gradient.contiguous(), ctx.meter), None
+
+
+def backward_within(loss: Tensor) -> None:
+    """`loss.backward()` for what recomputes parts of the forward pass within modes such as this, as checkpointing does.
+
+    By torch's engine itself: `backward` is a torch function, during which modes of such functions rest.
+    """
+    torch.autograd._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

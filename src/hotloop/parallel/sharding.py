@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from hotloop.errors import PlanError, blame, out_of_memory
 from hotloop.parallel.summing import Whole
 
 
@@ -20,6 +21,9 @@ class Sharded:
 
     The members of each `nn.ModuleList`, which is where large models have their blocks, come together one by one; all
     else does for the whole step.
+
+    Raises:
+        PlanError: torch's engine doesn't take this model.
     """
 
     counts: Tensor | bool = True
@@ -27,11 +31,15 @@ class Sharded:
 
     def __init__(self, module: Whole, device: torch.device) -> None:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for blocks in [one for one in module.modules() if isinstance(one, nn.ModuleList)]:
-            for block in blocks:
-                if next(block.parameters(), None) is not None:
-                    fully_shard(block, mesh=mesh)
-        fully_shard(module, mesh=mesh)
+        try:
+            for part in (*_blocks(module), module):
+                fully_shard(part, mesh=mesh)
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            raise PlanError(
+                f"parallel=sharded can't spread this model: {blame(error)}", fix="use parallel=data"
+            ) from error
         self.module = module
         for one in self._units():
             one.set_gradient_divide_factor(1.0)  # the loss has its share already
@@ -59,3 +67,34 @@ class Sharded:
     def _units(self) -> list[FSDPModule]:
         """The root first."""
         return [one for one in self.module.modules() if isinstance(one, FSDPModule)]
+
+
+def _blocks(root: nn.Module) -> list[nn.Module]:
+    """The members of lists that can be spread by themselves, each once, those within others first.
+
+    One that shares a parameter with what is outside of it can't: torch knows of sharing within one call alone.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, value in root.named_parameters(remove_duplicate=False):
+        names.setdefault(value, []).append(name)
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(f"{name}.")
+    lists = [one for one in places if isinstance(one, nn.ModuleList)]
+    members = dict.fromkeys(member for one in lists for member in _with_a_forward(one))
+
+    def by_itself(member: nn.Module) -> bool:
+        inside = tuple(places[member])
+        values = list(member.parameters())
+        return bool(values) and all(name.startswith(inside) for value in values for name in names[value])
+
+    return [one for one in reversed(places) if one in members and by_itself(one)]
+
+
+def _with_a_forward(container: nn.Module) -> Iterator[nn.Module]:
+    """What is called in a list; what has no forward, such as a list within it, is looked into."""
+    for member in container.children():
+        if type(member).forward is nn.Module.forward:
+            yield from _with_a_forward(member)
+        else:
+            yield member

@@ -21,7 +21,7 @@ def nonfinite_figure(
     """The error for a monitored figure that is NaN or infinite, while training loss and parameters are finite.
 
     Args:
-        source: the validation data, which is evaluated once more to find the place.
+        source: the validation data, which one process evaluates once more to find the place; a rank has only its share.
         figure: its name, such as `validation_loss`.
     """
     state = "NaN" if math.isnan(value) else "infinite"
@@ -30,6 +30,12 @@ def nonfinite_figure(
         return NonFiniteError(
             f"{after}, so that epochs can't be compared by it",
             fix=f"mend it in the Task, or monitor another figure; {saved(saved_step)}",
+        )
+    if not program.parts.world.alone:
+        return NonFiniteError(
+            after,
+            fix="go on with --set parallel=none --set ranks=none, which names the module or the sample;"
+            f" {saved(saved_step)}",
         )
     finder = _Finder(program)
     with finder.watch.listening():

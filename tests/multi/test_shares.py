@@ -1,0 +1,220 @@
+"""Losses that look at a batch as a whole are refused before ranks train towards something else; honest ones are not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hotloop
+from hotloop.errors import PlanError
+from hotloop.parallel.world import World
+from hotloop.plan import Plan
+from tests.multi.ranks import of_ranks
+
+PLANS = [Plan(parallel=parallel, ranks=2) for parallel in ("data", "sharded", "towers", "local")]
+
+
+def vectors(seed: int = 1) -> Tensor:
+    return torch.randn(24, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def task(step: Callable[[nn.Module, Any], Tensor], **fields: Any) -> hotloop.Task:
+    given: dict[str, Any] = dict(
+        model=lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)),
+        step=step,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        data=(vectors(), vectors(2)),
+        batch_size=8,
+    )
+    return hotloop.Task(**given | fields)
+
+
+def padded(**fields: Any) -> hotloop.Task:
+    """Sequences of different lengths, whose loss says nothing of the targets that it leaves out."""
+    words = torch.randint(0, 7, (24, 5), generator=torch.Generator().manual_seed(0))
+    targets = torch.where(torch.arange(5) < 1 + torch.arange(24).remainder(5)[:, None], words, -100)
+    return hotloop.Task(
+        model=lambda: nn.Embedding(7, 7),
+        loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        data=(words, targets),
+        batch_size=8,
+        **fields,
+    )
+
+
+def summed() -> hotloop.Task:
+    return task(lambda model, batch: (model(batch[0]) - batch[1]).square().sum())
+
+
+def contrastive() -> hotloop.Task:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        scores = F.normalize(model(batch[0])) @ F.normalize(model(batch[1])).T
+        return F.cross_entropy(scores, torch.arange(len(scores)))
+
+    return task(step)
+
+
+def a_root_of_a_mean() -> hotloop.Task:
+    return task(lambda model, batch: F.mse_loss(model(batch[0]), batch[1]).sqrt())
+
+
+WHOLE = {one.__name__: one for one in (padded, summed, contrastive, a_root_of_a_mean)}
+
+
+def padded_with_a_weight() -> hotloop.Task:
+    return padded(weight=lambda batch: (batch[1] != -100).sum())
+
+
+def noise_and_times() -> hotloop.Task:
+    """As diffusion models draw."""
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0]
+        share = torch.randint(0, 10, (len(x), 1)) / 10
+        return F.mse_loss(model(x * share + torch.randn_like(x)), batch[1])
+
+    return task(step)
+
+
+def layers_dropped_by_python() -> hotloop.Task:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        output = model(batch[0])
+        return F.mse_loss(output * 2 if random.random() < 0.5 else output, batch[1])
+
+    return task(step)
+
+
+class Following(nn.Module):
+    """A loss with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(output, target)
+
+
+def a_loss_with_a_buffer() -> hotloop.Task:
+    return task(None, loss=Following())  # type: ignore[arg-type]
+
+
+def norms_without_statistics() -> hotloop.Task:
+    return task(
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        model=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 6)),
+    )
+
+
+def draws_of_probabilities() -> hotloop.Task:
+    """The ranks' own; all are of the same mean."""
+    return task(lambda model, batch: F.mse_loss(model(batch[0] * torch.bernoulli(batch[0].sigmoid())), batch[1]))
+
+
+def rows_mixed_in_the_step() -> hotloop.Task:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        other = torch.randperm(len(batch[0]))
+        return F.mse_loss(model(batch[0] + batch[0][other]), batch[1])
+
+    return task(step)
+
+
+HONEST = {
+    one.__name__: one
+    for one in (
+        padded_with_a_weight,
+        noise_and_times,
+        layers_dropped_by_python,
+        a_loss_with_a_buffer,
+        norms_without_statistics,
+        draws_of_probabilities,
+        rows_mixed_in_the_step,
+    )
+}
+
+
+def outcome(make: Callable[[], hotloop.Task], plan: Plan) -> tuple[str, list[str], list[float]]:
+    """The error of lowering it, what is said, and the buffers of the loss after a step, if there is no error."""
+    lines: list[str] = []
+    try:
+        program = hotloop.lower(make(), plan, lines.append)
+        program.advance(1)
+    except PlanError as error:
+        return str(error), lines, []
+    loss = program.parts.task.loss
+    return "", lines, [float(value) for value in loss.buffers()] if isinstance(loss, nn.Module) else []
+
+
+def compute(world: World) -> dict[Any, Any]:
+    cases = WHOLE | HONEST
+    found: dict[Any, Any] = {
+        (plan.parallel, name): outcome(make, plan) for plan in PLANS for name, make in cases.items()
+    }
+    return found | {"augment": augmented()}
+
+
+def augmented() -> Tensor:
+    """What torch.rand adds to the rank's rows of the first batch."""
+    given = task(
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        augment=lambda x, draws: torch.rand(len(x)),
+    )
+    (noise, _), _ = next(hotloop.lower(given, PLANS[0]).feed.epoch(0))
+    return noise  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder: Path = tmp_path_factory.mktemp("shares")
+    return of_ranks(folder, PLANS[0], compute)
+
+
+@pytest.mark.parametrize("parallel", ["data", "sharded", "towers"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_loss_of_the_batch_as_a_whole_is_refused_on_all_ranks(seen: list[Any], parallel: str, name: str) -> None:
+    for rank in seen:
+        said, *_ = rank[parallel, name]
+        assert said.startswith(f"parallel={parallel} changes the gradient of ")
+        assert "the loss or a layer divides by something that a piece counts otherwise" in said
+        assert said.endswith("Use parallel=none, or give the Task a weight(batch): what its loss divides by")
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_ranks_that_train_by_themselves_say_so(seen: list[Any], name: str) -> None:
+    said, lines, _ = seen[0]["local", name]
+    assert not said
+    assert (
+        "parallel=local: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone" in lines
+    )
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_a_mean_over_samples_is_taken(seen: list[Any], name: str) -> None:
+    for plan in PLANS:
+        said, lines, _ = seen[0][plan.parallel, name]
+        assert not said
+        told = [line for line in lines if not line.startswith("each rank draws its own random numbers")]
+        untried = "parallel={}: whether the ranks' gradients add up to that of one process couldn't be tried: {}"
+        rows = untried.format(plan.parallel, "it draws by randperm")
+        assert told == ([rows] if name == "rows_mixed_in_the_step" else [])
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.parallel)
+def test_what_a_loss_keeps_stays_the_same_on_all_ranks(seen: list[Any], plan: Plan) -> None:
+    first, second = (rank[plan.parallel, "a_loss_with_a_buffer"][2] for rank in seen)
+    assert first == second != []
+
+
+def test_what_an_augmentation_draws_by_torch_is_other_numbers_on_each_rank(seen: list[Any]) -> None:
+    first, second = (rank["augment"] for rank in seen)
+    assert len(first) == len(second) == 4
+    assert not set(first.tolist()) & set(second.tolist())
