@@ -42,10 +42,11 @@ class Mutation:
 
 @dataclass
 class Graphs:
-    """Lowers a Task to mutants of its graph, which is captured once."""
+    """Lowers a Task to mutants of its graph, which is captured once; `accumulation` is the plan's."""
 
     task: Task
     how: str
+    accumulation: int = 1
     _captured: Captured | None = field(default=None, init=False)
 
     def mutant(self, draws: random.Random) -> tuple[Program, Mutation]:
@@ -72,7 +73,7 @@ class Graphs:
             return lambda flat: graph(*flat)
 
         with mock.patch.object(compiled, "capture", capture_once), mock.patch.object(compiled, "built", built):
-            return lower(self.task, Plan(compile=self.how))
+            return lower(self.task, Plan(compile=self.how, accumulation=self.accumulation))
 
 
 def mutated(graph: GraphModule, draws: random.Random) -> tuple[GraphModule, Mutation]:

@@ -24,7 +24,8 @@ from hotloop import parity
 from hotloop.errors import PlanError
 from hotloop.lowering import Program, lower
 from hotloop.parity import judging
-from hotloop.parity.collecting import Account, Evidence, ratio
+from hotloop.parity.accounts import Account, Evidence
+from hotloop.parity.collecting import ratio
 from hotloop.parity.running import Freely
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task

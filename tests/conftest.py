@@ -40,6 +40,17 @@ def run_cli(server: Server, tmp_path: Path) -> RunCli:
     return run
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """On a busy machine two threads are many times slower than one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def fashion() -> Path:
     """The folder of the real Fashion-MNIST, four gzipped IDX files; skips where there is none."""

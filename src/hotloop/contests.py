@@ -15,7 +15,7 @@ from hotloop.kept import remember
 from hotloop.lowering import Program
 from hotloop.lowering.telling import Say
 from hotloop.measuring import Entrant, measure
-from hotloop.measuring.crossing import Point, crossing
+from hotloop.measuring.crossing import Point, crossings
 from hotloop.measuring.load import Used, busy_note, cores_of_others
 from hotloop.pacing import seconds
 from hotloop.parity import prove_plans
@@ -103,22 +103,30 @@ def raced(
     before = Used.now()
     measured = measure(entrants, baseline, steps=facts.steps, time_limit_s=limit, progress=progress)
     others = cores_of_others(before, Used.now())
-    plans = measured.plans if prove is None else _proven(task, measured.plans, baseline, prove, progress)
     verdict = Verdict(
         task=task.name,
         fingerprint=facts.fingerprint,
-        plans=plans,
+        plans=measured.plans,
         baseline=baseline,
-        winner=best_of(plans, baseline, proven=prove is not None),
+        winner=best_of(measured.plans, baseline, proven=False),
         steps=facts.steps,
         notes=[*measured.notes, *filter(None, [busy_note(others, machine.processor().allowed_cores)])],
         machine=machine_name(),
         versions=speed_versions(),
         seconds=time.monotonic() - began,
     )
-    if loaded.record is not None:  # without its source, a Task can't be told from another of the same shapes
-        for note in remember(_of_plans_alone(verdict, entries)):
-            say(note)
+    known = loaded.record is not None  # without its source, a Task can't be told from another of the same shapes
+    # Before the proof, too, which may be stopped, or take more memory than there is.
+    notes = remember(_of_plans_alone(verdict, entries)) if known else []
+    if prove is not None:
+        plans = _proven(task, measured.plans, baseline, prove, progress)
+        winner = best_of(plans, baseline, proven=True)
+        verdict = verdict.model_copy(
+            update={"plans": plans, "winner": winner, "seconds": time.monotonic() - began},
+        )
+        notes = remember(_of_plans_alone(verdict, entries)) if known else []
+    for note in notes:
+        say(note)
     return verdict
 
 
@@ -222,4 +230,4 @@ def _crossings(races: Sequence[Verdict], sizes: Sequence[float]) -> list[Crossin
         return [(size, verdict.plan(name)) for size, verdict in ordered]
 
     names = [timing.name for timing in races[0].plans if timing.name != baseline]
-    return [crossing(name, points(name), points(baseline)) for name in names]
+    return [found for name in names for found in crossings(name, points(name), points(baseline))]

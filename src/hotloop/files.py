@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,12 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turns the operating system's refusal to write below `path` into one clear line."""
+def explained(path: Path, option: str | None = None) -> Iterator[None]:
+    """Turns the operating system's refusal to write below `path` into one clear line.
+
+    Args:
+        option: of the command, names another place; None for what belongs to a run.
+    """
     try:
         yield
     except OSError as error:
@@ -25,13 +30,14 @@ def explained(path: Path) -> Iterator[None]:
             raise DiskError(
                 f"{path} can't be written: {error.strerror} ({free / 1e6:.0f} MB free on the disk)",
                 expected="room for it",
-                fix="free some space, then go on from the last good checkpoint with --resume",
+                fix="free some space"
+                + (", then go on from the last good checkpoint with --resume" if not option else ""),
             ) from error
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             raise RunError(
                 f"no permission to write {path}",
                 expected="a folder that you may write",
-                fix="choose another with --run",
+                fix=f"choose another with {option or '--run'}",
             ) from error
         raise RunError(f"{path} can't be written: {error.strerror or error}", fix="check the path") from error
 
@@ -40,7 +46,20 @@ def _existing_parent(path: Path) -> Path:
     return next((folder for folder in [path, *path.parents] if folder.exists()), Path.cwd())
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
+def check_writable(path: Path, option: str) -> None:
+    """Tries whether a file can be written there, before what takes long; nothing is left behind.
+
+    Raises:
+        RunError: it can't be; `option` names another place.
+    """
+    with explained(path, option):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        with tempfile.TemporaryFile(dir=_existing_parent(path.absolute().parent)):
+            pass
+
+
+def write_atomic(path: Path, content: bytes | str, option: str | None = None) -> None:
     """Writes `content` to `path`: afterwards it holds all of it, durably, or what it held before.
 
     Raises:
@@ -49,7 +68,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with explained(path):
+    with explained(path, option):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:

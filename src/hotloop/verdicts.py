@@ -210,12 +210,14 @@ def best_of(plans: Sequence[Timing], baseline: str, *, proven: bool) -> str | No
 
 
 class Crossing(Record):
-    """Where a plan overtakes the baseline as a Task grows.
+    """Where a plan overtakes the baseline, or falls behind it, as a Task grows.
 
     Attributes:
         name: of the plan.
-        at: the size at which both take the same time; None if one of them is faster at all sizes raced.
-        low, high: sizes at which the ends of the ratio's interval say so; None where they don't within those raced.
+        at: the size at which both take the same time, between one where the plan was shown to be faster and one where it
+            was shown to be slower; None where no two sizes raced are such.
+        low, high: the sizes between which the ratio's interval holds 1.
+        faster: on which side of it the plan is.
         reason: what decides it, in words.
     """
 
@@ -223,6 +225,7 @@ class Crossing(Record):
     at: float | None
     low: float | None = None
     high: float | None = None
+    faster: Literal["above", "below"] | None = None
     reason: str
 
 
@@ -232,7 +235,7 @@ class Scaling(Record):
     Attributes:
         parameter: of the file's `task(...)` that was changed; `values` are its values, in the order asked for.
         races: one for each value.
-        crossings: one for each plan but the baseline.
+        crossings: of each plan but the baseline, in the order of sizes; one without a size where it has none.
     """
 
     version: int = 1

@@ -81,6 +81,23 @@ def test_evaluate_prints_a_table_and_writes_its_files(hotloop, folder) -> None:
     assert written["samples"] == 297 and len(written["confusion"]) == 10
 
 
+def test_evaluate_shows_its_figures_though_nothing_can_be_written(hotloop, folder) -> None:
+    there = folder / "run" / "evaluation"
+    for path in there.glob("*"):
+        path.unlink()
+    if there.exists():
+        there.rmdir()
+    there.touch()  # where a folder should be
+    try:
+        done = hotloop("evaluate", "run")
+        assert done.code == 1 and "test: loss" in done.err and "\nwritten:" not in done.err
+        assert "can't be written" in done.err.splitlines()[-1]
+        done = hotloop("evaluate", "run", "--json")
+        assert done.code == 1 and done.document["files"] == {} and done.document["loss"] > 0
+    finally:
+        there.unlink()
+
+
 def test_evaluate_with_json_prints_one_document_with_the_runs_figures(hotloop) -> None:
     document = hotloop("evaluate", "run", "--json").document
     final = library.Run.open(Path("run")).final

@@ -109,6 +109,27 @@ def test_json_names_the_pages(hotloop: Hotloop, asked: Asked) -> None:
     assert done.document["remedies"][0]["gain"] == pytest.approx(0.31)
 
 
+@pytest.mark.parametrize("option", [("--pictures", "file"), ("--trace", "file/t.json")])
+def test_a_place_that_can_t_be_written_shows_before_anything_is_run(
+    option: tuple[str, str], hotloop: Hotloop, asked: Asked
+) -> None:
+    Path("file").touch()
+    done = hotloop("profile", "task.py", *option)
+    assert done.code == 1 and done.err.count("\n") == 1 and "can't be written" in done.err
+    assert asked.calls == []
+
+
+def test_pictures_that_can_t_be_written_at_the_end_cost_nothing_but_themselves(
+    hotloop: Hotloop, asked: Asked, monkeypatch
+) -> None:
+    monkeypatch.setattr("hotloop.cli.profile.check_writable", lambda path, option: Path("file").touch())
+    done = hotloop("profile", "task.py", "--pictures", "file")
+    assert done.code == 1 and "What bounds the step" in done.err
+    assert done.err.splitlines()[-1].startswith("error: file can't be made a folder")
+    done = hotloop("profile", "task.py", "--pictures", "file", "--json")
+    assert done.code == 1 and done.document["pages"] == [] and done.document["remedies"]
+
+
 def test_a_script_that_was_killed_ends_as_shells_report_it(hotloop: Hotloop, asked: Asked) -> None:
     asked.found = made(exit_code=-9)
     assert hotloop("profile", "script.py").code == 137

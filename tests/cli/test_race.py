@@ -140,10 +140,41 @@ def test_sizes_as_a_table_with_the_path_of_the_picture(task: Path, hotloop: Hotl
     assert "200" in done.err and "auto" in done.err and "decide" in done.err
 
 
+def test_a_picture_that_can_t_be_written_shows_before_anything_is_raced(task: Path, hotloop: Hotloop) -> None:
+    Path("file").touch()
+    Path("race-width.html").mkdir()
+    for save in (("--save", "file/x.html"), ("--save", "/proc/none/x.html"), ()):
+        done = hotloop("race", task, "--scale", "width=2,200", "--plans", "baseline,auto", *save)
+        assert done.code == 1 and done.err.count("\n") == 1
+        assert f"{save[1] if save else 'race-width.html'} can't be written" in done.err
+
+
+def test_a_picture_that_can_t_be_written_at_the_end_costs_nothing_but_itself(
+    task: Path, hotloop: Hotloop, monkeypatch
+) -> None:
+    monkeypatch.setattr("hotloop.cli.race.check_writable", lambda path, option: Path("file").touch())
+    args = ("race", task, "--scale", "width=2,200", "--plans", "baseline,auto", "--save", "file/x.html", *SHORT)
+    done = hotloop(*args)
+    assert done.code == 1 and "200" in done.err and "picture:" not in done.err
+    assert done.err.splitlines()[-1].startswith("error: file/x.html can't be written")
+    done = hotloop(*args, "--json")
+    assert done.code == 1 and done.document["page"] is None and len(done.document["races"]) == 2
+
+
 def test_what_a_race_found_is_kept(task: Path, hotloop: Hotloop, tmp_path: Path) -> None:
     assert hotloop("race", task, "--no-parity", *SHORT).code == 0
     kept = [json.loads(path.read_text()) for path in (tmp_path / "kept").rglob("*.json")]
     assert sorted(one["timing"]["name"] for one in kept) == ["auto", "baseline"]
+
+
+def test_times_are_kept_though_the_proof_is_stopped(task: Path, hotloop: Hotloop, tmp_path: Path, monkeypatch) -> None:
+    def stopped(*given: Any) -> list[Parity]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hotloop.contests.PROVE", stopped)
+    assert hotloop("race", task, *SHORT).code == 130
+    kept = [json.loads(path.read_text())["timing"] for path in (tmp_path / "kept").rglob("*.json")]
+    assert sorted((one["name"], one["parity"]) for one in kept) == [("auto", None), ("baseline", None)]
 
 
 WRONG: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {

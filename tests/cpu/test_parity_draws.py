@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,25 +13,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
+from bench.graph_mutations import Graphs
 from hotloop.lowering import Program, lower
 from hotloop.parity import prove, prove_programs
-from hotloop.parity.draws import Pieces, look
+from hotloop.parity.accounts import Account
+from hotloop.parity.own_draws import look_at_draws
 from hotloop.plan import Plan
 from hotloop.verdicts import Parity
 from tests.cpu.families import family
 from tests.cpu.more_families import another_family
 from tests.cpu.programs import a_task
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HALVES = Plan(accumulation=2)
 P = 0.4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Dropping(nn.Module):
@@ -46,7 +41,17 @@ class Dropping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         turned = self.middle(self.first(x).view(-1, 4, 8).transpose(0, 1)).transpose(0, 1)
         hidden = F.dropout(turned, self.p, self.training).flatten(1)
-        return self.last(hidden + self.noise * torch.randn_like(hidden))  # type: ignore[no-any-return]
+        return self.last(hidden + self.shaking(hidden))  # type: ignore[no-any-return]
+
+    def shaking(self, hidden: Tensor) -> Tensor:
+        return self.noise * torch.randn_like(hidden)
+
+
+class DrawingToScale(Dropping):
+    """Its noise is drawn as large as it is."""
+
+    def shaking(self, hidden: Tensor) -> Tensor:
+        return torch.empty_like(hidden).normal_(0.0, self.noise)
 
 
 def dropping() -> hotloop.Task:
@@ -67,6 +72,7 @@ def test_honest_pieces_are_trusted_though_their_draws_are_others(task: hotloop.T
         in_pieces = plan.accumulation > 1
         assert found.parity == "fp32-equivalent" if in_pieces else found.parity in ("fp32-equivalent", "bitwise")
         assert ("for each piece of a batch" in found.reason) == in_pieces
+        assert ("what it draws has the baseline's rate and scale" in found.reason) == in_pieces
         assert found.states >= 16 and found.free_steps >= 5
 
 
@@ -75,7 +81,7 @@ def with_another_rate(program: Program) -> None:
 
 
 def with_another_scale(program: Program) -> None:
-    program.model.noise = 0.11  # type: ignore[assignment]
+    program.model.noise = 0.15  # type: ignore[assignment]
 
 
 def with_masks_of_the_first_piece(program: Program) -> None:
@@ -96,7 +102,12 @@ def with_the_same_masks_at_each_step(program: Program) -> None:
     program._step.draws.seed = lambda step: seed(0)  # type: ignore[method-assign]
 
 
-PLANTS = [with_another_rate, with_another_scale, with_masks_of_the_first_piece, with_the_same_masks_at_each_step]
+PLANTS: dict[Callable[[Program], None], str] = {
+    with_another_rate: "draw 1 of piece 1 (bernoulli_) has another rate or scale",
+    with_another_scale: "draw 2 of piece 1 (normal_) has another rate or scale",
+    with_masks_of_the_first_piece: "draw 1 of piece 2 (bernoulli_) depends on that of the first piece",
+    with_the_same_masks_at_each_step: "draw 1 of piece 1 (bernoulli_) depends on that of the step before",
+}
 
 
 @pytest.fixture(scope="module")
@@ -115,76 +126,126 @@ def test_a_planted_fault_in_the_draws_is_broken(planted: dict[str, Parity], plan
     assert planted[plant].parity == "broken", planted[plant].reason
 
 
-# ---------------------------------------------------------------- the draws by themselves
+# ---------------------------------------------------------------- the draws by themselves, without what comes of them
 
 
-def drawn(spoil: Callable[[Pieces], None] = lambda pieces: None, steps: int = 16) -> Pieces:
-    """What two pieces of 16 samples draw in so many steps."""
-    program = lower(dropping(), Plan())
-    seen = look(program)
-    assert len(seen.places) == 2 and not seen.odd
-    pieces = Pieces(program.device, 2, seen.places)
-    spoil(pieces)
-    torch.manual_seed(1)
-    for step in range(steps):
-        list(pieces.drawn(step, 32))
-    return pieces
+def many() -> hotloop.Task:
+    """As much as it takes to tell rates apart."""
+    x = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+    return a_task(model=DrawingToScale, data=(x, x[:, :3].argmax(1)), batch_size=32, epochs=9)
 
 
-def spoilt(make: Callable[[Tensor, int], Tensor]) -> Callable[[Pieces], None]:
-    """Changes what the first draw of a piece comes to; gets how often it has been drawn before."""
-
-    def spoil(pieces: Pieces) -> None:
-        first, *others = pieces.places
-        draw, count = first.drawing.draw, [0]
-
-        def changed(shape: tuple[int, ...], order: Any = None) -> Tensor:
-            count[0] += 1
-            return make(draw(shape, order), count[0] - 1) if shape[0] == 16 else draw(shape, order)
-
-        pieces.places = (replace(first, drawing=replace(first.drawing, draw=changed)), *others)
-
-    return spoil
+def looked_at(task: hotloop.Task, program: Program) -> Account:
+    account, plain = Account("planted"), lower(task, Plan())
+    look_at_draws(plain.state(), plain, [(program, account)])
+    return account
 
 
-def like_the_piece_before() -> Callable[[Tensor, int], Tensor]:
-    last: list[Tensor] = []
-
-    def make(value: Tensor, count: int) -> Tensor:
-        last[:] = [value] if count % 2 == 0 else last
-        return last[0].clone()
-
-    return make
-
-
-def like_the_step_before() -> Callable[[Tensor, int], Tensor]:
-    last: list[Tensor] = []
-
-    def make(value: Tensor, count: int) -> Tensor:
-        if len(last) < 2:
-            last.append(value)
-        return last[count % 2].clone()
-
-    return make
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_a_plan_draws_is_looked_at_by_itself(plant: Callable[[Program], None]) -> None:
+    task = many()
+    program = lower(task, HALVES)
+    honest = looked_at(task, program)
+    assert (honest.drawn, honest.draws) == (True, None)
+    plant(program)
+    found = looked_at(task, program)
+    assert found.drawn and str(found.draws).startswith(PLANTS[plant])
 
 
-def test_draws_of_pieces_are_as_they_should_be() -> None:
-    assert drawn().wrong() is None
+Graph = torch.fx.GraphModule
 
 
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (spoilt(lambda value, count: torch.empty_like(value).bernoulli_(0.5)), "another rate or scale in piece 1"),
-        (spoilt(lambda value, count: value * 1.1), "another rate or scale in piece 1"),
-        (spoilt(like_the_piece_before()), "of piece 2 depends on that of the first piece"),
-        (spoilt(like_the_step_before()), "of piece 1 depends on that of the step before"),
-    ],
-    ids=["rate", "scale", "pieces", "steps"],
-)
-def test_draws_that_are_wrong_in_themselves_are_named(spoil: Callable[[Pieces], None], says: str) -> None:
-    wrong = drawn(spoil).wrong()
-    assert wrong is not None and wrong.startswith("draw 1 of a piece (bernoulli_)") and says in wrong
+def masks_of(graph: Graph) -> list[torch.fx.Node]:
+    return graph.graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli_.float)  # type: ignore[return-value]
+
+
+def of_another_rate(graph: Graph) -> Graph:
+    for node in masks_of(graph):
+        node.update_arg(1, 0.5)
+    graph.recompile()
+    return graph
+
+
+def of_the_first_replay(graph: Graph) -> Graph:
+    for node in masks_of(graph):
+        node.target = _Once()
+    graph.recompile()
+    return graph
+
+
+class _Once:
+    """Draws once; each replay gets the same."""
+
+    __name__ = "once"
+
+    def __init__(self) -> None:
+        self.first: Tensor | None = None
+
+    def __call__(self, value: Tensor, share: float) -> Tensor:
+        drawn = value.bernoulli_(share)
+        if self.first is None or self.first.shape != value.shape:
+            self.first = drawn.clone()
+        return drawn.copy_(self.first)
+
+
+def of_the_first_piece(graph: Graph) -> Graph:
+    first, *others = masks_of(graph)
+    for node in others:
+        node.replace_all_uses_with(first)
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def seeded_alike(graph: Graph) -> Graph:
+    """Each replay draws from where the first one did."""
+    with graph.graph.inserting_before(masks_of(graph)[0]):
+        graph.graph.call_function(torch.manual_seed, (5,))
+    graph.recompile()
+    return graph
+
+
+IN_GRAPHS: dict[str, tuple[Callable[[Graph], Graph], str]] = {
+    "another rate": (of_another_rate, "(bernoulli_) has another rate or scale"),
+    "seeded alike at each replay": (seeded_alike, "(bernoulli_) depends on that of the step before"),
+}
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("name", IN_GRAPHS)
+def test_what_a_captured_step_draws_is_looked_at_by_itself(name: str, pieces: int) -> None:
+    (change, says) = IN_GRAPHS[name]
+    task = many()
+    graphs = Graphs(task, "step", pieces)
+    honest, found = looked_at(task, graphs.program()), looked_at(task, graphs.program(change))
+    assert (honest.drawn, honest.draws) == (True, None)
+    assert found.drawn and says in str(found.draws)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_faults_in_what_a_captured_step_draws_are_broken(pieces: int) -> None:
+    """Also where the numbers that are drawn are right, and others are computed with."""
+    task, changes = dropping(), [of_another_rate, seeded_alike, of_the_first_replay, of_the_first_piece]
+    graphs = Graphs(task, "step", pieces)
+    faulty = [graphs.program(change) for change in changes[: 2 + pieces]]
+    honest, *found = prove_programs(task, [graphs.program(), *faulty])
+    assert honest.parity == "fp32-equivalent", honest.reason
+    assert [one.parity for one in found] == ["broken"] * len(faulty)
+
+
+def test_draws_that_repeat_by_design_are_no_fault() -> None:
+    """The model seeds the generator itself, so that the baseline repeats them as well."""
+
+    class Seeding(Dropping):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(3)
+            return super().forward(x)
+
+    task = a_task(model=Seeding, epochs=9)
+    account = Account("seeding")
+    plain, program = lower(task, Plan()), lower(task, Plan(accumulation=2))
+    look_at_draws(plain.state(), plain, [(program, account)])
+    assert account.draws is None or "of the step before" not in account.draws
 
 
 # ---------------------------------------------------------------- what can't be put together

@@ -17,8 +17,9 @@ from hotloop.errors import HotloopError, MemoryExhausted, PlanError, TaskError
 from hotloop.lowering import Program, lower
 from hotloop.lowering.step import EagerStep
 from hotloop.measuring import Entrant, load, measure
-from hotloop.measuring.clocks import feed_time, peak_of_step
+from hotloop.measuring.clocks import peak_of_step
 from hotloop.measuring.load import Used, busy_note, cores_of_others
+from hotloop.measuring.loading import feed_time
 from hotloop.measuring.racing import Measured
 from hotloop.measuring.rounds import Lane
 from hotloop.measuring.runner import Runner

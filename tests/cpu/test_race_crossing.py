@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hotloop.measuring.crossing import Point, crossing
-from hotloop.verdicts import Timing
+from hotloop.measuring.crossing import Point, crossings
+from hotloop.measuring.statistics import Ratio, answer
+from hotloop.report.scales import sentence
+from hotloop.verdicts import Crossing, Scaling, Timing, Verdict
 
 SIZES = (0.25, 1.0, 4.0, 16.0)
 Law = Callable[[float], float]
@@ -23,22 +25,28 @@ def cpu(size: float) -> float:
 
 
 def points(law: Law, baseline: Law, spread: float = 0.05, feed: Law = lambda size: 0.0) -> list[Point]:
-    found = []
-    for size in SIZES:
-        ratio = baseline(size) / law(size)
-        found.append(
-            (
-                size,
-                Timing(
-                    name="p",
-                    step_ms=law(size),
-                    ratio=ratio,
-                    ratio_low=ratio * (1 - spread),
-                    ratio_high=ratio * (1 + spread),
-                    feed_ms=feed(size),
-                ),
-            )
-        )
+    return [(size, timed(baseline(size) / law(size), law(size), spread, feed(size))) for size in SIZES]
+
+
+def timed(ratio: float | None, step_ms: float = 1.0, spread: float = 0.05, feed_ms: float = 0.0) -> Timing:
+    """A plan as a race finds it; one that failed without a ratio."""
+    if ratio is None:
+        return Timing(name="p", failure="out of memory")
+    low, high = ratio * (1 - spread), ratio * (1 + spread)
+    return Timing(
+        name="p",
+        step_ms=step_ms,
+        ratio=ratio,
+        ratio_low=low,
+        ratio_high=high,
+        feed_ms=feed_ms,
+        verdict=answer(Ratio(ratio, low, high, 20)),
+    )
+
+
+def crossing(name: str, own: list[Point], baseline: list[Point]) -> Crossing:
+    """The only one."""
+    [found] = crossings(name, own, baseline)
     return found
 
 
@@ -69,9 +77,9 @@ def test_no_crossing_where_one_is_always_faster(factor: float) -> None:
     assert (found.at, found.low, found.high) == (None, None, None)
 
 
-def test_an_interval_that_does_not_cross_everywhere_gives_none() -> None:
+def test_a_size_that_tells_nothing_claims_no_crossing() -> None:
     found = crossing("p", points(lambda s: 15.0, lambda s: s, spread=0.3), points(lambda s: s, lambda s: s))
-    assert found.at == pytest.approx(15.0) and found.low is None and found.high is None
+    assert (found.at, found.low, found.high) == (None, None, None)
 
 
 def test_a_size_at_which_it_failed_is_left_out() -> None:
@@ -86,3 +94,57 @@ def test_a_size_at_which_it_failed_is_left_out() -> None:
 def test_copies_are_told() -> None:
     found = crossing("p", points(gpu, cpu, feed=lambda s: 0.9 * gpu(s)), points(cpu, cpu))
     assert "p: the copy and loading of batches decide;" in found.reason
+
+
+# --- what is said of them: the ratio at each size, with an interval of 5 %
+
+SAID: dict[str, tuple[list[float | None], str]] = {
+    "against itself, above 1": ([1.001, 1.004], "no difference between p and base was shown at any size raced"),
+    "against itself, around 1": ([0.999, 1.002], "no difference between p and base was shown at any size raced"),
+    "failed everywhere": ([None, None], "no difference between p and base was shown at any size raced"),
+    "faster": ([1.5, 2.0], "p is faster than base at all sizes raced"),
+    "slower": ([0.5, 0.6], "p is slower than base at all sizes raced"),
+    "faster at some": ([1.01, 2.0, 3.0], "p is faster than base at s=2, 4; else no difference was shown"),
+    "failed at the smallest": ([None, 0.5, 2.0], "p is faster than base above s=2.83 (between 2.76 and 2.9)"),
+    "faster below": ([2.0, 0.5], "p is faster than base below s=1.41 (between 1.38 and 1.45)"),
+    "undecided between": ([0.5, 1.01, 2.0], "p is faster than base above s=1.98 (between 1.89 and 2.09)"),
+    "faster between": (
+        [0.5, 2.0, 0.5],
+        "p is faster than base above s=1.41 (between 1.38 and 1.45) and below s=2.83 (between 2.76 and 2.9)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_said_follows_from_what_was_shown(name: str) -> None:
+    ratios, says = SAID[name]
+    sizes = [2.0**place for place in range(len(ratios))]
+    own = [(size, timed(ratio)) for size, ratio in zip(sizes, ratios, strict=True)]
+    base = [(size, timed(1.0).model_copy(update={"name": "base"})) for size in sizes]
+    races = [
+        Verdict(
+            task="t",
+            fingerprint="",
+            plans=[b, p],
+            baseline="base",
+            winner=None,
+            steps=None,
+            machine="",
+            versions={},
+            seconds=1.0,
+        )
+        for (_, p), (_, b) in zip(own, base, strict=True)
+    ]
+    # The order in which they were asked for is another than that of sizes.
+    turned = Scaling(
+        parameter="s",
+        values=[f"{size:g}" for size in reversed(sizes)],
+        races=races[::-1],
+        crossings=crossings("p", own, base),
+    )
+    straight = Scaling(
+        parameter="s", values=[f"{size:g}" for size in sizes], races=races, crossings=crossings("p", own, base)
+    )
+    assert sentence(straight, "p") == says
+    if "s=2, 4" not in says:
+        assert sentence(turned, "p") == says

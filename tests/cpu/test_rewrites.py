@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -24,6 +24,8 @@ from hotloop.plan import Plan
 from tests.cpu.families import family
 from tests.cpu.programs import a_task
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
@@ -36,14 +38,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """`all` is asked for what it does, not for where that is likely to be faster."""
     monkeypatch.setattr(conv_as_gemm, "_CACHED_BYTES", float("inf"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Step:

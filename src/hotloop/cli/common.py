@@ -160,6 +160,21 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def attempted(write: Callable[[], R]) -> tuple[R | None, HotloopError | None]:
+    """Writes what goes beside what is printed; where it can't be, the error is for `end_with`, once all is printed."""
+    try:
+        return write(), None
+    except HotloopError as error:
+        return None, error
+
+
+def end_with(error: HotloopError | None) -> None:
+    """Ends a command that has printed its document already, if something went wrong."""
+    if error is not None:
+        say(f"error: {error}")
+        raise typer.Exit(FAILED)
+
+
 def _is_launched() -> bool:
     """Whether this process is one of the ranks that a `hotloop` has started: `LAUNCHED` in parallel/joining.py, which
     takes seconds to import."""

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, Device, Weights, WhichWeights, bar, console, guarded, print_json, say, stdout_for
+from hotloop.cli.common import (
+    AsJson,
+    Device,
+    Weights,
+    WhichWeights,
+    attempted,
+    bar,
+    console,
+    end_with,
+    guarded,
+    print_json,
+    say,
+    stdout_for,
+)
+
+if TYPE_CHECKING:
+    from hotloop.records import Evaluation
 
 
 class Part(StrEnum):
@@ -41,24 +57,15 @@ def evaluate(
     selects by it: the figure is then better than the network. Choose by --on validation.
     """
     from hotloop import api
-    from hotloop.files import write_atomic
     from hotloop.report.classes import class_tables
-    from hotloop.report.confusion import write_confusion
-    from hotloop.report.mistakes import write_mistakes
 
     with stdout_for(as_json), bar("evaluating") as progress:
         found = api.evaluate(run, on=on, weights=weights.value, device=device, say=say, progress=progress)
-    folder = run / "evaluation"
-    files = {"evaluation": folder / "evaluation.json"}
-    write_atomic(files["evaluation"], found.model_dump_json(indent=2))
-    if found.confusion:
-        files["confusion"] = folder / "confusion.html"
-        write_confusion(found, files["confusion"])
-    if found.classes:
-        files["mistakes"] = folder / "mistakes.html"
-        write_mistakes(found, files["mistakes"])
+    written, unwritten = attempted(lambda: _written(found, run / "evaluation"))
+    files = {name: str(path) for name, path in (written or {}).items()}
     if as_json:
-        print_json({**found.model_dump(), "files": {name: str(path) for name, path in files.items()}})
+        print_json({**found.model_dump(), "files": files})
+        end_with(unwritten)
         return
     if found.confusion:
         console.print(class_tables(found))
@@ -67,4 +74,22 @@ def evaluate(
     say(f"{found.samples:,} samples, {found.weights} weights (epoch {found.epoch})")
     if found.note:
         say(found.note)
-    say("written: " + "  ".join(map(str, files.values())))
+    if files:
+        say("written: " + "  ".join(files.values()))
+    end_with(unwritten)
+
+
+def _written(found: Evaluation, folder: Path) -> dict[str, Path]:
+    from hotloop.files import write_atomic
+    from hotloop.report.confusion import write_confusion
+    from hotloop.report.mistakes import write_mistakes
+
+    files = {"evaluation": folder / "evaluation.json"}
+    write_atomic(files["evaluation"], found.model_dump_json(indent=2))
+    if found.confusion:
+        files["confusion"] = folder / "confusion.html"
+        write_confusion(found, files["confusion"])
+    if found.classes:
+        files["mistakes"] = folder / "mistakes.html"
+        write_mistakes(found, files["mistakes"])
+    return files

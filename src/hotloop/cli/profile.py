@@ -15,8 +15,10 @@ from hotloop.cli.common import (
     Device,
     Param,
     Set,
+    attempted,
     axes,
     console,
+    end_with,
     guarded,
     pairs,
     print_json,
@@ -24,6 +26,7 @@ from hotloop.cli.common import (
     shared,
     stdout_for,
 )
+from hotloop.files import check_writable
 from hotloop.sources import file_named, holds_task, split
 
 if TYPE_CHECKING:
@@ -97,6 +100,9 @@ def profile(
     path = file if as_module else _script(file, bool(arguments))
     if steps is not None and steps < 1:
         raise typer.BadParameter(f"--steps is {steps}; expected 1 or more")
+    for option, asked in {"--trace": trace, "--pictures": pictures and pictures / "phases.html"}.items():
+        if asked is not None:
+            check_writable(asked, option)  # not after the steps were run
     if path is not None:
         refused = [name for name in _FOR_TASKS if given[name]]
         if refused:
@@ -200,14 +206,16 @@ def _of_task(
 def _show(found: Profile, module: str | None, pictures: Path | None, as_json: bool) -> None:
     from hotloop.report.profile import page
 
-    pages: list[Path] = []
+    pages: list[Path] | None = []
+    unwritten = None
     if pictures is not None:
         from hotloop.report.profile_pictures import write_pictures
 
-        pages = write_pictures(found, pictures)
+        pages, unwritten = attempted(lambda: write_pictures(found, pictures))
     if as_json:
-        print_json({**found.model_dump(), "pages": [str(path) for path in pages]})
-        return
-    console.print(page(found, module))
-    for path in pages:
-        say(f"picture: {path}")
+        print_json({**found.model_dump(), "pages": [str(path) for path in pages or []]})
+    else:
+        console.print(page(found, module))
+        for path in pages or []:
+            say(f"picture: {path}")
+    end_with(unwritten)

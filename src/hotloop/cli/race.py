@@ -7,7 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from hotloop.cli.common import AsJson, Param, axes, console, guarded, pairs, print_json, say, stdout_for
+from hotloop.cli.common import (
+    AsJson,
+    Param,
+    attempted,
+    axes,
+    console,
+    end_with,
+    guarded,
+    pairs,
+    print_json,
+    say,
+    stdout_for,
+)
+from hotloop.files import check_writable
 from hotloop.sources import file_named, split
 
 
@@ -59,6 +72,9 @@ def race(
     if save is not None and sizes is None:
         raise typer.BadParameter("--save is for the picture of --scale")
     file_named(split(task)[0])
+    if sizes is not None:
+        save = save or Path(f"race-{sizes[0]}.html")
+        check_writable(save, "--save")  # not after minutes of racing
     named = _listed(plans) if plans is not None else ["baseline"] + ["auto"] * (devices is None and sizes is None)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
 
@@ -79,8 +95,8 @@ def race(
             verdict = contests.raced(
                 load_task(task, given), contest, prove=contests.PROVE if parity else None, **common
             )
-    if sizes is not None:
-        _show_scaling(scaling, save or Path(f"race-{scaling.parameter}.html"), as_json)
+    if save is not None:
+        _show_scaling(scaling, save, as_json)
     else:
         _show(verdict, as_json)
 
@@ -97,12 +113,14 @@ def _show(verdict: Any, as_json: bool) -> None:
 def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
     from hotloop.report.scales import page, write_picture
 
-    write_picture(scaling, path)
+    _, unwritten = attempted(lambda: write_picture(scaling, path))
     if as_json:
-        print_json({**scaling.model_dump(), **_flat(scaling), "page": str(path)})
+        print_json({**scaling.model_dump(), **_flat(scaling), "page": None if unwritten else str(path)})
     else:
         console.print(page(scaling))
-        say(f"picture: {path}")
+        if unwritten is None:
+            say(f"picture: {path}")
+    end_with(unwritten)
 
 
 def _flat(scaling: Any) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from itertools import islice
 
 import torch
 
@@ -12,9 +10,6 @@ from hotloop.lowering import Program
 from hotloop.trouble.memory import Peak, present
 
 Clock = Callable[[], float]
-
-_FEED_S = 0.2
-_FEED_BATCHES = 200
 
 
 def synchronise(*devices: torch.device) -> None:
@@ -49,21 +44,3 @@ def peak_of_step(program: Program) -> int | None:
     except NotImplementedError:  # of operations that torch shows to nobody
         return None
     return peak.bytes
-
-
-def feed_time(program: Program, clock: Clock = time.perf_counter) -> float | None:
-    """Seconds that a batch takes to come onto the device, with no step waiting for it; None with too few batches.
-
-    The program's feed is used up by this.
-    """
-    batches = program.feed.epoch(program.position.epoch)
-    if next(batches, None) is None:  # what starts the feed is not its pace
-        return None
-    synchronise(program.device)
-    began, done = clock(), 0
-    for _ in islice(batches, _FEED_BATCHES):
-        done += 1
-        if clock() - began > _FEED_S:
-            break
-    synchronise(program.device)
-    return (clock() - began) / done if done else None

@@ -18,34 +18,47 @@ _STARVED = 0.5
 """Share of a step from which on fetching its batch decides how long it takes."""
 
 
-def crossing(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> Crossing:
-    """Where the plan and the baseline take the same time, between the sizes raced: interpolated in log(size).
+def crossings(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> list[Crossing]:
+    """Where the plan and the baseline take the same time, between sizes at which one and the other was shown to be faster.
 
     Args:
         own, baseline: at the same sizes, above zero and increasing; where one failed, it is left out.
+
+    Returns:
+        One for each place; one without a place where there is none.
     """
     raced = [(size, timing) for size, timing in own if timing.ratio is not None]
-    found = {
-        edge: _crossed([(size, getattr(timing, edge)) for size, timing in raced])
+    reason = _reason(name, raced, [(size, timing) for size, timing in baseline if timing.step_ms is not None])
+    sure = [place for place, (_, timing) in enumerate(raced) if timing.verdict in ("faster", "slower")]
+    turns = [raced[a : b + 1] for a, b in pairwise(sure) if raced[a][1].verdict != raced[b][1].verdict]
+    return [_crossing(name, turn, reason) for turn in turns] or [Crossing(name=name, at=None, reason=reason)]
+
+
+def _crossing(name: str, turn: Sequence[Point], reason: str) -> Crossing:
+    """From a size at which one was faster to one at which the other was; those between are undecided."""
+    median, low, high = (
+        _crossed([(size, value) for size, timing in turn if (value := getattr(timing, edge)) is not None])
         for edge in ("ratio", "ratio_low", "ratio_high")
-    }
-    ends = sorted(value for value in (found["ratio_low"], found["ratio_high"]) if value is not None)
+    )
+    ends = [*median, *low, *high]
     return Crossing(
         name=name,
-        at=found["ratio"],
-        low=ends[0] if len(ends) == 2 else None,
-        high=ends[-1] if len(ends) == 2 else None,
-        reason=_reason(name, raced, [(size, timing) for size, timing in baseline if timing.step_ms is not None]),
+        at=median[0],
+        low=min(ends),
+        high=max(ends),
+        faster="above" if turn[-1][1].verdict == "faster" else "below",
+        reason=reason,
     )
 
 
-def _crossed(points: Sequence[tuple[float, float | None]]) -> float | None:
-    """The size at which a ratio passes 1 for the first time, its logarithm taken as straight between two sizes."""
-    known = [(math.log(size), math.log(ratio)) for size, ratio in points if ratio is not None]
-    for (size, before), (larger, after) in pairwise(known):
-        if before * after < 0:
-            return math.exp(size + (larger - size) * before / (before - after))
-    return next((math.exp(size) for size, ratio in known if ratio == 0), None)
+def _crossed(points: Sequence[tuple[float, float]]) -> list[float]:
+    """The sizes at which a ratio passes 1, its logarithm taken as straight in that of the size between two of them."""
+    known = [(math.log(size), math.log(ratio)) for size, ratio in points]
+    return [
+        math.exp(size + (larger - size) * before / (before - after))
+        for (size, before), (larger, after) in pairwise(known)
+        if before * after < 0 or after == 0
+    ]
 
 
 def _reason(name: str, own: Sequence[Point], baseline: Sequence[Point]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 from hotloop.errors import HotloopError, MemoryExhausted, RoomError, blame, out_of_memory
 from hotloop.lowering import Program
-from hotloop.measuring.clocks import Clock, feed_time, peak_of_step
+from hotloop.measuring.clocks import Clock, peak_of_step
+from hotloop.measuring.loading import feed_time, feed_times, loading_workers
 from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
 from hotloop.measuring.runner import WARM_S, Runner
 from hotloop.measuring.statistics import LEAST_PAIRS, Ratio, answer, undecided
@@ -26,6 +27,10 @@ Progress = Callable[[str, float], None]
 
 _BRIEF_S = 0.08
 """Of warming up, where the machine is warm from the plans before."""
+
+
+_STARVED = 0.9
+"""Share of a step from which on loading its batch is what it takes."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class _Racer:
     device: str = ""
     startup_s: float = 0.0
     step_s: float = math.inf
+    feed_s: Sequence[float] = ()
     figures: dict[str, Any] = field(default_factory=dict)
     failure: str | None = None
     short_of_memory: bool = False
@@ -90,8 +96,8 @@ def measure(
     Args:
         steps: of the whole run, which `run_s` is for; None if unknown.
         time_limit_s: for the windows; lowering, compiling and warming up come on top.
-        brief: whether it is enough to know which is the fastest, as a search wants it, see `Limits`; memory and feed are
-            not looked at then.
+        brief: whether it is enough to know which is the fastest, as a search wants it, see `Limits`; memory is not looked
+            at then, and the feed only where workers load.
 
     Raises:
         HotloopError: the baseline can't be lowered or run.
@@ -103,6 +109,7 @@ def measure(
             for racer, entrant in zip(racers, entrants, strict=True):
                 progress(f"preparing {racer.name}", 0.0)
                 _attempt(racer, baseline, partial(_prepare, racer, entrant, clock, _BRIEF_S if brief else WARM_S))
+            _time_loading(racers, baseline)
             _run(racers, baseline, Limits(time_limit_s, clock, brief), progress)
             if not brief:
                 _look_closer(racers, baseline)
@@ -169,12 +176,41 @@ def _read_before(program: Program, began: float) -> float:
     return sum(took for took, at in program.parts.roles.reading_s.values() if at < began)
 
 
+def _time_loading(racers: Sequence[_Racer], baseline: str) -> None:
+    """How fast the workers of a plan load, while those of all others rest; once for plans that load alike."""
+    ahead = [racer for racer in racers if racer.program is not None and loading_workers(racer.program)]
+    for racer in ahead:
+        assert racer.program is not None
+        racer.program.close()  # loaders start again where they are needed
+    known: dict[tuple[Any, ...], Sequence[float]] = {}
+    for racer in ahead:
+        _attempt(racer, baseline, partial(_listen_to_workers, racer, known))
+    for racer in ahead:
+        if racer.runner is not None and racer.program is not None:
+            with preserved(*racer.program.devices):  # starting takes longer than windows
+                _attempt(racer, baseline, partial(racer.runner.settle, 0))
+
+
+def _listen_to_workers(racer: _Racer, known: dict[tuple[Any, ...], Sequence[float]]) -> None:
+    runner, program = racer.runner, racer.program
+    assert runner is not None and program is not None
+    alike = (loading_workers(program), program.device)
+    if alike not in known:
+        with preserved(*program.devices):
+            known[alike] = feed_times(program)
+        program.close()
+        runner.put_back()
+    racer.feed_s = known[alike]
+    if racer.feed_s:
+        racer.figures["feed_ms"] = 1e3 * statistics.fmean(racer.feed_s)
+
+
 def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Progress) -> None:
     runners = [racer for racer in racers if racer.runner is not None]
     base = next(racer for racer in runners if racer.name == baseline)
     for racer in runners:
         assert racer.runner is not None
-        racer.lane = Lane(racer.name, racer.runner, group=racer.group)
+        racer.lane = Lane(racer.name, racer.runner, group=racer.group, feed_s=racer.feed_s)
         racer.lane.lay_out(racer.device, racer.step_s, base.step_s, limits.brief)
     lanes = {racer.name: racer.lane for racer in runners if racer.lane is not None}
     programs = [racer.program for racer in runners if racer.program is not None]
@@ -206,8 +242,9 @@ def _weigh(racer: _Racer) -> None:
         runner.settle(1)
         runner.ready()
         racer.figures["peak_memory_bytes"] = peak_of_step(program)
-        feed_s = feed_time(program)
-    racer.figures["feed_ms"] = None if feed_s is None else 1e3 * feed_s
+        feed_s = None if racer.feed_s else feed_time(program)
+    if feed_s is not None:
+        racer.figures["feed_ms"] = 1e3 * feed_s
     runner.put_back()
 
 
@@ -222,6 +259,7 @@ def _summed_up(racers: Sequence[_Racer], baseline: str, steps: int | None) -> Me
             continue
         assert racer.lane is not None and base.lane is not None
         found = ratio(racer.lane, base.lane)
+        notes += _waits(racer.lane)
         plans.append(_timing(racer, base, found, steps))
         if not racer.lane.running:
             notes.append(f"{racer.name} was left out after {found.pairs} pairs of windows: it can't be the fastest")
@@ -234,14 +272,14 @@ def _timing(racer: _Racer, base: _Racer, found: Ratio, steps: int | None) -> Tim
     """Its step takes the baseline's time over the ratio of the pairs: its own windows may have been others."""
     assert racer.lane is not None and racer.runner is not None and racer.program is not None
     assert base.lane is not None and base.program is not None
-    compile_s, own_s = racer.program.compile_s, statistics.median(racer.lane.times)
+    compile_s = racer.program.compile_s
     base_step_s = statistics.median(base.lane.times)
     step_s = base_step_s / found.median
     start_s = racer.startup_s + compile_s
     timing = Timing(
         name=racer.name,
         step_ms=1e3 * step_s,
-        samples_per_s=racer.runner.samples / racer.runner.seconds * own_s / step_s,
+        samples_per_s=racer.runner.samples / racer.runner.steps / step_s,
         ratio=found.median,
         ratio_low=found.low,
         ratio_high=found.high,
@@ -264,6 +302,15 @@ def _pays_after(costs_s: float, saves_s: float) -> int | None:
     if saves_s <= 0:
         return None
     return max(0, math.ceil(costs_s / saves_s))
+
+
+def _waits(lane: Lane) -> list[str]:
+    """What to say where a step takes hardly longer than loading."""
+    if not lane.feed_s or (fed_s := statistics.median(lane.feed_s)) < _STARVED * statistics.median(lane.times):
+        return []
+    return [
+        f"{lane.name} waits for its data: workers load a batch in {1e3 * fed_s:.3g} ms, so no step counts as shorter"
+    ]
 
 
 def _doubt(name: str, found: Ratio) -> str:

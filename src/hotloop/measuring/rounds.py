@@ -87,6 +87,8 @@ class Lane:
         times: seconds of a step, round by round.
         running: whether it goes on: False once it failed, or can't win any more.
         error: what ended it.
+        feed_s: what its batches take to be loaded by workers, measured alone, portion by portion; else empty. Between its
+            windows they load ahead, which in training they can't: so no step counts as shorter.
     """
 
     name: str
@@ -98,6 +100,12 @@ class Lane:
     times: list[float] = field(default_factory=list)
     running: bool = True
     error: Exception | None = None
+    feed_s: Sequence[float] = ()
+
+    def note(self, step_s: float) -> None:
+        """Writes down what a step has taken in a round."""
+        fed_s = self.feed_s[len(self.times) % len(self.feed_s)] if self.feed_s else 0.0
+        self.times.append(max(step_s, fed_s))
 
     def lay_out(self, device: str, step_s: float, baseline_s: float, brief: bool = False) -> None:
         """Chooses its windows, see `Layout.of`."""
@@ -165,7 +173,7 @@ def _round(lanes: Sequence[Lane], baseline: Lane) -> None:
             lane.running, lane.error = False, error
     for lane in lanes:
         if lane.running:
-            lane.times.append(taken[id(lane)] / (lane.passes * lane.steps))
+            lane.note(taken[id(lane)] / (lane.passes * lane.steps))
 
 
 def _drop_losers(lanes: Sequence[Lane], baseline: Lane, brief: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hotloop.lowering import Outcome, Program
 from hotloop.measuring.clocks import Clock, synchronise
+from hotloop.measuring.loading import loading_workers
 from hotloop.rng import LateDraw
 from hotloop.state import Position
 
@@ -23,13 +24,13 @@ class Runner:
     """Times steps of a Program, which trains on meanwhile; where its run ends, it begins again outside of the clock.
 
     Attributes:
-        samples, seconds: what was trained on within the clock, and how long it took.
+        samples, steps: what was trained on within the clock, and in how many steps.
         epoch_steps: of the last epoch that came to its end; None before.
     """
 
     def __init__(self, program: Program, clock: Clock = time.perf_counter) -> None:
         self.program = program
-        self.samples, self.seconds = 0, 0.0
+        self.samples, self.steps = 0, 0
         self.epoch_steps: int | None = None
         self._clock = clock
         self._start = program.state()
@@ -59,13 +60,14 @@ class Runner:
 
     def settle(self, steps: int) -> None:
         """Runs steps that don't count, since another plan was there before: caches, threads, clocks of the device."""
-        self._run(max(steps, 1) if self._cold else steps)
+        first = max(1, 2 * loading_workers(self.program))  # what workers start with is not their pace
+        self._run(max(steps, first) if self._cold else steps)
         self._cold = False
 
     def window(self, steps: int) -> float:
         """Seconds that so many steps take, with the device waited for at both ends."""
         seconds, samples = self._run(steps)
-        self.seconds, self.samples = self.seconds + seconds, self.samples + samples
+        self.steps, self.samples = self.steps + steps, self.samples + samples
         return seconds
 
     def _run(self, steps: int) -> tuple[float, int]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from hotloop.errors import HotloopError, blame
+from hotloop.errors import HotloopError, blame, out_of_memory
 from hotloop.lowering import Program, lower
-from hotloop.parity.collecting import Collector, Evidence
+from hotloop.parity.accounts import Evidence
+from hotloop.parity.collecting import Collector
 from hotloop.parity.draws import Pieces, look
 from hotloop.parity.judging import judged
+from hotloop.parity.own_draws import look_at_draws
 from hotloop.parity.path import STATES
 from hotloop.parity.running import NUDGES, Freely, run_freely
 from hotloop.parity.witnesses import Truth, Witness, baselines, peers
@@ -43,7 +45,7 @@ def prove(task: Task, plan: Plan, *, progress: Progress = lambda done, total: No
 def prove_plans(task: Task, plans: Sequence[Plan], *, progress: Progress = lambda done, total: None) -> list[Parity]:
     """Compares plans with the baseline, those of one device and precision together; see `prove_programs`.
 
-    One that can't be run is unproven.
+    One that can't be run, or for which there is no memory, is unproven.
     """
     found: dict[Plan, Parity] = {}
     groups: dict[tuple[str, str], list[Program]] = {}
@@ -51,7 +53,11 @@ def prove_plans(task: Task, plans: Sequence[Plan], *, progress: Progress = lambd
         try:
             groups.setdefault((plan.device, plan.precision), []).append(lower(task, plan))
         except HotloopError as error:
-            found[plan] = Parity(plan=plan.brief(), parity="unproven", reason=error.given, states=0)
+            found[plan] = _unproven(plan, error.given)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            found[plan] = _unproven(plan, _no_memory(error))
     for programs in groups.values():
         try:
             parities = prove_programs(task, programs, progress=progress)
@@ -70,12 +76,29 @@ def prove_programs(
     From States along the baseline's path each takes one step, with the same batch and the same draws, and so does the
     baseline in float64. Losses, gradients, updates, the optimizer's state and buffers may be off from the truth by a
     small multiple of what several baselines are that differ harmlessly. A free run across the end of an epoch follows.
-    Their States are put back afterwards.
+    Their States are put back afterwards. Where there is no memory for all of that, they are unproven.
     """
     found: dict[int, Parity] = {}
-    for pieces, together in _drawing_alike(task, programs):
-        found |= zip(map(id, together), _proven(task, together, pieces, progress), strict=True)
+    try:
+        for pieces, together in _drawing_alike(task, programs):
+            found |= zip(map(id, together), _proven(task, together, pieces, progress), strict=True)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        none_left = _no_memory(error)
+        return [found.get(id(program), _unproven(program.parts.plan, none_left)) for program in programs]
     return [found[id(program)] for program in programs]
+
+
+def _unproven(plan: Plan, reason: str) -> Parity:
+    return Parity(plan=plan.brief(), parity="unproven", reason=reason, states=0)
+
+
+def _no_memory(error: Exception) -> str:
+    return (
+        "there was no memory left for the proof, which holds the model in float64, baselines and all plans at once"
+        f" ({blame(error)}); hotloop check proves one plan alone"
+    )
 
 
 def _drawing_alike(task: Task, programs: Sequence[Program]) -> list[tuple[Pieces | None, list[Program]]]:
@@ -133,25 +156,28 @@ def _compared(
         try:
             truth = Truth(task, device)
         except Exception as error:
+            if out_of_memory(error):
+                raise
             return all_unproven(f"the model can't be turned into float64: {blame(error)}")
         witnesses, reduced = baselines(task, plans[0].device, few=brief), peers(task, plans[0], few=brief)
         whole = [truth.program, *(witness.program for witness in [*witnesses, *reduced])]
         try:
             with nullcontext() if pieces is None else pieces.followed(whole):
                 evidence, free = _seen(truth, witnesses, reduced, programs, progress, brief)
+            if truth.watch.draws and not evidence.unproven:
+                watched = list(zip(programs, evidence.candidates, strict=True))
+                look_at_draws(evidence.last, witnesses[0].program, watched)
         finally:
             for witness in [*witnesses, *reduced]:
                 witness.program.close()
             for program, state in zip(programs, before, strict=True):
                 program.restore(state)
     evidence.in_pieces = pieces is not None
-    wrong = None if pieces is None else pieces.wrong()
     for program, account in zip(programs, evidence.candidates, strict=True):
         if truth.watch.draws and program.parts.elsewhere:
             account.unproven = "it draws random numbers on several devices, so they are other ones than the baseline's"
         elif truth.watch.draws and program.parts.plan.accumulation > 1 and (pieces is None or pieces.odd):
             account.unproven = _in_pieces("" if pieces is None else pieces.odd)
-        account.draws = wrong
     common |= {"states": len(evidence.steps), "seconds": time.monotonic() - began}
     return [
         Parity(
@@ -185,7 +211,7 @@ def _seen(
     if evidence.unproven:
         return evidence, {}
     accounts = zip(programs, evidence.candidates, strict=True)
-    able = [program for program, account in accounts if account.failed is None]
-    fp32, other = ([one for one in every if one.name not in collector.left_out] for every in (witnesses, reduced))
+    able = [program for program, account in accounts if account.able]
+    fp32, other = ([one for one in every if one.active] for every in (witnesses, reduced))
     runs = run_freely(evidence.last, fp32, other, able, nudges=1 if brief else NUDGES)
     return evidence, dict(zip(map(id, able), runs, strict=True))

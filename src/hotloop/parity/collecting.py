@@ -5,18 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
-from hotloop.errors import HotloopError, blame
+from hotloop.errors import HotloopError, blame, out_of_memory
 from hotloop.lowering import Program
+from hotloop.parity.accounts import Account, Errors, Evidence
 from hotloop.parity.path import Stop, stops
-from hotloop.parity.seen import UNIT, Key, Seen, errors, missing, one_step, scales
+from hotloop.parity.seen import UNIT, Seen, errors, missing, one_step, scales
 from hotloop.parity.witnesses import Truth, Witness, in_another_order
 from hotloop.state import State, differences
-
-Errors = dict[Key, float]
 
 _SUSPICIOUS = 8.0
 """Times what rounding did at a state: from here on, more nudges there tell whether it could do that too."""
@@ -33,79 +31,18 @@ _HARMLESS, _ALIKE_IN_PRECISION = 1e-4, 1.0
 each is mixed with the one before it."""
 
 
-@dataclass
-class Account:
-    """What was seen of a baseline or a candidate.
-
-    Attributes:
-        errors: of each tensor, at each state.
-        differs: where the State first wasn't bitwise the baseline's after a step.
-        failed: what a step raised, and which; nothing is asked of it from then on.
-        draws: what is wrong with its random numbers in themselves.
-        unproven: why it can't be compared, though others can.
-        looks: at how many states more nudges were asked for because of it.
-    """
-
-    name: str
-    errors: list[Errors] = field(default_factory=list)
-    differs: str | None = None
-    failed: str | None = None
-    draws: str | None = None
-    unproven: str | None = None
-    looks: int = 0
-
-
-@dataclass
-class Evidence:
-    """Of all single steps.
-
-    Attributes:
-        peers: the eager step in the candidates' reduced precision, and variants of it; empty for fp32.
-        steps: the number of the step at each state, from 0.
-        rounding: the worst error at each state of those that candidates are judged by, with more nudges where a
-            candidate was far off.
-        last: the State that the path came to.
-        in_pieces: whether everybody got the random numbers that candidates draw for pieces of a batch.
-        unproven: why nothing can be said, where that is so.
-    """
-
-    baselines: list[Account]
-    peers: list[Account]
-    candidates: list[Account]
-    last: State
-    steps: list[int] = field(default_factory=list)
-    rounding: list[Errors] = field(default_factory=list)
-    in_pieces: bool = False
-    unproven: str | None = None
-
-    @property
-    def judges(self) -> list[Account]:
-        """Those whose errors tell what rounding comes to in the candidates' precision."""
-        return self.peers or self.baselines
-
-
 class Collector:
-    """Takes the same step with everyone, state by state; a witness alone stays alone.
-
-    Attributes:
-        left_out: names of witnesses that the model can't be run with.
-    """
+    """Takes the same step with everyone, state by state; a witness alone stays alone."""
 
     def __init__(
         self, truth: Truth, witnesses: Sequence[Witness], peers: Sequence[Witness], candidates: Sequence[Program]
     ) -> None:
         self.truth, self.candidates = truth, candidates
         self.witnesses, self.peers = list(witnesses), list(peers)
-        self._in_precision = bool(peers)
-        self.left_out: set[str] = set()
         self.walker = witnesses[0].program
         self._looked = 0
-        self.evidence = Evidence(
-            [Account(one.name) for one in witnesses],
-            [Account(one.name) for one in peers],
-            [Account(program.parts.plan.brief()) for program in candidates],
-            self.walker.state(),
-        )
+        accounts = [Account(program.parts.plan.brief()) for program in candidates]
+        self.evidence = Evidence(_active(witnesses), _active(peers), accounts, self.walker.state())
 
     def collect(self, progress: Callable[[int], None] = lambda states: None) -> Evidence:
         """Goes along the path, until it ends or nothing can be proven."""
@@ -128,12 +65,13 @@ class Collector:
         except HotloopError as error:
             return f"the step can't be run in float64: {error.given}"
         except Exception as error:
+            if out_of_memory(error):
+                raise
             return f"the step can't be run in float64: {blame(error)}"
         if self.truth.watch.narrowed:
             return f"there is no float64 truth to compare with: {self.truth.watch.narrowed}"
         if not number and len(self.witnesses) > 1 and not self.truth.watch.draws:
             self.witnesses.append(in_another_order(self.walker))
-            evidence.baselines.append(Account(self.witnesses[-1].name))
         sizes = scales(true)
         plain, after = self.witnesses[0].step(stop.state, stop.batch, number)
         if (off := errors(plain, true, sizes)[_LOSS]) > _ALIKE:
@@ -141,46 +79,46 @@ class Collector:
             return self._unrepeatable(stop) or (
                 f"the baseline's loss is off by {off:.0%} in float64, so they compute different things"
             )
-        evidence.baselines[0].errors.append(errors(plain, true, sizes))
-        self._listen(self.witnesses, evidence.baselines, 1, stop, number, (true, sizes))
-        self._listen(self.peers, evidence.peers, 0, stop, number, (true, sizes))
-        if self._in_precision and not self.peers:
+        self.witnesses[0].account.errors.append(errors(plain, true, sizes))
+        for witness in self.witnesses[1:]:
+            self._listen(witness, _HARMLESS, stop, number, (true, sizes))
+        for peer in self.peers:
+            self._listen(peer, _ALIKE_IN_PRECISION, stop, number, (true, sizes))
+        evidence.baselines, evidence.peers = _active(self.witnesses), _active(self.peers)
+        if self.peers and not evidence.peers:
             return "the eager step in that precision can't be run"
         evidence.steps.append(stop.state.position.step)
         evidence.rounding.append(worst([account.errors[-1] for account in evidence.judges]))
         for program, account in zip(self.candidates, evidence.candidates, strict=True):
-            if account.failed is None:
+            if account.able:
                 self._try(program, account, stop, (true, sizes, after))
         return None
 
-    def _listen(
-        self,
-        witnesses: list[Witness],
-        accounts: list[Account],
-        first: int,
-        stop: Stop,
-        number: int,
-        known: tuple[Seen, Errors],
-    ) -> None:
-        """One step with each of them; one that fails, or changes the loss by more than rounding, is not harmless and goes."""
-        for witness, account in list(zip(witnesses, accounts, strict=True))[first:]:
-            try:
-                found = errors(witness.step(stop.state, stop.batch, number)[0], *known)
-            except Exception:  # whatever it is, it says nothing of the plan that is proven
-                found = {_LOSS: float("inf")}
-            if found[_LOSS] > (_HARMLESS if witnesses is self.witnesses else _ALIKE_IN_PRECISION):
-                self.left_out.add(witness.name)
-                witnesses[:] = [one for one in witnesses if one is not witness]
-                accounts[:] = [one for one in accounts if one is not account]
-            else:
-                account.errors.append(found)
+    def _listen(self, witness: Witness, most: float, stop: Stop, number: int, known: tuple[Seen, Errors]) -> None:
+        """One step of it; if it fails, or changes the loss by more than that, it is not harmless and goes."""
+        if not witness.active:
+            return
+        try:
+            found = errors(witness.step(stop.state, stop.batch, number)[0], *known)
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            found = {_LOSS: float("inf")}  # whatever else it is, it says nothing of the plan that is proven
+        if not witness.in_order:  # a buffer that keeps samples has them in another order then, which is no rounding
+            found = {key: error for key, error in found.items() if key[0] != "buffer" or error <= _ALIKE}
+        witness.active = found[_LOSS] <= most
+        if witness.active:
+            witness.account.errors.append(found)
 
     def _try(self, program: Program, account: Account, stop: Stop, known: tuple[Seen, Errors, State]) -> None:
         true, sizes, expected = known
         try:
             seen, after = one_step(program, stop.state, stop.batch)
         except Exception as error:
-            account.failed = f"step {stop.state.position.step + 1} raised {blame(error)}"
+            if out_of_memory(error):
+                account.unproven = f"there was no memory for its step in the proof ({blame(error)})"
+            else:
+                account.failed = f"step {stop.state.position.step + 1} raised {blame(error)}"
             return
         found = errors(seen, true, sizes) | dict.fromkeys(missing(seen, true), float("inf"))
         account.errors.append(found)
@@ -192,7 +130,7 @@ class Collector:
 
     def _look_closer(self, stop: Stop, true: Seen, sizes: Errors) -> None:
         """Finds out better what rounding does at this state, once for all candidates."""
-        others = (self.peers or self.witnesses)[1:]
+        others = [one for one in (self.peers or self.witnesses)[1:] if one.active]
         if not others or self._looked == len(self.evidence.rounding):
             return
         self._looked, rounding = len(self.evidence.rounding), self.evidence.rounding[-1]
@@ -219,6 +157,10 @@ class Collector:
 
 
 _LOSS = ("loss", "loss")
+
+
+def _active(witnesses: Sequence[Witness]) -> list[Account]:
+    return [one.account for one in witnesses if one.active]
 
 
 @contextmanager

@@ -1,17 +1,15 @@
-"""Draws of plans that cut a batch into pieces: everybody else gets the same, and they are looked at by themselves."""
+"""Draws of plans that cut a batch into pieces: everybody else gets the same."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from scipy import stats
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,15 +23,6 @@ from hotloop.rng import Streams, generator_states, preserved
 
 _FEW, _MORE = 2, 3
 """Samples of the batches that show how a model draws."""
-
-_KEPT, _KEPT_STEPS = 4096, 32
-"""Numbers of one draw, and steps, that are looked at."""
-
-_ENOUGH = 30
-"""Numbers of a kind without which nothing can be said of how they go together."""
-
-_UNLIKELY = 1e-7
-"""A probability by chance below which two draws are not alike, or not independent."""
 
 
 @dataclass(frozen=True)
@@ -144,31 +133,13 @@ class Pieces:
     count: int
     places: tuple[Place, ...]
     odd: str = ""
-    _kept: dict[tuple[int, int], dict[int, Tensor]] = field(default_factory=dict)
 
-    def drawn(self, step: int, samples: int) -> Iterator[Tensor]:
+    def drawn(self, samples: int) -> Iterator[Tensor]:
         """Draws for a batch from where torch's generator stands, piece by piece; yields what the whole batch gets."""
         rows = [last - first for first, last in itertools.pairwise(bounds(samples, self.count)) if first < last]
         of_pieces = [[place.drawn(each) for place in self.places] for each in rows]
-        for piece, values in enumerate(of_pieces):
-            for number, value in enumerate(values):
-                kept = self._kept.setdefault((number, piece), {})
-                if len(kept) < _KEPT_STEPS:  # everybody takes the same steps
-                    kept[step] = value.flatten()[:_KEPT].detach().cpu().clone()
         for number, place in enumerate(self.places):
             yield torch.cat([values[number] for values in of_pieces], dim=place.along.dim)
-
-    def wrong(self) -> str | None:
-        """What is wrong with the draws in themselves: their rate and scale, or that they depend on each other."""
-        for number, place in enumerate(self.places):
-            own = {piece: steps for (at, piece), steps in sorted(self._kept.items()) if at == number}
-            with preserved(self.device):
-                torch.manual_seed(0)
-                entries = math.prod(place.drawing.shape) // _FEW
-                expected = place.drawn(1 + 4 * _KEPT // max(1, entries)).flatten().double().cpu()
-            if found := _wrong(own, expected):
-                return f"draw {number + 1} of a piece ({place.drawing.name}) {found}"
-        return None
 
     @contextmanager
     def followed(self, programs: Sequence[Program]) -> Iterator[None]:
@@ -191,7 +162,7 @@ class Pieces:
 def _begun_anew(seed: Any, given: _Given) -> Any:
     def seeded(step: int) -> None:
         seed(step)
-        given.begin(step)
+        given.begin()
 
     return seeded
 
@@ -205,16 +176,16 @@ class _Given(TorchDispatchMode):
     def __init__(self, pieces: Pieces) -> None:
         super().__init__()
         self._pieces = pieces
-        self._step = self._number = 0
+        self._number = 0
         self._drawn: Iterator[Tensor] | None = None
 
     def on(self) -> _Given:
         """For a step, or several."""
         return self
 
-    def begin(self, step: int) -> None:
+    def begin(self) -> None:
         """A step begins: the generators are seeded for it."""
-        self._step, self._number, self._drawn = step, 0, None
+        self._number, self._drawn = 0, None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -236,7 +207,7 @@ class _Given(TorchDispatchMode):
         if (drawing.name, drawing.how) != (expected.name, expected.how):
             return self._none(f"{drawing.name} draws otherwise than a first look has shown")
         if self._drawn is None:
-            self._drawn = self._pieces.drawn(self._step, places[number].samples(drawing.shape))
+            self._drawn = self._pieces.drawn(places[number].samples(drawing.shape))
         value = next(self._drawn)
         if tuple(value.shape) != drawing.shape:
             return self._none(f"{drawing.name} draws into another shape than a first look has shown")
@@ -245,39 +216,3 @@ class _Given(TorchDispatchMode):
     def _none(self, why: str) -> Tensor | None:
         self._pieces.odd = self._pieces.odd or why
         return None
-
-
-def _wrong(own: dict[int, dict[int, Tensor]], expected: Tensor) -> str | None:
-    """Compares pieces with one draw of the same operator, with each other, and with themselves a step before."""
-    for piece, steps in own.items():
-        values = [steps[step] for step in sorted(steps)]
-        if _chance_that_alike(torch.cat(values).double(), expected) < _UNLIKELY:
-            return f"has another rate or scale in piece {piece + 1} than in a whole batch"
-        if _chance_that_independent(values[:-1], values[1:]) < _UNLIKELY:
-            return f"of piece {piece + 1} depends on that of the step before"
-        both = sorted(own[0].keys() & steps.keys())
-        if piece and _chance_that_independent([own[0][at] for at in both], [steps[at] for at in both]) < _UNLIKELY:
-            return f"of piece {piece + 1} depends on that of the first piece"
-    return None
-
-
-def _chance_that_alike(one: Tensor, other: Tensor) -> float:
-    return float(stats.ks_2samp(one.numpy(), other.numpy(), method="asymp").pvalue)
-
-
-def _chance_that_independent(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """That they go together so well by chance; 1 where there is too little to say.
-
-    Numbers of two values by Fisher's exact test, others by the correlation of their ranks.
-    """
-    pairs = [(a[: len(b)].double(), b[: len(a)].double()) for a, b in zip(some, others, strict=False)]
-    if not pairs:
-        return 1.0
-    x, y = (torch.cat(each) for each in zip(*pairs, strict=True))
-    if len(x) < _ENOUGH or x.min() == x.max() or y.min() == y.max():
-        return 1.0
-    if len(x.unique()) == len(y.unique()) == 2:
-        high = x == x.max(), y == y.max()
-        table = [[int((a & b).sum()) for b in (high[1], ~high[1])] for a in (high[0], ~high[0])]
-        return float(stats.fisher_exact(table).pvalue)
-    return float(stats.spearmanr(x.numpy(), y.numpy()).pvalue)

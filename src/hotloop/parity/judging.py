@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hotloop.parity.collecting import Account, Errors, Evidence, ratio, worst
+from hotloop.parity.accounts import Account, Errors, Evidence
+from hotloop.parity.collecting import ratio, worst
 from hotloop.parity.running import Freely
 from hotloop.parity.seen import KINDS, UNIT, Key
 from hotloop.verdicts import TensorError
@@ -52,10 +53,10 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
         )
         return known | {"parity": "broken", "reason": reason, "first": f"the parameters, within {free.steps} steps"}
     bitwise = not evidence.in_pieces and account.differs is None and (free is None or free.bitwise)
-    return known | _fine(table, bitwise, evidence)
+    return known | _fine(account, table, bitwise, evidence)
 
 
-def _fine(table: Sequence[TensorError], bitwise: bool, evidence: Evidence) -> dict[str, Any]:
+def _fine(account: Account, table: Sequence[TensorError], bitwise: bool, evidence: Evidence) -> dict[str, Any]:
     largest, states = max((one.ratio for one in table), default=0.0), len(evidence.steps)
     if bitwise:
         return {"parity": "bitwise", "reason": f"in {states} single steps and the free run, each bit is the baseline's"}
@@ -70,10 +71,9 @@ def _fine(table: Sequence[TensorError], bitwise: bool, evidence: Evidence) -> di
         f" come to (allowed: {TYPICAL:g})"
     )
     if evidence.in_pieces:
-        reason += (
-            "; the baseline drew the plan's random numbers, which come for each piece of a batch, and which have the same rate"
-            " and scale and are independent"
-        )
+        reason += "; the baseline drew the plan's random numbers, which come for each piece of a batch"
+    if account.drawn:
+        reason += "; what it draws has the baseline's rate and scale and is independent"
     return {"parity": "fp32-equivalent", "reason": reason}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hotloop.errors import blame
+from hotloop.errors import blame, out_of_memory
 from hotloop.lowering import Program
 from hotloop.parity.path import before_the_end
 from hotloop.parity.witnesses import Witness
@@ -69,6 +69,8 @@ def _tried(program: Program, start: State, expected: _End, way: float, rounding:
     try:
         ended = _ended(program, start, steps)
     except Exception as error:
+        if out_of_memory(error):
+            raise
         other = f"its free run raised {blame(error)}, which the baseline's doesn't"
         return Freely(steps, float("inf"), rounding / (way or 1.0), bitwise=False, other=other)
     return _compared(ended, expected, way, rounding, steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from hotloop.data.tree import batch_length, map_tensors, tensors
 from hotloop.lowering import Program, lower
 from hotloop.lowering.exact import ExactStep, in_float64, lower_exactly
 from hotloop.lowering.facts import facts_of
+from hotloop.parity.accounts import Account
 from hotloop.parity.seen import UNIT, Seen, one_step
 from hotloop.plan import Plan
 from hotloop.rng import generator_for
@@ -25,13 +26,16 @@ _UNITS = {"fp32": 2 * UNIT, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """By how much a parameter may be off without being another number in that precision."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Witness:
     """Takes a step its own way.
 
     Attributes:
         around: a context that it runs in.
         state, batch: what it makes of those that it is given, with a number that differs from step to step.
+        in_order: whether it leaves the samples of a batch in their order.
+        active: False once it failed or wasn't harmless; nothing is asked of it from then on.
+        account: what was seen of it.
     """
 
     name: str
@@ -39,6 +43,12 @@ class Witness:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     state: Callable[[State, int], State] = lambda state, number: state
     batch: Callable[[Any, int], Any] = lambda batch, number: batch
+    in_order: bool = True
+    active: bool = True
+    account: Account = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.account = Account(self.name)
 
     def step(self, state: State, batch: Any, number: int) -> tuple[Seen, State]:
         with self.around():
@@ -98,7 +108,7 @@ def _plain(task: Task, plan: Plan, few: bool) -> list[Witness]:
 
 def in_another_order(program: Program) -> Witness:
     """The baseline with the samples of each batch in another order, which changes sums in their last bits alone."""
-    return Witness("permuted", program, batch=_permuted)
+    return Witness("permuted", program, batch=_permuted, in_order=False)
 
 
 @contextmanager

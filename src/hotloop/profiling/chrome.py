@@ -89,8 +89,8 @@ def write_trace(path: Path, spans: Sequence[Span]) -> Path:
     ]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
     if len(text) < _LARGE and path.suffix != ".gz":
-        write_atomic(path, text)
+        write_atomic(path, text, "--trace")
         return path
     path = path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
-    write_atomic(path, gzip.compress(text.encode()))
+    write_atomic(path, gzip.compress(text.encode()), "--trace")
     return path

@@ -49,7 +49,7 @@ def styled(figure: go.Figure, title: str, note: str = "") -> go.Figure:
     return figure
 
 
-def write_page(path: Path, title: str, figure: go.Figure) -> None:
-    """Writes a figure as one page that shows it in any browser, also without a network."""
+def write_page(path: Path, title: str, figure: go.Figure, option: str | None = None) -> None:
+    """Writes a figure as one page that shows it in any browser, also without a network; `option` as of `explained`."""
     drawn = figure.to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True})
-    write_atomic(path, _PAGE.format(title=escape(title), font=FONT, ink=INK, figure=drawn))
+    write_atomic(path, _PAGE.format(title=escape(title), font=FONT, ink=INK, figure=drawn), option)

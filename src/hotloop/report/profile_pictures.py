@@ -155,6 +155,6 @@ def write_pictures(profile: Profile, folder: Path) -> list[Path]:
     for name, (has, drawn) in pictures.items():
         if has:
             path = folder / f"{name}.html"
-            write_page(path, f"{name.capitalize()} of {profile.source}", drawn(profile))
+            write_page(path, f"{name.capitalize()} of {profile.source}", drawn(profile), "--pictures")
             written.append(path)
     return written

@@ -17,7 +17,7 @@ _COLOURS = ("#3566b8", "#d9622b", "#2a9d6f", "#8a4fbf", "#b8860b", "#616e7c")
 
 
 def page(scaling: Scaling) -> RenderableType:
-    """A row for each size, a column for each plan, and a sentence for each crossing."""
+    """A row for each size, a column for each plan, and a sentence on each but the baseline."""
     baseline = scaling.races[0].baseline
     names = [timing.name for timing in scaling.races[0].plans]
     shown = Table()
@@ -31,7 +31,7 @@ def page(scaling: Scaling) -> RenderableType:
         for value, verdict in zip(scaling.values, scaling.races, strict=True)
         for note in [*(f"{plan.name}: {plan.failure}" for plan in verdict.plans if plan.failure), *verdict.notes]
     ]
-    lines = [*notes, *(f"{sentence(scaling, crossing)}: {crossing.reason}." for crossing in scaling.crossings)]
+    lines = [*notes, *(f"{sentence(scaling, name)}: {reason}." for name, reason in _reasons(scaling).items())]
     return Group(shown, *(Text(line) for line in lines))
 
 
@@ -41,23 +41,36 @@ def _cell(timing: Timing, is_baseline: bool) -> str:
     return f"{timing.step_ms:.3g} ms" + ("" if is_baseline else f", {timing.ratio:.2f} times as fast")
 
 
-def sentence(scaling: Scaling, crossing: Crossing) -> str:
-    """From which size on a plan is faster than the baseline."""
-    baseline, name = scaling.races[0].baseline, crossing.name
-    if crossing.at is None:
-        return f"{name} {_throughout(scaling, name)} {baseline} at all sizes raced"
-    within = "" if crossing.low is None else f" (between {crossing.low:.3g} and {crossing.high:.3g})"
-    smallest = min(zip(map(float, scaling.values), scaling.races, strict=True), key=lambda pair: pair[0])[1]
-    side = "above" if (smallest.plan(name).ratio or 1.0) < 1 else "below"
-    size = f"{scaling.parameter}={crossing.at:.3g}"
-    return f"{name} is faster than {baseline} {side} {size}{within}"
+def sentence(scaling: Scaling, name: str) -> str:
+    """At which sizes a plan is faster than the baseline, as far as that was shown."""
+    baseline = scaling.races[0].baseline
+    sides = [_side(scaling, one) for one in scaling.crossings if one.name == name and one.at is not None]
+    if sides:
+        return f"{name} is faster than {baseline} {' and '.join(sides)}"
+    shown = {way: _sizes(scaling, name, way) for way in ("faster", "slower")}
+    way, sizes = next(((way, sizes) for way, sizes in shown.items() if sizes), ("", []))
+    if not way:
+        return f"no difference between {name} and {baseline} was shown at any size raced"
+    if len(sizes) == len(scaling.values):
+        return f"{name} is {way} than {baseline} at all sizes raced"
+    return f"{name} is {way} than {baseline} at {scaling.parameter}={', '.join(sizes)}; else no difference was shown"
 
 
-def _throughout(scaling: Scaling, name: str) -> str:
-    ratios = [ratio for verdict in scaling.races if (ratio := verdict.plan(name).ratio) is not None]
-    if not ratios:
-        return "can't be compared with"
-    return "is faster than" if min(ratios) > 1 else "is slower than" if max(ratios) < 1 else "is neither way from"
+def _side(scaling: Scaling, crossing: Crossing) -> str:
+    return (
+        f"{crossing.faster} {scaling.parameter}={crossing.at:.3g} (between {crossing.low:.3g} and {crossing.high:.3g})"
+    )
+
+
+def _sizes(scaling: Scaling, name: str, verdict: str) -> list[str]:
+    """Those at which a plan was found to be so."""
+    races = zip(scaling.values, scaling.races, strict=True)
+    return [value for value, race in races if race.plan(name).verdict == verdict]
+
+
+def _reasons(scaling: Scaling) -> dict[str, str]:
+    """What decides, by the name of the plan."""
+    return {crossing.name: crossing.reason for crossing in scaling.crossings}
 
 
 def picture(scaling: Scaling) -> go.Figure:
@@ -82,7 +95,7 @@ def picture(scaling: Scaling) -> go.Figure:
             figure.add_vline(x=crossing.at, line_dash="dot", line_color="#616e7c", annotation_text=text)
     figure.update_xaxes(title_text=escape(scaling.parameter), type="log")
     figure.update_yaxes(title_text="milliseconds of a step", type="log")
-    note = "; ".join(sentence(scaling, crossing) for crossing in scaling.crossings)
+    note = "; ".join(sentence(scaling, name) for name in _reasons(scaling))
     return styled(figure, f"{scaling.races[0].task}: step time against {scaling.parameter}", note).update_layout(
         height=520
     )
@@ -90,4 +103,4 @@ def picture(scaling: Scaling) -> go.Figure:
 
 def write_picture(scaling: Scaling, path: Path) -> None:
     """Writes the picture as one self-contained page."""
-    write_page(path, f"Step time against {scaling.parameter}", picture(scaling))
+    write_page(path, f"Step time against {scaling.parameter}", picture(scaling), "--save")

@@ -1,0 +1,68 @@
+"""What was seen of everyone who took the steps that are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hotloop.parity.seen import Key
+from hotloop.state import State
+
+Errors = dict[Key, float]
+
+
+@dataclass
+class Account:
+    """What was seen of a baseline or a candidate.
+
+    Attributes:
+        errors: of each tensor, at each state.
+        differs: where the State first wasn't bitwise the baseline's after a step.
+        failed: what a step raised, and which; nothing is asked of it from then on.
+        drawn: whether its random numbers were looked at in themselves, and `draws` what is wrong with them.
+        unproven: why it can't be compared, though others can.
+        looks: at how many states more nudges were asked for because of it.
+    """
+
+    name: str
+    errors: list[Errors] = field(default_factory=list)
+    differs: str | None = None
+    failed: str | None = None
+    drawn: bool = False
+    draws: str | None = None
+    unproven: str | None = None
+    looks: int = 0
+
+    @property
+    def able(self) -> bool:
+        """Whether more is asked of it."""
+        return self.failed is None and self.unproven is None
+
+
+@dataclass
+class Evidence:
+    """Of all single steps.
+
+    Attributes:
+        baselines: those that differ harmlessly.
+        peers: the eager step in the candidates' reduced precision, and variants of it; empty for fp32.
+        steps: the number of the step at each state, from 0.
+        rounding: the worst error at each state of those that candidates are judged by, with more nudges where a
+            candidate was far off.
+        last: the State that the path came to.
+        in_pieces: whether everybody got the random numbers that candidates draw for pieces of a batch.
+        unproven: why nothing can be said, where that is so.
+    """
+
+    baselines: list[Account]
+    peers: list[Account]
+    candidates: list[Account]
+    last: State
+    steps: list[int] = field(default_factory=list)
+    rounding: list[Errors] = field(default_factory=list)
+    in_pieces: bool = False
+    unproven: str | None = None
+
+    @property
+    def judges(self) -> list[Account]:
+        """Those whose errors tell what rounding comes to in the candidates' precision."""
+        return self.peers or self.baselines

@@ -1,0 +1,136 @@
+"""The floor that plans are held against: who makes it, and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hotloop import parity
+from hotloop.lowering import lower
+from hotloop.parity import prove_programs
+from hotloop.parity.accounts import Account, Evidence
+from hotloop.parity.collecting import Collector
+from hotloop.parity.judging import TYPICAL, typical
+from hotloop.parity.judging import judged as judged_by_parity
+from hotloop.parity.running import run_freely
+from hotloop.parity.witnesses import Truth, Witness, baselines, peers
+from hotloop.plan import BASELINE, Plan
+from hotloop.state import State
+from hotloop.verdicts import TRUSTED
+from tests.cpu.families import family
+from tests.cpu.programs import a_task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _accounts(sizes: dict[str, list[float]]) -> dict[str, Account]:
+    return {name: Account(name, [{WEIGHT: size} for size in errors]) for name, errors in sizes.items()}
+
+
+WEIGHT = ("gradient", "weight")
+
+
+def test_errors_of_two_sizes_have_a_floor_of_two_sizes() -> None:
+    """Rounding switches a maximum at every third state or so of a baseline, and of a plan at more than half of them."""
+    plain, other = [1e-6, 1e-6, 1e-4, 1e-6, 1e-6, 1e-6], [1e-6, 1e-4, 1e-6, 1e-6, 1e-4, 1e-6]
+    accounts = _accounts({"plain": plain, "other": other, "plan": [1e-4, 1e-4, 1e-6, 1e-4, 1e-6, 1e-4]})
+    rounding = [{WEIGHT: max(pair)} for pair in zip([1e-4, *plain[1:]], other, strict=True)]
+    (row,) = typical(accounts["plan"], [accounts["plain"], accounts["other"]], rounding)
+    assert row.ratio <= TYPICAL
+
+
+def test_an_error_of_one_size_is_held_against_errors_of_one_size() -> None:
+    accounts = _accounts({"plain": [1e-6] * 6, "other": [1e-6, 2e-6] * 3, "plan": [1e-5] * 6})
+    rounding = [{WEIGHT: 2e-6}] * 6
+    (row,) = typical(accounts["plan"], [accounts["plain"], accounts["other"]], rounding)
+    assert row.ratio > TYPICAL
+
+
+@pytest.mark.parametrize(("error", "parity"), [(2e-6, "fp32-equivalent"), (1e-4, "broken")])
+def test_what_rounding_cancels_by_chance_at_one_state_is_no_measure(error: float, parity: str) -> None:
+    """Rounding moves a loss by 1e-6 or so, and at one state by next to nothing; 1e-4 is no rounding anywhere."""
+    loss = ("loss", "loss")
+    usual, lucky = [1e-6, 2e-6, 1e-6, 3e-6, 2e-6], 5
+    plain, plan = (
+        Account(name, [{loss: size} for size in [*usual, last]]) for name, last in ((("plain"), 1e-9), ("plan", error))
+    )
+    plan.differs = "parameters/weight after step 1"
+    evidence = Evidence([plain], [], [plan], State({}, {}), list(range(6)), [{loss: size} for size in [*usual, 1e-9]])
+    found = judged_by_parity(plan, evidence, None)
+    assert found["parity"] == parity, found["reason"]
+    assert (found.get("first") == f"loss 'loss' at step {lucky + 1}") == (parity == "broken")
+
+
+def test_another_order_of_samples_that_changes_the_result_is_no_harmless_change() -> None:
+    """Each sample is mixed with the one before it; what rounding comes to must not be read from that."""
+
+    class Mixed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(0.7 * x + 0.3 * x.roll(1, 0))
+
+    def left_out(model: Callable[[], nn.Module]) -> set[str]:
+        task = a_task(model=model, epochs=9)
+        collector = Collector(
+            Truth(task, torch.device("cpu")), baselines(task, "cpu", few=False), [], [lower(task, BASELINE)]
+        )
+        assert collector.collect().unproven is None
+        return {one.name for one in collector.witnesses if not one.active}
+
+    assert left_out(lambda: Mixed(6, 3)) == {"permuted"}
+    assert left_out(lambda: nn.Linear(6, 3)) == set()
+
+
+class Keeping(nn.Module):
+    """Keeps the last batch as it came: its features, and which of three kinds each sample is taken for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.keeps = nn.Linear(6, 3), (True, True)
+        self.register_buffer("features", torch.zeros(5, 3))
+        self.register_buffer("kinds", torch.zeros(5, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        if self.keeps[0]:
+            self.features[: len(x)] = out.detach()
+        if self.keeps[1]:
+            self.kinds[: len(x)] = out.detach().argmax(1)
+        return out
+
+
+def test_a_buffer_that_keeps_samples_has_no_floor_of_another_order() -> None:
+    """The samples are written in another order then, which is no rounding: a plan that never writes would pass for that."""
+    task = a_task(model=Keeping, epochs=9)
+    programs = [lower(task, Plan(optimizer="foreach")) for _ in range(3)]
+    for program, keeps in zip(programs, [(True, True), (False, True), (True, False)], strict=True):
+        program.model.keeps = keeps  # type: ignore[assignment]
+    honest, no_features, no_kinds = prove_programs(task, programs)
+    assert honest.parity in TRUSTED, honest.reason
+    assert [one.parity for one in (no_features, no_kinds)] == ["broken", "broken"]
+    assert str(no_features.first).startswith("buffer 'features'") and str(no_kinds.first).startswith("buffer 'kinds'")
+
+
+def test_a_peer_that_is_left_out_leaves_the_baseline_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are called `nudged`: the eager step in a reduced precision, and the one in fp32."""
+    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)  # this CPU may only emulate it
+    task, plan = family("mlp"), Plan(precision="bf16")
+    asked: list[list[str]] = []
+
+    def failing(*given: Any, **how: Any) -> list[Witness]:
+        found = peers(*given, **how)
+        found[1].batch = lambda batch, number: None  # which no step can be taken with
+        return found
+
+    def noted(start: State, *who: Any, **how: Any) -> Any:
+        asked.extend([one.name for one in witnesses] for witnesses in who[:2])
+        return run_freely(start, *who, **how)
+
+    monkeypatch.setattr(parity, "peers", failing)
+    monkeypatch.setattr(parity, "run_freely", noted)
+    (found,) = parity._compared(task, [lower(task, plan)], None, lambda done, total: None, brief=False)
+    assert found.parity == "reduced-precision", found.reason
+    assert "nudged" in asked[0] and "nudged" not in asked[1]
