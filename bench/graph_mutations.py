@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from hotloop.lowering import Program, compiled, lower
 from hotloop.lowering.capture import Captured
+from hotloop.lowering.ingredients import Ingredients
 from hotloop.plan import Plan
 from hotloop.rng import generator_for
 from hotloop.task import Task
@@ -68,7 +69,7 @@ class Graphs:
             self._captured = self._captured or real(*args, **options)
             return self._captured
 
-        def built(captured: Captured, how: str, device: torch.device) -> compiled.Runner:
+        def built(captured: Captured, parts: Ingredients) -> compiled.Runner:
             graph = change(copy.deepcopy(captured.graph))
             return lambda flat: graph(*flat)
 

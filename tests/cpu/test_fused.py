@@ -15,6 +15,7 @@ from hotloop.choosing import known
 from hotloop.errors import PlanError
 from hotloop.feasible import violations
 from hotloop.lowering import update
+from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.update import gapless
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task, advance, labelled
@@ -161,6 +162,16 @@ def test_a_run_with_late_gradients_resumes_bitwise() -> None:
     then.restore(first.state())
     advance(then, 5)
     assert all(value.equal(whole[name]) for name, value in then.model.named_parameters())
+
+
+# --- counts of steps
+
+
+def test_counts_that_a_constructor_made_are_where_the_kernel_reads_them() -> None:
+    """Adagrad makes them before it is switched to its fused form: on the CPU, wherever the parameters are."""
+    parts = update.with_implementation(Ingredients.of(a_task(optimizer=OPTIMIZERS["Adagrad"]), FUSED))
+    optimizer = parts.build_optimizer(parts.model.to("meta"))
+    assert {state["step"].device.type for state in optimizer.state.values()} == {"meta"}
 
 
 # --- sparse gradients

@@ -162,6 +162,12 @@ def test_a_convolution_whose_columns_fit_no_cache_is_left_to_the_library_unless_
     assert rewrite(Step(convolving(*layers)).captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
 
 
+def test_all_says_what_a_name_alone_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_as_gemm, "_CACHED_BYTES", 1)
+    with pytest.raises(PlanError, match=r"whose columns fit 1 MiB \(name conv_as_gemm to have it anyway\)"):
+        rewrite(Step(convolving(nn.Conv2d(2, 2, 3))).captured.graph, "all")
+
+
 def test_a_convolution_whose_input_learns_is_left_alone() -> None:
     step = Step(convolving(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3)))
     assert rewrite(step.captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
@@ -255,7 +261,7 @@ def test_a_count_that_is_stale_is_seen() -> None:
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the captured step operation by operation: what is compiled of it is the compiler's affair."""
 
-    def run(captured: Captured, how: str, device: torch.device) -> Callable[[list[Tensor]], Any]:
+    def run(captured: Captured, *others: Any) -> Callable[[list[Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 
     monkeypatch.setattr(compiled, "_compiled", run)

@@ -28,6 +28,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.accumulation import accumulate_on_device
+from hotloop.lowering.hyper import held_by, hyper_of, put
 from hotloop.lowering.step import EagerStep
 from hotloop.task import Computed
 
@@ -98,6 +99,7 @@ class _Tracer:
     def __init__(self, step: EagerStep, samples: int, whole: bool, singly: bool) -> None:
         self.step, self.samples, self.whole, self.singly = step, samples, whole, singly
         self.names = {id(value): name for name, value in step.parts.model.named_parameters()}
+        self.numbers = hyper_of(step.optimizer)
         self.scalars: tuple[str, ...] = ()
         self.gradients: tuple[str, ...] = ()
 
@@ -194,9 +196,12 @@ class _Tracer:
                 if self.singly:
                     group.update({key: False for key in ("foreach", "fused") if key in group})
             optimizer.state = swapped
-            now = hyper_of(optimizer)
-            for place, value in values["hyper"].items():
-                _put(optimizer, place, _number(optimizer, place, value, now[place]))
+            for place, held in list(held_by(optimizer)):
+                now = self.numbers[place]
+                if place in values["hyper"]:
+                    put(optimizer, place, _number(optimizer, place, values["hyper"][place], now))
+                elif isinstance(held, Tensor):
+                    put(optimizer, place, now)
             step.clip([value for group in optimizer.param_groups for value in group["params"]])
             inspect.unwrap(type(optimizer).step)(optimizer)
             _check_state(swapped, {parameters[name]: name for name in parameters}, values["state"])
@@ -266,29 +271,10 @@ def _is_drawn(node: Node) -> bool:
 _DRAWN = ("bernoulli", "uniform", "normal", "exponential", "random", "cauchy", "geometric", "log_normal")
 
 
-def hyper_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The numbers of an optimizer's groups by place, such as `0/lr` and `1/betas/0`."""
-    found = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            for place, item in enumerate(value) if isinstance(value, tuple | list) else [(None, value)]:
-                if isinstance(item, float) or (isinstance(item, int) and not isinstance(item, bool)):
-                    found[f"{number}/{key}" if place is None else f"{number}/{key}/{place}"] = float(item)
-    return found
-
-
 def _drawn() -> Any:
     """How far Python's and NumPy's generators are."""
     state: Any = np.random.get_state(legacy=False)
     return random.getstate(), state["state"]["pos"], state["has_gauss"]
-
-
-def _put(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
-    number, key, *rest = place.split("/")
-    group = optimizer.param_groups[int(number)]
-    if rest:
-        value = tuple(value if at == int(rest[0]) else item for at, item in enumerate(group[key]))
-    group[key] = value
 
 
 def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: float) -> Any:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import operator
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
-import pooch
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from hotloop.data.tree import batch_length, tensors
 from hotloop.errors import PlanError, blame
-from hotloop.files import write_atomic
-from hotloop.lowering.capture import Captured, capture, hyper_of, step_tensors
+from hotloop.lowering.capture import Captured, capture, step_tensors
 from hotloop.lowering.hosted import host
+from hotloop.lowering.hyper import Hyper, hyper_of
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.packages import packaged
 from hotloop.lowering.rewrites import rewrite
 from hotloop.lowering.step import EagerStep
 
@@ -43,13 +38,11 @@ class CompiledStep(EagerStep):
         self.whole = parts.plan.compile != "forward"
         self._runner: Runner | None = None
         self._captured: Captured | None = None
-        self._hyper: dict[str, Tensor] = {}
-        self._constants: dict[str, float] = {}
+        self._hyper = Hyper(self.optimizer, {})
         self._bound: list[Tensor] | None = None
         self._signature: tuple = ()
         self._samples = 0
         self._told = False
-        self._seen: list[Any] = []
 
     def make_ready(self, batch: Any, samples: int) -> None:
         """Compiles the step for batches like this one, after two eager steps.
@@ -60,6 +53,7 @@ class CompiledStep(EagerStep):
         self(batch, samples, 0)  # the optimizer makes its state in its first step
         first = hyper_of(self.optimizer)
         self(batch, samples, 1)
+        self.end_epoch(0.0)  # a schedule by epochs moves now; whoever prepares a Program puts its State back
         later = hyper_of(self.optimizer)
         self.prepare(batch, {place for place in later if later[place] != first[place] or place.endswith("/lr")})
 
@@ -73,12 +67,11 @@ class CompiledStep(EagerStep):
         Raises:
             PlanError: the step can't be captured or compiled.
         """
-        self._hold_constant(varying)
-        self._seen = []
-        self._hyper = {place: torch.zeros((), dtype=torch.float64) for place in sorted(varying)}
-        self._captured = capture(self, batch, batch_length(batch), self._hyper, whole=self.whole)
+        cells = {place: torch.zeros((), dtype=torch.float64) for place in sorted(varying)}
+        self._hyper = Hyper(self.optimizer, cells, fix="choose compile=forward")
+        self._captured = capture(self, batch, batch_length(batch), cells, whole=self.whole)
         self._rewrite(self._captured)
-        self._runner = built(self._captured, self.parts.plan.compile, self.parts.device)
+        self._runner = built(self._captured, self.parts)
         self._signature, self._samples = signature(batch), batch_length(batch)
 
     def _rewrite(self, captured: Captured) -> None:
@@ -103,7 +96,7 @@ class CompiledStep(EagerStep):
             return self._run_eagerly(batch, samples, step)
         self.draws.seed(step)
         if self.whole:
-            self._set_hyper()
+            self._hyper.fill()
         self._set_scale()
         with torch.no_grad():
             outputs = self._runner([*self._bound, *tensors(batch)])  # type: ignore[misc]
@@ -143,38 +136,6 @@ class CompiledStep(EagerStep):
             self.update_average(list(self.average.values()), self._averaged)
         return loss, scalars
 
-    def _set_hyper(self) -> None:
-        """Gives the program what the schedule says now; nothing to do where each setting is the very object that it was."""
-        groups = self.optimizer.param_groups
-        now = [value for group in groups for key, value in group.items() if key != "params"]
-        if len(now) == len(self._seen) and all(map(operator.is_, now, self._seen)):
-            return
-        for place, value in self._varying().items():
-            self._hyper[place].fill_(value)
-        self._seen = [] if any(isinstance(value, list) for value in now) else now  # a list may change and stay itself
-
-    def _hold_constant(self, varying: set[str]) -> None:
-        """Remembers the optimizer's numbers that no schedule changes."""
-        now = hyper_of(self.optimizer)
-        self._constants = {place: value for place, value in now.items() if place not in varying}
-
-    def _varying(self) -> dict[str, float]:
-        """What the schedule says now, by place.
-
-        Raises:
-            PlanError: it has changed what the program holds fixed.
-        """
-        now = hyper_of(self.optimizer)
-        varying = {place: now.pop(place) for place in self._hyper}
-        if now != self._constants:
-            place = next(place for place in now if now[place] != self._constants.get(place))
-            raise PlanError(
-                f"the optimizer's {place} has changed to {now[place]}, which the compiled step holds fixed",
-                expected="a schedule that changes the same numbers from its first steps on",
-                fix="choose compile=forward" if self.parts.plan.graphs == "none" else "choose graphs=none",
-            )
-        return varying
-
     def _set_scale(self) -> None:
         """Gives the program what fp16's loss is scaled by now."""
         if self.scaler is not None and self.scale is not None:
@@ -184,7 +145,7 @@ class CompiledStep(EagerStep):
         """Finds the tensors that the program works on; False while the optimizer's state is not complete."""
         if self._bound is None:
             assert self._captured is not None
-            values = step_tensors(self, self._hyper, whole=self.whole)
+            values = step_tensors(self, self._hyper.cells, whole=self.whole)
             found = pytree.tree_leaves(values)
             expected = self._captured.examples[: len(found)]
             count = len(self._captured.examples) - len(self._signature)
@@ -203,25 +164,27 @@ def alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
 
 
-def built(captured: Captured, how: str, device: torch.device) -> Runner:
+def built(captured: Captured, parts: Ingredients) -> Runner:
     """The captured step as one compiled program, which takes what its graph takes.
 
     Raises:
         PlanError: it can't be compiled.
     """
-    if device.type != "cpu":
-        return _compiled(captured, how, device)
+    if parts.device.type != "cpu":
+        return _compiled(captured, parts)
     hosted, numbers = host(captured)
-    run = _compiled(hosted, how, device)
+    run = _compiled(hosted, parts)
     return run if numbers is None else lambda flat: run([*flat, numbers(flat)])
 
 
-def _compiled(captured: Captured, how: str, device: torch.device) -> Runner:
+def _compiled(captured: Captured, parts: Ingredients) -> Runner:
     options = _OPTIONS | _known_to_compilers()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own parts to each other
-            return (_packaged if how == "package" else _called)(captured, device, options)
+            if parts.plan.compile == "package":
+                return packaged(captured, parts.device, options, parts.say)
+            return _called(captured, options)
     except Exception as error:
         raise PlanError(
             f"the captured step can't be compiled: {blame(error)}",
@@ -236,37 +199,9 @@ def _known_to_compilers() -> dict[str, Any]:
     return {"cpp.vec_isa_ok": True} if plain else {}
 
 
-def _called(captured: Captured, device: torch.device, options: dict[str, Any]) -> Runner:
+def _called(captured: Captured, options: dict[str, Any]) -> Runner:
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad():
         compiled: Any = compile_fx(captured.graph, captured.examples, config_patches=options)
     return lambda flat: compiled(*flat)
-
-
-def _packaged(captured: Captured, device: torch.device, options: dict[str, Any]) -> Runner:
-    """A package of the step, made once and kept in the user's cache folder; loading it takes milliseconds."""
-    from torch._inductor.package import load_package, package_aoti
-
-    path = Path(pooch.os_cache("hotloop")) / "packages" / f"{_key(captured, device)}.pt2"
-    if not path.is_file():
-        with redirect_stdout(io.StringIO()):
-            files: Any = torch._inductor.aot_compile(
-                captured.graph, tuple(captured.examples), options={**options, "aot_inductor.package": True}
-            )
-            archive = io.BytesIO()
-            package_aoti(archive, files)
-        write_atomic(path, archive.getvalue())
-    return load_package(str(path)).loader.run
-
-
-def _key(captured: Captured, device: torch.device) -> str:
-    """What a package depends on: the graph with its constants, its inputs, the compiler, the processor, the threads."""
-    inputs = [(tuple(value.shape), str(value.dtype), value.stride()) for value in captured.examples]
-    constants = [
-        getattr(captured.graph, str(node.target)) for node in captured.graph.graph.nodes if node.op == "get_attr"
-    ]
-    baked = [hashlib.sha256(repr(value.tolist()).encode()).hexdigest() for value in constants]
-    threads, kernels = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
-    known = (captured.graph.code, baked, inputs, torch.__version__, kernels, threads, str(device))
-    return hashlib.sha256(repr(known).encode()).hexdigest()

@@ -15,6 +15,7 @@ from hotloop.data.tree import batch_length, map_tensors, tensors
 from hotloop.errors import PlanError, blame, out_of_memory
 from hotloop.lowering.capture import capture, step_tensors
 from hotloop.lowering.compiled import CompiledStep, alike, built, signature
+from hotloop.lowering.hyper import Hyper
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.lifted import lift
 from hotloop.lowering.recorder import Recorder, Recording, Work
@@ -52,17 +53,16 @@ class GraphedStep(CompiledStep):
         """
         plan, device = self.parts.plan, self.parts.device
         self._check_state()
-        self._hold_constant(varying)
         self._signature, self._samples = signature(batch), batch_length(batch)
         self._batches = [map_tensors(torch.clone, batch) for _ in range(self.at_once)]
         self._cells = torch.zeros(self.at_once, len(varying), dtype=torch.float64, device=device)
         rows = [dict(zip(sorted(varying), row.unbind(), strict=True)) for row in self._cells]
-        self._hyper = rows[0]
-        self._set_cells([list(self._varying().values())] * self.at_once)
+        self._hyper = Hyper(self.optimizer, rows[0], fix="choose graphs=none")
+        self._set_cells([list(self._hyper.now().values())] * self.at_once)
         compiles = plan.compile != "none"
         captured = capture(self, self._batches[0], batch_length(batch), rows[0], whole=True, singly=compiles)
         self._captured = captured = lift(captured)
-        self._runner = built(captured, plan.compile, device) if compiles else lambda flat: captured.graph(*flat)
+        self._runner = built(captured, self.parts) if compiles else lambda flat: captured.graph(*flat)
         self._static = self._tensors()
         works = [partial(self._work, *pair) for pair in zip(rows, self._batches, strict=True)]
         for count in dict.fromkeys((1, self.at_once)):
@@ -100,7 +100,7 @@ class GraphedStep(CompiledStep):
         recording, rows = self._recordings[len(group)], []
         self._fill(batch for batch, _ in group)
         for _ in group:
-            rows.append(list(self._varying().values()))
+            rows.append(list(self._hyper.now().values()))
             self.step_schedule()
         self._set_cells(rows)
         recording.replay([self.draws.seed_of(step + number) for number in range(len(group))])
@@ -126,12 +126,12 @@ class GraphedStep(CompiledStep):
             return tuple(self._runner([*self._tensors(hyper), *tensors(batch)]))
 
     def _tensors(self, hyper: dict[str, Tensor] | None = None) -> list[Tensor]:
-        return pytree.tree_leaves(step_tensors(self, hyper or self._hyper, whole=True))
+        return pytree.tree_leaves(step_tensors(self, hyper or self._hyper.cells, whole=True))
 
     def _is_bound(self) -> bool:
         """Moves what was put elsewhere back to where the graph works; False while the optimizer's state isn't complete."""
         if self._bound is None:
-            values = step_tensors(self, self._hyper, whole=True) | {
+            values = step_tensors(self, self._hyper.cells, whole=True) | {
                 "parameters": dict(self.parts.model.named_parameters())
             }
             found = pytree.tree_leaves(values)

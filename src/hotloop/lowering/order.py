@@ -25,7 +25,7 @@ from hotloop.lowering.residency import resident
 from hotloop.lowering.served import served
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.telling import During, Say, in_lines
-from hotloop.lowering.threads import with_threads
+from hotloop.lowering.threads import repeatable, with_threads
 from hotloop.lowering.update import with_implementation
 from hotloop.parallel.server import Policy
 from hotloop.parallel.world import World
@@ -58,6 +58,7 @@ TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
     in_precision,
     with_implementation,
     with_threads,
+    repeatable,
     with_engines_heard,
 )
 """Each turns ingredients into ingredients; they apply from first to last."""

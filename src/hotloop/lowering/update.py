@@ -41,11 +41,19 @@ def _mend_fused(optimizer: torch.optim.Optimizer, parts: Ingredients) -> None:
     # As its constructor would set it. Without it the scaler of fp16 unscales by itself, as the form to fall back to needs.
     optimizer._step_supports_amp_scaling = not falls_back  # type: ignore[attr-defined]
     if falls_back:
+        _count_on_device(optimizer)
         fallback = _Fallback(optimizer, parts.say)
         optimizer.register_step_pre_hook(fallback.before)
         optimizer.register_step_post_hook(fallback.after)
     if parts.plan.compile == "forward" or parts.plan.parallel != "none":
         optimizer.register_step_pre_hook(_laid_out)
+
+
+def _count_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Moves counts of steps that a constructor made, as Adagrad's does, to where a fused kernel reads them."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(parameter.device)
 
 
 class _Fallback:

@@ -27,7 +27,8 @@ EXPECTED = {
     "conv_as_gemm": "a 2d convolution of the data itself, with at most 32 weights in a filter",
     "pool_as_max": "a 2d max pooling whose windows touch, don't overlap, and take in the whole image",
 }
-EXPECTED["all"] = "; or ".join(EXPECTED.values())
+_LIKELY = {"conv_as_gemm": " whose columns fit 1 MiB (name conv_as_gemm to have it anyway)"}
+EXPECTED["all"] = "; or ".join(expected + _LIKELY.get(name, "") for name, expected in EXPECTED.items())
 
 
 def rewrite(graph: GraphModule, which: str) -> dict[str, int]:

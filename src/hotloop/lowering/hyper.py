@@ -1,0 +1,89 @@
+"""The numbers of an optimizer's groups, such as learning rate and momentum: where they stand, and which of them change."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotloop.errors import PlanError
+
+
+class Hyper:
+    """What a captured step takes of the optimizer's numbers.
+
+    Args:
+        cells: a float64 of shape () for each number that a schedule changes, by place, which the step reads.
+        fix: what to do where another number changes.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, cells: dict[str, Tensor], fix: str = "") -> None:
+        self.cells = cells
+        self._optimizer, self._fix = optimizer, fix
+        self._fixed = {place: value for place, value in hyper_of(optimizer).items() if place not in cells}
+        self._seen: list[Any] = []
+
+    def fill(self) -> None:
+        """Gives the cells what the schedule says now; nothing to do where each setting is the very object that it was."""
+        groups = self._optimizer.param_groups
+        now = [value for group in groups for key, value in group.items() if key != "params"]
+        if len(now) == len(self._seen) and all(map(operator.is_, now, self._seen)):
+            return
+        for place, value in self.now().items():
+            self.cells[place].fill_(value)
+        self._seen = [] if any(map(_may_change, now)) else now
+
+    def now(self) -> dict[str, float]:
+        """What the schedule says now, by place, in the order of the cells.
+
+        Raises:
+            PlanError: it has changed what the step holds fixed.
+        """
+        now = hyper_of(self._optimizer)
+        varying = {place: now.pop(place) for place in self.cells}
+        if now != self._fixed:
+            place = next(place for place in now if now[place] != self._fixed.get(place))
+            raise PlanError(
+                f"the optimizer's {place} has changed to {now[place]}, which the compiled step holds fixed",
+                expected="a schedule that changes the same numbers from its first steps on",
+                fix=self._fix,
+            )
+        return varying
+
+
+def hyper_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The numbers of an optimizer's groups by place, such as `0/lr` and `1/betas/0`, tensors of one element among them."""
+    return {place: held.item() if isinstance(held, Tensor) else held for place, held in held_by(optimizer)}
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """By place, what an optimizer's groups hold as one number: that, or a tensor of one element."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            several = isinstance(value, tuple | list) and key != "params"
+            for place, item in enumerate(value) if several else [(None, value)]:
+                if _is_one_number(item):
+                    yield (f"{number}/{key}" if place is None else f"{number}/{key}/{place}"), item
+
+
+def put(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
+    """Puts another value at a place."""
+    number, key, *rest = place.split("/")
+    group = optimizer.param_groups[int(number)]
+    if rest:
+        value = tuple(value if at == int(rest[0]) else item for at, item in enumerate(group[key]))
+    group[key] = value
+
+
+def _is_one_number(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return item.numel() == 1 and item.dtype != torch.bool and not item.is_complex()
+    return isinstance(item, float) or (isinstance(item, int) and not isinstance(item, bool))
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a setting may change and stay the object that it is."""
+    return isinstance(value, list | Tensor) or (isinstance(value, tuple) and any(map(_may_change, value)))

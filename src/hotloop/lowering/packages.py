@@ -1,0 +1,88 @@
+"""Packages of compiled steps, kept in the user's cache folder: made once, and loaded in milliseconds."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import pooch
+import torch
+from torch import Tensor
+
+from hotloop.errors import HotloopError
+from hotloop.files import write_atomic
+from hotloop.lowering.capture import Captured
+from hotloop.lowering.telling import Say
+from hotloop.probe import machine
+
+_KEPT = 64
+"""Packages; those that were used longest ago go."""
+
+
+def packaged(
+    captured: Captured, device: torch.device, options: dict[str, Any], say: Say
+) -> Callable[[list[Tensor]], Any]:
+    """The captured step as a program, out of a package; one that can't be kept serves this time alone, which is said."""
+    from torch._inductor.package import load_package
+
+    path = folder() / f"{_key(captured, device)}.pt2"
+    if os.path.isfile(path):  # False, too, where nobody may look
+        with suppress(OSError):  # somebody else's folder
+            os.utime(path)
+        return load_package(str(path)).loader.run
+    content = _made(captured, options)
+    try:
+        write_atomic(path, content)
+    except HotloopError as error:
+        say(f"the package isn't kept for later runs: {error.given}")
+        return load_package(io.BytesIO(content)).loader.run
+    _forget_oldest(path.parent)
+    return load_package(str(path)).loader.run
+
+
+def folder() -> Path:
+    """Where this user's packages are kept."""
+    return Path(pooch.os_cache("hotloop")) / "packages"
+
+
+def _made(captured: Captured, options: dict[str, Any]) -> bytes:
+    from torch._inductor.package import package_aoti
+
+    with redirect_stdout(io.StringIO()):
+        files: Any = torch._inductor.aot_compile(
+            captured.graph, tuple(captured.examples), options={**options, "aot_inductor.package": True}
+        )
+        archive = io.BytesIO()
+        package_aoti(archive, files)
+    return archive.getvalue()
+
+
+def _forget_oldest(where: Path) -> None:
+    used: dict[Path, float] = {}
+    for path in where.glob("*.pt2"):
+        with suppress(FileNotFoundError):  # another process forgets them too
+            used[path] = path.stat().st_mtime
+    for path in sorted(used, key=used.__getitem__)[:-_KEPT]:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _key(captured: Captured, device: torch.device) -> str:
+    """What a package depends on: the graph with its constants, its inputs, the compiler, the processor, the threads."""
+    inputs = [(tuple(value.shape), str(value.dtype), value.stride()) for value in captured.examples]
+    constants = [
+        getattr(captured.graph, str(node.target)) for node in captured.graph.graph.nodes if node.op == "get_attr"
+    ]
+    baked = [hashlib.sha256(repr(value.tolist()).encode()).hexdigest() for value in constants]
+    processor = machine.processor()  # it is compiled for this very one, and a home may be shared by many
+    threads, in_order = torch.get_num_threads(), torch.get_deterministic_debug_mode() > 0
+    known = (
+        *(captured.graph.code, baked, inputs, torch.__version__),
+        *(processor.model, processor.vectors, processor.kernels, threads, in_order, str(device)),
+    )
+    return hashlib.sha256(repr(known).encode()).hexdigest()

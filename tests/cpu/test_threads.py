@@ -1,0 +1,63 @@
+"""Several threads come to the same bits at each run, although they add to the same elements."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hotloop.lowering.threads import in_one_order
+
+RUNS = """
+import sys
+import torch
+from torch import nn
+import hotloop
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.more, self.head = nn.Embedding(8, 64), nn.Parameter(torch.randn(8, 64)), nn.Linear(64, 3)
+
+    def forward(self, x):
+        return self.head((self.words(x) + self.more[x]).mean(1))
+
+draw = torch.Generator().manual_seed(1)
+data = torch.randint(0, 8, (64, 64), generator=draw), torch.randint(0, 3, (64,), generator=draw)
+task = hotloop.Task(model=Words, loss=nn.CrossEntropyLoss(), data=data, batch_size=64,
+                    optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+program = hotloop.lower(task, hotloop.Plan(compile=sys.argv[1], threads=2))
+start, ends = program.state(), set()
+for _ in range(50):
+    program.restore(start)
+    program.advance(1)
+    ends.add(tuple(value.numpy().tobytes() for value in program.state().parameters.values()))
+print(len(ends), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+"""
+
+
+@pytest.mark.parametrize("how", ["none", "step"])
+def test_words_that_meet_are_added_up_in_one_order(how: str) -> None:
+    """Of 50 runs of one step from one State. In a process of its own, whose threads stay there."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", RUNS, how], capture_output=True, text=True, env=environment, check=False
+    )
+    assert found.stdout.split() == ["1", "1", "False"], found.stderr
+
+
+@pytest.mark.parametrize("mode", ["default", "warn", "error"])
+def test_what_the_program_chose_stays(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        chosen = torch.get_deterministic_debug_mode()
+        with in_one_order():
+            assert torch.get_deterministic_debug_mode() == max(1, chosen)
+        assert torch.get_deterministic_debug_mode() == chosen
+        assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    finally:
+        torch.set_deterministic_debug_mode("default")
