@@ -12,7 +12,7 @@ A listing names scripts that lie beside it, unmodified, and how they are called:
     results = ["out/*.pt"]                # files that it leaves, compared byte by byte
     environment = { PYTHONPATH = "data" } # paths relative to the listing
     varying = "[0-9.]+ ms"                # what differs in its output from run to run, such as times
-    seconds = 60                          # after which it is stopped by Ctrl-C, if it would run too long
+    seconds = 60                          # after which it is stopped as by `hotloop profile --stop-after`
 
 Each script runs alone, under `hotloop profile --json`, and alone once more. Its output (without what varies), its exit
 code and its results must be the same; where two runs alone differ from each other, that is said instead.
@@ -36,11 +36,13 @@ from typing import Any
 
 from bench.claim import CLAIMS, write_claim
 from hotloop.plan import BASELINE
+from hotloop.profiling.host import GRACE_S
 
 _CLAIM = "profile-others"
 _ATTRIBUTED = 0.95
 _INTERRUPTED = "KeyboardInterrupt"
-_STOPPED = 130
+_STOPPED = (130, 1)
+"""Exit codes of what Ctrl-C ended: the second where Python evaluated a text after it."""
 _FIRST = 3
 """Remedies that are recorded."""
 
@@ -111,12 +113,14 @@ def ran(script: Script, python: str, command: list[str], out: int = subprocess.S
 
 
 def _said(process: subprocess.Popen[str], limit_s: float | None) -> tuple[str, str]:
-    """What it wrote until its end; it is interrupted after a while, if asked for."""
-    try:
-        return process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        return process.communicate()
+    """What it wrote until its end; it is stopped after a while, if asked for, by the rule of `hotloop profile`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        try:
+            return process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(number)
+            limit_s = GRACE_S
+    return process.communicate()
 
 
 def _results(script: Script) -> list[Path]:
@@ -143,7 +147,8 @@ def tried(script: Script, python: str, steps: int) -> dict[str, Any]:
         "source": script.source,
         "command": script.command,
         "same": _same(alone, under, again),
-        "exit_code": [alone.exit_code, under.exit_code],
+        "interrupted": _INTERRUPTED in alone.output,
+        "exit_code": [alone.exit_code, under.exit_code, again.exit_code],
         "seconds": {"alone": min(alone.seconds, again.seconds), "under": under.seconds},
         **{name: profile[name] for name in _KEPT},
         "remedies": [{name: one[name] for name in _SAID} for one in profile["remedies"] if not one["note"]][:_FIRST],
@@ -186,10 +191,11 @@ def _before(lines: list[str]) -> list[str]:
 def wrong(one: dict[str, Any]) -> list[str]:
     """What isn't as it should be."""
     found = [f"its {what} differs under the profiler" for what, same in one["same"].items() if same is False]
-    if one["exit_code"][0] not in (0, _STOPPED):
-        found.append(f"alone it ends with exit code {one['exit_code'][0]}")
-    if one["exit_code"][0] != one["exit_code"][1]:
-        found.append(f"its exit code is {one['exit_code'][1]} instead of {one['exit_code'][0]}")
+    alone, under, again = one["exit_code"]
+    usual = {0, *(_STOPPED if one["interrupted"] else ())}
+    found += [f"alone it ends with exit code {code}" for code in sorted({alone, again} - usual)]
+    if alone == again != under:
+        found.append(f"its exit code is {under} instead of {alone}")
     if (one["attributed"] or 0.0) < _ATTRIBUTED:
         found.append(f"{one['attributed']} of the time is attributed")
     return found

@@ -27,7 +27,6 @@ from hotloop.plan import Plan
 from hotloop.probe import probe
 from hotloop.profiles import Limits, Profile, Remedy, Threads
 from hotloop.profiling.host import profile_script
-from hotloop.profiling.schedule import DEFAULT_STEPS
 from hotloop.profiling.tasks import profile_task
 from hotloop.report.contest import watched
 from hotloop.rivals import Contest
@@ -50,7 +49,7 @@ def profile(
     arguments: Sequence[str] = (),
     *,
     plan: Plan | str | Path | None = None,
-    steps: int = DEFAULT_STEPS,
+    steps: int | None = None,
     stop_after: str | None = None,
     trace: Path | None = None,
     try_remedies: bool = False,
@@ -64,7 +63,7 @@ def profile(
         arguments: the script's own.
         plan: to run the Task with: a `Plan`, a TOML file, `auto`, `baseline` or `arrays`; default the baseline.
             One for several ranks starts them as forks of this process.
-        steps: how many are measured.
+        steps: how many are measured; None for 60, fewer if these would take over 30 s.
         stop_after: ends the script then, such as `60s`; default when it ends.
         trace: a file for the Chrome trace of a few steps.
         try_remedies: race those remedies that a plan can express, and fill in what they won.
@@ -170,7 +169,7 @@ def inspected_script(
     path: Path | str,
     arguments: Sequence[str] = (),
     *,
-    steps: int = DEFAULT_STEPS,
+    steps: int | None = None,
     stop_after_s: float | None = None,
     stdout: int | None = None,
     trace: Path | None = None,
@@ -186,7 +185,7 @@ def inspected(
     plan: Plan,
     *,
     overrides: Mapping[str, Any] | None = None,
-    steps: int = DEFAULT_STEPS,
+    steps: int | None = None,
     trace: Path | None = None,
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from itertools import pairwise
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from hotloop.profiles import Phase
-from hotloop.profiling import course
+from hotloop.profiling import course, watcher
 from hotloop.profiling.course import Course
+from hotloop.profiling.facts import Facts
 from hotloop.profiling.habits import Graphs
 from hotloop.profiling.observing import observers
 from hotloop.profiling.schedule import CLOSE, Kind, order
@@ -48,6 +51,7 @@ class Quiet:
         return []
 
     def end(self) -> None: ...
+    def anew(self) -> None: ...
     def between(self) -> None: ...
 
 
@@ -131,6 +135,17 @@ def test_of_ranks_no_clock_decides_how_a_step_is_watched(monkeypatch) -> None:
     for name in ("LONGEST_S", "_WARM_S"):
         monkeypatch.setattr(course, name, -1.0)
     assert found == taken(1.0, in_step=True) != taken(1.0)
+
+
+@pytest.mark.parametrize(("steps", "measured"), [(STEPS, STEPS), (None, course.SETTLED)])
+def test_so_many_steps_as_were_asked_for_take_as_long_as_they_take(
+    steps: int | None, measured: int, monkeypatch
+) -> None:
+    monkeypatch.setattr(course, "LONGEST_S", -1.0)
+    one = Course(steps, Quiet(), list, found=False)
+    while not one.over:
+        one.boundary()
+    assert one.measured() == measured
 
 
 def plain(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -263,6 +278,69 @@ def test_a_watch_that_ends_in_an_evaluation_in_any_way_leaves_nothing_behind(
     end: Callable[[Watch], None], kind: Kind
 ) -> None:
     assert left(end, kind) == []
+
+
+class Numbers(Dataset):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(4)
+
+    def __len__(self) -> int:
+        return 4
+
+
+def closed(watch: Watch) -> None:
+    watch.close()
+    watch.remove()
+
+
+def broken(watch: Watch) -> None:
+    """It fails while it closes."""
+    watch._course.end_close_watch = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    closed(watch)
+    assert "ZeroDivisionError" in watch.facts.notes[-1]
+
+
+@pytest.mark.parametrize("kind", ["habits", "sampled"])
+@pytest.mark.parametrize("end", [closed, failed, broken, abandoned])
+def test_data_sets_caches_and_threads_are_as_before(end: Callable[[Watch], None], kind: Kind) -> None:
+    watch = Watch(STEPS, Sites(), lambda facts: None, lambda watch: observers(watch, None))
+    caches, samples = SimpleNamespace(fx_graph_cache=False), Numbers.__getitem__
+    watch.compilations._caches = [(caches, "fx_graph_cache", True)]  # as when Inductor is listened to
+    watch.install()
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for inputs in (inputs for _ in range(100) for inputs in DataLoader(Numbers(), batch_size=2)):
+        if watch._course.step is not None and watch._course.step.kind == kind:
+            break
+        net(inputs).pow(2).mean().backward()
+        optimizer.step()
+    assert (Numbers.__getitem__ is samples) == (kind != "habits")
+    end(watch)
+    assert Numbers.__getitem__ is samples and caches.fx_graph_cache
+    sampling = [thread for thread in threading.enumerate() if thread.name == "hotloop-sampler"]
+    if end is not abandoned:  # that happens in a fork, which has no threads
+        assert sampling == []
+    watch._course.close()
+
+
+def test_facts_that_cannot_be_written_are_none_of_the_loops_trouble(monkeypatch) -> None:
+    monkeypatch.setattr(watcher, "_PUBLISHED_S", 0.0)
+    written: list[int] = []
+
+    def publish(facts: Facts) -> None:
+        written.append(len(facts.steps))
+        if len(written) > 1:
+            raise OSError("no space left")
+
+    watch = Watch(STEPS, Sites(), publish, lambda watch: [])
+    watch.install()
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(30):
+        plain(net, optimizer)
+    watch.close()
+    watch.remove()
+    assert len(written) == 3 and "OSError: no space left" in watch.facts.notes[0]
 
 
 def test_a_wrapper_that_nobody_takes_away_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hotloop.probe.limits import CgroupLimits
 from hotloop.profiling import habits, usage
@@ -171,3 +172,18 @@ def test_a_container_has_the_cores_of_its_share_of_time(
     monkeypatch.setattr(usage.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     monkeypatch.setattr(usage, "cgroup_limits", lambda: CgroupLimits(cores=quota))
     assert usage.cores() == cores
+
+
+def test_what_a_checkpoint_computes_again_in_a_backward_is_no_forward_in_vain() -> None:
+    body, head = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.01)
+
+    def loop() -> None:
+        for _ in range(40):
+            inputs = torch.randn(256, 4, requires_grad=True)
+            loss = head(checkpoint(body, inputs, use_reentrant=True)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert watched(loop).habits == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +48,18 @@ class Batches(Single):
 def of_batches(data: Dataset) -> DataLoader:
     sampler = BatchSampler(RandomSampler(range(COUNT)), BATCH, drop_last=True)
     return DataLoader(data, sampler=sampler, batch_size=None)
+
+
+class Sized(BatchSampler):
+    """Whose size of a batch is no number of Python's."""
+
+    def __init__(self, size: Any) -> None:
+        super().__init__(RandomSampler(range(COUNT)), BATCH, drop_last=True)
+        self.batch_size = size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(0, COUNT, BATCH):
+            yield list(range(first, first + BATCH))
 
 
 def training(loader: DataLoader) -> Callable[[], None]:
@@ -172,3 +184,9 @@ def test_samples_that_lie_in_a_list_are_no_error() -> None:
 
     loader = watched(loop, steps=12).loaders[0]
     assert (loader.dataset, loader.sample_ms, loader.batch_size) == ("list", None, 8)
+
+
+@pytest.mark.parametrize(("size", "told"), [(BATCH, BATCH), (torch.tensor(BATCH), None), ([4, 8], None)])
+def test_what_a_sampler_calls_its_batch_size_is_told_if_it_is_a_number(size: Any, told: int | None) -> None:
+    profile = watched(training(DataLoader(Single(), batch_sampler=Sized(size))))
+    assert profile.loaders[0].batch_size == told and profile.samples_per_step == BATCH

@@ -100,12 +100,26 @@ def test_a_script_that_trains_in_other_processes_is_told_so(alone) -> None:
     assert "started 2 other processes" in alone("spawns.py", "2").notes[-1]
 
 
-def test_an_exit_with_a_code_and_one_without_a_goodbye(capfd) -> None:
+def test_an_exit_with_a_code_and_one_without_a_goodbye(capfd, tmp_path) -> None:
     profile = profile_script(LOOPS / "fails.py", ["exit", "30"])
     assert profile.exit_code == 3 and profile.steps > 0
-    profile = profile_script(LOOPS / "fails.py", ["os._exit", "400"], steps=20)
+    trace = tmp_path / "trace.json"
+    profile = profile_script(LOOPS / "fails.py", ["os._exit", "400"], steps=20, trace=trace)
     assert profile.exit_code == 4 and profile.steps == 20
+    assert profile.trace == str(trace) and trace.is_file()
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("how", "code"), [("interrupted", -signal.SIGINT), ("interrupted, then a text", 1)])
+def test_an_interrupted_script_ends_with_the_exit_code_that_it_has_alone(alone, how: str, code: int) -> None:
+    assert alone("fails.py", how, "200").exit_code == code
+
+
+@pytest.mark.parametrize(("text", "code"), [("", -signal.SIGINT), ("atexit.register(lambda: exec('pass'))", 1)])
+def test_so_does_one_without_torch(alone, tmp_path, text: str, code: int) -> None:
+    script = tmp_path / "interrupted.py"
+    script.write_text(f"import atexit\n{text}\nraise KeyboardInterrupt\n")
+    assert alone(str(script)).exit_code == code
 
 
 def test_what_a_script_can_see_and_that_it_never_trains(alone, monkeypatch) -> None:
@@ -249,6 +263,19 @@ def test_a_script_is_stopped_when_its_time_is_up(tmp_path: Path, capfd) -> None:
     profile = profile_script(script, stop_after_s=0.5)
     assert profile.exit_code == -signal.SIGINT
     assert profile.stopped == "the script was stopped after 0.5 s, as asked for"
+
+
+def test_a_script_that_goes_on_after_ctrl_c_is_ended_and_that_is_said(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(host, "GRACE_S", 0.2)
+    script = tmp_path / "goes_on.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the script inherits
+    try:
+        profile = profile_script(script, stop_after_s=0.5)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert profile.exit_code == -signal.SIGTERM
+    assert profile.stopped == "the script was stopped after 0.5 s, as asked for; it went on for 0.2 s after SIGINT"
 
 
 def test_no_such_script() -> None:

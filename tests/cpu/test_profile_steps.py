@@ -151,6 +151,82 @@ def test_a_loop_that_goes_elsewhere_early_is_followed() -> None:
     assert watched(loop).step_where.endswith(line_of("the loop that counts"))
 
 
+@pytest.mark.parametrize("many", [5, 8, 40])
+def test_many_backwards_to_an_update_are_one_step(many: int) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = DataLoader(TensorDataset(torch.randn(7200, 4)), batch_size=2)
+
+    def loop() -> None:
+        for step, (inputs,) in enumerate(data):
+            model(inputs).pow(2).mean().backward()
+            if step % many == many - 1:
+                optimizer.step()  # many backwards
+                optimizer.zero_grad()
+
+    profile = watched(loop)
+    assert profile.step_where.endswith(line_of("many backwards"))
+    assert profile.samples_per_step == 2 * many and profile.steps > 20
+    assert not [note for note in profile.notes if "no optimizer" in note]
+    assert profile.phases["update"] > 0
+
+
+def test_several_backwards_in_a_line_before_an_update_are_one_step() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for _ in range(80):
+            for _ in range(6):
+                model(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()  # after several
+
+    assert watched(loop).step_where.endswith(line_of("after several"))
+
+
+def test_samples_of_a_step_are_unknown_where_several_backwards_share_it_and_no_loader_tells() -> None:
+    assert watched(accumulated).samples_per_step is None
+    assert (watched(two_optimizers).samples_per_step, watched(closure).samples_per_step) == (8, 20)
+
+
+def test_updates_too_few_to_tell_steps_by_are_told_of() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for step in range(60):
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            if step % 30 == 29:
+                optimizer.step()
+
+    profile = watched(loop)
+    assert any("stepped only 2 times" in note for note in profile.notes)
+    assert not [note for note in profile.notes if "no optimizer" in note]
+    assert not [one for one in profile.optimizers if one.kind == "by hand"]
+
+
+def test_nothing_remains_of_a_loop_that_the_script_has_left() -> None:
+    first, second = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), nn.Sequential(nn.Conv1d(1, 2, 3))
+    one, other = torch.optim.Adam(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for inputs in DataLoader(torch.randn(40, 4), batch_size=2):
+            first(inputs).pow(2).mean().backward(retain_graph=True)
+            one.step()
+        for inputs in DataLoader(torch.randn(600, 1, 16), batch_size=3):
+            second(inputs).pow(2).mean().backward()
+            other.step()  # the second loop
+
+    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    assert profile.step_where.endswith(line_of("the second loop")) and profile.steps == 24
+    assert {module.kind for module in profile.modules if module.kind} == {"Sequential", "Conv1d"}
+    assert not [one.name for one in profile.operators if "addmm" in one.name or "tanh" in one.name]
+    assert profile.operators and not profile.habits
+    assert [use.kind for use in profile.optimizers] == ["SGD"]
+    assert (profile.batch, profile.samples_per_step) == (["3x1x16"], 3)
+    assert [use.batch_size for use in profile.loaders] == [3]
+
+
 def test_evaluation_and_checkpoints_lie_apart_and_a_habit_of_every_step_doesnt(tmp_path) -> None:
     data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
     model = nn.Linear(4, 1)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from hotloop.lowering import lower
+from hotloop.plan import Plan
+from hotloop.profiling.sharing import agreed
 from hotloop.profiling.tasks import profile_program
 from hotloop.state import differences
 from tests.cpu.programs import a_task
@@ -34,6 +39,15 @@ def test_a_task_has_phases_and_its_program_goes_on_as_before() -> None:
     assert differences(before, program.state()) == []
     assert type(program.model).__call__ is own and torch.nn.Module.__call__ is own
     program.advance(2)
+
+
+def test_a_step_in_pieces_has_all_samples_of_its_batch() -> None:
+    assert profile_program(lower(a_task(), Plan(accumulation=2)), steps=8).samples_per_step == 5
+
+
+def test_ranks_have_as_many_steps_as_the_first_has_time_for_or_as_were_asked_for() -> None:
+    world: Any = SimpleNamespace(alone=False, of_first=lambda value: value)
+    assert [agreed(steps, 1.0, world) for steps in (None, 200)] == [30, 200]
 
 
 def test_a_step_of_a_closure() -> None:

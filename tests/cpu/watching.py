@@ -7,13 +7,13 @@ from typing import Any
 
 from hotloop.profiles import Profile
 from hotloop.profiling.compose import profile_of
-from hotloop.profiling.course import Observer
+from hotloop.profiling.protocols import Observer
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.watcher import Watch
 
 
 def watched(
-    loop: Callable[[], Any], *, steps: int = 24, observers: Callable[[Watch], list[Observer]] | None = None
+    loop: Callable[[], Any], *, steps: int | None = 24, observers: Callable[[Watch], list[Observer]] | None = None
 ) -> Profile:
     """What a watch says of a loop; modules, operators and lines are left out unless observers are given."""
     watch = Watch(steps, Sites(), lambda facts: None, observers or (lambda watch: []))

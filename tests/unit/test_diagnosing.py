@@ -2,102 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hotloop.diagnosing import diagnose
-from hotloop.profiles import (
-    GroupTime,
-    Habit,
-    Limits,
-    LineTime,
-    LoaderUse,
-    ModuleTime,
-    OperatorTime,
-    OptimizerUse,
-    Profile,
-    RankTime,
-    Remedy,
-    Threads,
+from hotloop.profiles import Habit, Limits, ModuleTime, Profile, Threads
+from tests.unit.made_steps import (
+    STEP_MS,
+    adam,
+    as_task,
+    each_once,
+    first,
+    line,
+    loader,
+    loop,
+    operator,
+    product,
+    remedies,
+    seen,
 )
-
-LIMITS = Limits(flop_per_s={"fp32": 100e9, "fp64": 50e9}, bytes_per_s=10e9, launch_us=3.0)
-STEP_MS = 10.0
-
-
-def operator(name: str, ms: float, calls: float = 1, **fields: Any) -> OperatorTime:
-    given = dict(phase="forward", where="train.py:10", dtype="float32", shapes=["64x256"])
-    return OperatorTime(name=f"aten::{name}", ms=ms, calls=calls, **(given | fields))
-
-
-def product(ms: float, **fields: Any) -> OperatorTime:
-    """A matrix product that reaches half of the machine's limit."""
-    return operator("addmm", ms, flops=ms / 2 * 100e6, bytes=1e5, **fields)
-
-
-def line(phase: str, own_ms: float, where: str = "train.py:20", **fields: Any) -> LineTime:
-    return LineTime(**(dict(where=where, function="train", phase=phase, ms=own_ms, own_ms=own_ms) | fields))
-
-
-def seen(phases: dict[str, float] | None = None, **fields: Any) -> Profile:
-    """A profile of a step of 10 ms that is well made, but for what is given."""
-    phases = phases or {}
-    rest = STEP_MS - sum(phases.values())
-    filled = {"forward": 0.4 * rest, "backward": 0.6 * rest} | phases
-    others = fields.pop("operators", [])
-    work = [
-        product(left, phase=phase, module="net")
-        for phase in ("forward", "backward")
-        if (left := _left(filled, phase, others))
-    ]
-    given = dict(
-        source="train.py",
-        steps=50,
-        step_ms=STEP_MS,
-        step_where="train.py:30",
-        phases=filled,
-        samples_per_step=64,
-        batch=["64x256"],
-        limits=LIMITS,
-    )
-    return Profile(**(given | {"operators": [*work, *others]} | fields))
-
-
-def _left(phases: dict[str, float], phase: str, operators: list[OperatorTime]) -> float:
-    """Milliseconds of a phase that none of the operators takes."""
-    return max(0.0, phases[phase] - sum(one.ms for one in operators if one.phase == phase))
-
-
-def remedies(profile: Profile) -> list[Remedy]:
-    return diagnose(profile).remedies
-
-
-def first(profile: Profile) -> Remedy:
-    return remedies(profile)[0]
-
-
-def loader(**fields: Any) -> LoaderUse:
-    given = dict(where="train.py:8", dataset="Files", sample_where="data.py:5", samples=1000, batch_size=64, workers=0)
-    return LoaderUse(**(given | {"pinned": False} | fields))
-
-
-def adam(ms: float, implementation: str = "forloop", tensors: int = 100, numbers: int = 10_000, **fields: Any) -> Any:
-    group = GroupTime(name="0", tensors=tensors, numbers=numbers, ms=None)
-    given = dict(kind="Adam", where="train.py:13", implementation=implementation, groups=[group], steps=1, ms=ms)
-    return OptimizerUse(**(given | fields))
-
-
-def loop(calls: int, each_ms: float, where: str = "net.py:7", **fields: Any) -> list[OperatorTime]:
-    """Small operations that a line starts again and again."""
-    names = ("mul", "tanh", "add")
-    return [operator(name, calls * each_ms, calls, where=where, flops=10.0, bytes=100.0, **fields) for name in names]
-
-
-def each_once(modules: int, **fields: Any) -> list[OperatorTime]:
-    """Small operations that a line starts once for each of several modules."""
-    given = dict(where="net.py:7", flops=10.0, bytes=100.0, line_runs=float(modules)) | fields
-    return [operator("addmm", 0.04, module=f"net.{n}", **given) for n in range(modules)]
 
 
 def test_a_well_made_step_has_no_remedy() -> None:
@@ -466,28 +388,6 @@ def test_what_compiling_a_model_leaves_as_it_is_is_not_won_by_it() -> None:
     assert [len(found) for found in named] == [0, 1]
 
 
-def as_task(profile: Profile) -> Profile:
-    return profile.model_copy(update={"plan": "baseline"})
-
-
-def test_a_fused_optimizer_asks_each_tensor_too() -> None:
-    """As torch's fused SGD does, which is hardly faster than one call for each of many small tensors."""
-    assert not remedies(seen({"update": 0.7}, optimizers=[adam(0.7, tensors=200)]))
-    assert remedies(seen({"update": 0.7}, optimizers=[adam(0.7, tensors=10)]))
-
-
-@pytest.mark.parametrize(("kind", "name"), [("Mine", "_foreach_add_"), ("LBFGS", "add_")])
-def test_an_optimizer_that_takes_lists_or_has_no_other_way_is_no_loop(kind: str, name: str) -> None:
-    ones = [
-        operator(name, 0.1, phase="update", where="mine.py:7", line_runs=1.0),
-        operator(
-            "add_", 1.5, 100, phase="update", where="mine.py:7", line_runs=1.0
-        ),  # torch goes through them on a CPU
-    ]
-    found = remedies(seen({"update": 5.0}, optimizers=[adam(5.0, "", kind=kind)], operators=ones))
-    assert not [one for one in found if "for-loop" in one.cause]
-
-
 NOTES: dict[str, tuple[Profile, str]] = {
     ".item() on a CPU": (seen(operators=[operator("item", 0.01, where="train.py:14")]), ".item()"),
     ".tolist() of a single number": (
@@ -520,14 +420,6 @@ def test_what_costs_next_to_nothing_here_is_a_note_and_comes_last(case: str) -> 
     assert cause in note.cause and note.note and note.gain < 0.05
     slow = profile.model_copy(update={"optimizers": [adam(5.0)], "phases": {**profile.phases, "update": 5.0}})
     assert [one.note for one in remedies(slow)] == [False, True]
-
-
-def test_reading_in_the_optimizer_is_not_the_users() -> None:
-    assert remedies(seen(operators=[operator("item", 0.01, phase="update", where="train.py:13")])) == []
-
-
-def test_the_batch_itself_must_come_to_the_device() -> None:
-    assert remedies(seen(operators=[operator("to", 0.001, where="train.py:6", phase="python")])) == []
 
 
 def test_remedies_are_ordered_by_what_they_win() -> None:
@@ -570,12 +462,6 @@ def test_a_view_takes_no_time_however_long_it_was_held_up(bytes_: float, named: 
     assert any("aten::t takes" in one.cause for one in remedies(seen(operators=ones))) is named
 
 
-def test_making_samples_one_by_one_is_said_of_the_loader_alone() -> None:
-    found = remedies(seen({"data": 3.0}, loaders=[loader()], operators=loop(64, 0.015, phase="data")))
-    assert found[0].cause.startswith(("slow samples", "per-sample loading"))
-    assert not [one for one in found if "Python loop" in one.cause]
-
-
 def test_a_loop_that_waits_is_told_from_one_that_works() -> None:
     lines = [line("python", 2.0)]
     assert first(seen({"python": 2.0}, lines=lines)).cause.startswith("plain Python")
@@ -584,149 +470,7 @@ def test_a_loop_that_waits_is_told_from_one_that_works() -> None:
     assert found.gain == pytest.approx(0.2)
 
 
-def test_samples_that_take_long_take_as_long_in_a_larger_batch() -> None:
-    def gain(sample_ms: float) -> float:
-        loaders = [loader(workers=0, batch_size=16, sample_ms=sample_ms)]
-        found = remedies(seen({"data": 8.0}, samples_per_step=16, loaders=loaders))
-        return max((one.gain for one in found if one.cause.startswith("too small a batch")), default=0.0)
-
-    assert gain(sample_ms=0.5) < 0.1 < gain(sample_ms=0.0001)
-
-
-@pytest.mark.parametrize(("own_ms", "named"), [(5.0, True), (0.0, False), (1.0, False)])
-def test_a_line_takes_most_of_a_wait_only_if_it_does_so_itself(own_ms: float, named: bool) -> None:
-    lines = [line("data", own_ms, "data.py:6", ms=6.0), line("data", 6.0 - own_ms, "train.py:8")]
-    found = first(seen({"data": 6.0}, loaders=[loader(workers=2)], lines=lines))
-    assert ("data.py:6 takes most of it" in found.remedy) is named
-
-
-@pytest.mark.parametrize(
-    ("samples", "calling_ms", "named"),
-    [(2, 1.4, False), (2, 3.0, True), (31, 4.0, False), (31, 6.0, True), (64, 6.0, False), (64, 8.0, True)],
-)
-def test_how_small_a_batch_is_follows_from_what_calling_costs(samples: float, calling_ms: float, named: bool) -> None:
-    calls = [
-        operator("mul", 0.003, phase="forward", module=f"net.{n}", where=f"net.py:{n}", bytes=1.0)
-        for n in range(round(calling_ms / 0.003))
-    ]
-    each = 10.0 - calling_ms
-    work = operator("addmm", each, phase="backward", module="net", flops=each * 1e8, bytes=1e5)
-    profile = seen({"forward": calling_ms, "backward": 10.0 - calling_ms}, samples_per_step=samples)
-    found = remedies(profile.model_copy(update={"operators": [*calls, work]}))
-    assert any(one.cause.startswith("too small a batch") for one in found) is named
-
-
-def test_a_loader_that_puts_many_samples_together_makes_no_batch_too_small() -> None:
-    def named(samples: int) -> bool:
-        loaders = [loader(batch_size=samples, sample_ms=0.001)]
-        found = remedies(seen({"data": 8.0}, samples_per_step=samples, loaders=loaders))
-        return any(one.cause.startswith("too small a batch") for one in found)
-
-    assert (named(8), named(64)) == (True, False)
-
-
-@pytest.mark.parametrize(("sample_ms", "where"), [(0.001, "collate.py:9"), (0.09, "data.py:5")])
-def test_what_puts_samples_together_is_told_from_what_makes_them(sample_ms: float, where: str) -> None:
-    lines = [line("data", 5.0, "collate.py:9", function="packed"), line("data", 1.0, "train.py:8")]
-    found = first(seen({"data": 6.0}, loaders=[loader(sample_ms=sample_ms)], lines=lines))
-    assert found.cause.startswith("slow samples") and found.where == where
-
-
-def test_whole_batches_that_take_long_may_take_longer_where_they_are_larger() -> None:
-    def gain(batch_ms: float) -> float:
-        loaders = [loader(batch_size=None, at_once=True, sample_ms=batch_ms)]
-        found = remedies(seen({"data": 8.0}, samples_per_step=16, loaders=loaders))
-        return max((one.gain for one in found if one.cause.startswith("too small a batch")), default=0.0)
-
-    assert gain(batch_ms=7.9) < 0.1 < gain(batch_ms=1.0)  # 16 times 1 ms would be more than all of the wait
-
-
-def test_calls_of_a_loop_are_not_the_batchs_fault() -> None:
-    found = remedies(seen({"forward": 9.0}, samples_per_step=8, operators=loop(100, 0.02)))
-    assert [one.where for one in found if one.cause.startswith("many tiny kernels")] == ["net.py:7"]
-    assert not [one for one in found if one.cause.startswith("too small a batch")]
-
-
-def test_what_held_a_few_large_operators_up_is_not_the_batchs_fault() -> None:
-    ones = [product(1.0, phase=phase, module="net") for phase in ("forward", "backward")]
-    found = remedies(seen({"forward": 4.0, "backward": 6.0}, samples_per_step=2).model_copy(update={"operators": ones}))
-    assert not [one for one in found if one.cause.startswith("too small a batch")]
-
-
-def test_the_loops_own_python_is_not_the_batchs_fault() -> None:
-    found = remedies(seen({"python": 4.0, "batch": 2.0}, samples_per_step=4, lines=[line("python", 4.0)]))
-    assert not [one for one in found if one.cause.startswith("too small a batch")]
-
-
 def test_a_script_has_no_plan_and_gets_no_axes() -> None:
     fault = FAULTS["a for-loop optimizer"][0]
     assert first(fault).axes == {}
     assert first(fault.model_copy(update={"plan": "baseline"})).axes == {"optimizer": "fused"}
-
-
-BOUNDS: dict[str, Profile] = {
-    "input": seen({"data": 7.0}),
-    "copy": seen({"copy": 7.0}),
-    "synchronisation": seen({"synchronisation": 7.0}),
-    "communication": seen({"communication": 7.0}),
-    "waiting": seen({"waiting": 7.0}),
-    "overhead": seen({"python": 7.0}),
-    "arithmetic": seen(),
-    "memory bandwidth": seen({"forward": 8.0}, operators=[operator("relu", 7.0, flops=1e6, bytes=5e7)]),
-}
-
-
-@pytest.mark.parametrize("bound", BOUNDS)
-def test_what_bounds_the_step(bound: str) -> None:
-    found = diagnose(BOUNDS[bound])
-    assert found.bound == bound
-    assert any(bound in sentence and "%" in sentence for sentence in found.bound_evidence)
-
-
-def test_many_small_operations_are_overhead() -> None:
-    small = [operator("mul", 0.004, 1, module=f"net.{n}", phase="backward") for n in range(2000)]
-    profile = seen({"forward": 1.0, "backward": 9.0}, operators=small)
-    assert diagnose(profile).bound == "overhead"
-
-
-def test_how_far_it_is_from_the_limit_is_said() -> None:
-    assert any("50 %" in sentence for sentence in diagnose(seen()).bound_evidence)
-    unmeasured = seen().model_copy(update={"limits": Limits()})
-    assert diagnose(unmeasured).limit_ms is None
-
-
-def of_ranks(*phases: dict[str, float], slowest: int | None = 1, plan: str = "parallel=data ranks=2") -> Profile:
-    """Of the first rank, whose phases stand first."""
-    ranks = [RankTime(step_ms=sum(one.values()), phases=one) for one in phases]
-    return seen(dict(phases[0]), plan=plan, ranks=ranks, slowest=slowest)
-
-
-def axes_of(profile: Profile) -> list[dict[str, Any]]:
-    return [one.axes for one in remedies(profile) if one.axes]
-
-
-def test_a_rank_that_others_wait_for_is_named_with_what_it_does_longer() -> None:
-    quick, slow = {"waiting": 6.0, "forward": 4.0, "data": 0.1}, {"waiting": 0.5, "forward": 4.0, "data": 5.6}
-    named = first(of_ranks(quick, slow))
-    assert (named.cause, named.gain) == ("waiting: rank 1 is slower than the others", pytest.approx(0.55))
-    assert "Rank 1 spends 5.5 ms more in data" in named.evidence
-    # The slowest may be the one that speaks.
-    assert any("rank 0 is slower" in one.cause for one in remedies(of_ranks(slow, quick, slowest=0)))
-    assert not [one for one in remedies(of_ranks(quick, quick, slowest=0)) if "slower" in one.cause]
-
-
-def test_what_ranks_send_is_spared_by_another_plan_or_by_one_process() -> None:
-    heavy = {"communication": 4.0, "forward": 2.0, "backward": 4.0}
-    assert axes_of(of_ranks(heavy, heavy)) == [{"parallel": "local"}]
-    light = {"communication": 8.0, "forward": 1.0, "backward": 1.0}
-    assert axes_of(of_ranks(light, light)) == [{"parallel": "local"}, {"parallel": "none", "ranks": 1}]
-    alone = next(one for one in remedies(of_ranks(light, light)) if one.axes.get("ranks") == 1)
-    assert alone.gain == pytest.approx(0.6)  # 10 ms - 8 ms + 2 ms of the other rank's
-    assert axes_of(of_ranks(light, light, plan="parallel=tensor ranks=2")) == []
-    assert axes_of(seen({"communication": 8.0}, plan="baseline")) == []
-
-
-def test_stages_that_wait_get_more_microbatches() -> None:
-    idle = {"waiting": 5.0, "forward": 2.0, "backward": 3.0}
-    assert axes_of(of_ranks(idle, idle, plan="parallel=stages ranks=2")) == [{"microbatches": 16}]
-    assert axes_of(of_ranks(idle, idle, plan="parallel=stages ranks=2 microbatches=3")) == [{"microbatches": 6}]

@@ -59,9 +59,14 @@ def profile(
             show_default="as many as there are devices",
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps to measure.", show_default="as many as it takes")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps to measure.", show_default="60, fewer if these take over 30 s")
+    ] = None,
     stop_after: Annotated[
-        str | None, typer.Option(help="End a script after this time, such as 60s; it is stopped as by Ctrl-C.")
+        str | None,
+        typer.Option(
+            help="End a script after this time, such as 60s: as by Ctrl-C; by SIGTERM if it goes on for 60 s after that."
+        ),
     ] = None,
     try_remedies: Annotated[
         bool, typer.Option("--try", help="Race the remedies that a plan can express, and say what they win.")
@@ -147,10 +152,9 @@ def _of_script(
 
     from hotloop.inspecting import inspected_script
 
-    options: dict[str, Any] = {} if steps is None else {"steps": steps}
     out = sys.stderr.fileno() if as_json else None
     return inspected_script(
-        path, arguments, stop_after_s=limit_s, stdout=out, trace=trace, progress=_first_said(), **options
+        path, arguments, steps=steps, stop_after_s=limit_s, stdout=out, trace=trace, progress=_first_said()
     )
 
 
@@ -191,13 +195,12 @@ def _of_task(
     if (ranked := to_start(given["plan"], on_top)) is not None:
         raise typer.Exit(launch(ranks_of(ranked), command(), say, restarts=0)[1])
     overrides = {} if given["batch_size"] is None else {"batch_size": given["batch_size"]}
-    options: dict[str, Any] = {} if steps is None else {"steps": steps}
     with stdout_for(as_json):
         loaded = load_task(file, parameters)  # what is wrong on one rank alone shows before the others wait for it
         with inspecting.as_rank(wanted, console) as moved:
             common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
             chosen = inspecting.planned(overridden(loaded.task, overrides), wanted)
-            found = inspecting.inspected(loaded, chosen, trace=trace, **options, **common)
+            found = inspecting.inspected(loaded, chosen, steps=steps, trace=trace, **common)
             if given["try_remedies"]:
                 found = inspecting.tried(loaded, found, chosen, time_limit=time_limit, **common)
             return found if World.of(chosen).first else None

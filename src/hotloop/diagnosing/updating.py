@@ -23,8 +23,11 @@ _ASKED = 0.5
 _AT_ONCE = ("aten::_foreach", "aten::_fused")
 """Operators over lists of tensors."""
 
-_WITHOUT_A_LOOP = ("LBFGS", "SparseAdam")
+_WITHOUT_A_LOOP = ("LBFGS", "Muon", "SparseAdam")
 """Those of torch's that have no other implementation."""
+
+_A_LOOP = 8
+"""So many tensors at least make a loop over them."""
 
 
 def one_by_one(step: Step) -> Iterator[Remedy]:
@@ -43,27 +46,40 @@ def one_by_one(step: Step) -> Iterator[Remedy]:
                 remedy=f"give {use.kind} {'fused' if fused else 'foreach'}=True",
                 axes={"optimizer": "fused" if fused else "foreach"},
             )
-        elif not use.implementation and (where := _looping(step, use)):
-            tensors = sum(group.tensors for group in use.groups)
-            yield _one_by_one(
-                step,
-                use,
-                cause=f"a for-loop optimizer: {use.kind} updates {tensors} parameters one by one",
-                where=where,
-                remedy="one of torch.optim with fused=True or foreach=True if there is one like it, else torch._foreach_ "
-                "operations over the list of parameters",
-            )
+        elif not use.implementation:
+            yield from _unknown(step, use)
 
 
-def _looping(step: Step, use: OptimizerUse) -> str:
-    """The line of an update that nobody knows from which it goes from tensor to tensor; empty if none does.
+def _unknown(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
+    """An update that nobody knows may calculate much: only what calling its operators for each tensor costs is won."""
+    tensors = sum(group.tensors for group in use.groups)
+    loops = _loops(step, use) if tensors >= _A_LOOP and use.kind not in _WITHOUT_A_LOOP else {}
+    if not loops:
+        return
+    where = max(loops, key=lambda where: sum(step.cost(one) for one in loops[where]))
+    spent, won = (
+        min(use.ms, step.phase("update")),
+        sum(step.reclaimable(one) for ones in loops.values() for one in ones),
+    )
+    calls = sum(one.calls for ones in loops.values() for one in ones)
+    yield Remedy(
+        cause=f"a for-loop optimizer: {use.kind} updates {tensors} parameters one by one",
+        where=where,
+        remedy="one of torch.optim with fused=True or foreach=True if there is one like it, else torch._foreach_ "
+        "operations over the list of parameters",
+        gain=step.share(min(won, spent)),
+        evidence=f"the update takes {spent:.2f} ms, {percent(step.share(spent))} of the step; {won:.2f} ms of that go into "
+        f"starting {calls:.0f} operations",
+    )
+
+
+def _loops(step: Step, use: OptimizerUse) -> dict[str, list[OperatorTime]]:
+    """Lines from which an update goes from tensor to tensor, with their operators.
 
     Either Python runs the line for each of them, or it calls something of a library's that runs an operation for each.
     """
     tensors = use.steps * sum(group.tensors for group in use.groups)
-    spots = step.spots.items() if tensors and use.kind not in _WITHOUT_A_LOOP else ()
-    loops = {where: ones for where, there in spots if where and (ones := _of_each(there, tensors))}
-    return max(loops, key=lambda where: sum(step.cost(one) for one in loops[where]), default="")
+    return {where: ones for where, there in step.spots.items() if where and (ones := _of_each(there, tensors))}
 
 
 def _of_each(there: Sequence[OperatorTime], tensors: float) -> list[OperatorTime]:

@@ -1,6 +1,8 @@
 """Runs inside of the process of a watched script: begins when torch is imported, and leaves a file with what was seen.
 
-Until then nothing is imported that costs anything, and nothing is changed but the finding of one module.
+Until then nothing is imported that costs anything, and nothing is changed but the finding of one module. What runs when
+the process ends evaluates no text, as making a dataclass or a named tuple does: Python would forget by that that it was
+ended by Ctrl-C, and end with another exit code.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 from hotloop.profiling.importing import AtImport, imports_from
 from hotloop.profiling.plain import PlainProfiler
-from hotloop.profiling.sites import HIDDEN
+from hotloop.profiling.sites import HIDDEN, Sites
 
 _HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -24,9 +26,8 @@ def begin(settings: dict[str, Any]) -> None:
     """Waits for torch, and profiles functions until then.
 
     Args:
-        settings: `out`, the file to leave; `steps`, to measure; `trace`, a file for the Chrome trace, or None.
+        settings: `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None.
     """
-    atexit.register(_remind_of_interrupt)  # the first to be registered is the last to run
     path = sys.path[:]  # the script's folder isn't in it yet
     if "torch" in sys.modules:  # the machine's own `sitecustomize` has imported it
         _leave_out_our_frames()
@@ -42,34 +43,19 @@ def begin(settings: dict[str, Any]) -> None:
     waiting.begin()
     os.register_at_fork(after_in_child=waiting.end)
     process = os.getpid()
-    atexit.register(lambda: _leave_plain(settings["out"], plain, path) if os.getpid() == process else None)
+    atexit.register(lambda: _leave_plain(settings["out"], plain) if os.getpid() == process else None)
     plain.begin()
 
 
-def _remind_of_interrupt() -> None:
-    """A script that Ctrl-C ended ends by that signal still.
-
-    Python notes a KeyboardInterrupt that nothing caught, and forgets it when code is run from a text, as making a
-    dataclass at exit does.
-    """
-    if getattr(sys, "last_type", None) is KeyboardInterrupt:
-        with contextlib.suppress(KeyboardInterrupt):
-            exec("raise KeyboardInterrupt")
-
-
-def _leave_plain(out: str, plain: PlainProfiler, path: list[str]) -> None:
+def _leave_plain(out: str, plain: PlainProfiler) -> None:
     """The process ends: leaves what is known of a script that never imported torch."""
     if plain.stopped_by == "torch":
         return
     plain.stop(plain.stopped_by)
-    with imports_from(path):
-        from hotloop.profiling.facts import Facts
-        from hotloop.profiling.sites import Sites
-
     note = "its functions were timed by Python's own profiler, under which calls take longer"
     if plain.stopped_by:
         note = f"it uses {plain.stopped_by} itself, so its functions were timed only until then"
-    write(out, Facts(lines=plain.lines(Sites()), notes=[note]).as_dict())
+    write(out, {"steps": [], "lines": plain.lines(Sites()), "notes": [note]})
 
 
 def _watch_from(path: list[str], settings: dict[str, Any]) -> None:
@@ -88,7 +74,6 @@ def watch(settings: dict[str, Any]) -> None:
     from hotloop.profiling.children import Children
     from hotloop.profiling.compiled import Compilations
     from hotloop.profiling.observing import observers
-    from hotloop.profiling.sites import Sites
     from hotloop.profiling.watcher import Watch
 
     process, children = os.getpid(), Children()

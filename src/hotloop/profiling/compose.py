@@ -104,7 +104,7 @@ def _attributed(phases: dict[Phase, float]) -> float | None:
 
 
 def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[dict]:
-    if facts.optimizers or not facts.by_hand or "update" not in phases:
+    if facts.optimizers or facts.updates or not facts.by_hand or "update" not in phases:
         return [one | {"ms": one["ms"] * scale} for one in facts.optimizers]
     by_hand = {"kind": "by hand", "where": facts.anchor, "implementation": "", "groups": [], "steps": 1.0}
     return [{**by_hand, "ms": phases["update"]}]
@@ -181,8 +181,16 @@ def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
     notes = []
     if len(measured) < 2 * _FEW:
         notes.append(f"only {len(measured)} step{'s'[: len(measured) - 1]} could be measured, so the times are rough")
-    if facts.by_hand:
-        notes.append("no optimizer stepped: each backward counts as a step, and the update is what follows it")
+    if facts.by_hand and facts.updates:
+        times = f"{facts.updates} time{'s'[: facts.updates - 1]}"
+        notes.append(
+            f"an optimizer stepped only {times} while it was watched, too seldom to tell its steps apart: each backward "
+            "counts as one, and updates are left out; train for longer to profile it"
+        )
+    elif facts.by_hand:
+        notes.append(
+            "no optimizer stepped while it was watched: each backward counts as a step, and the update is what follows it"
+        )
     if facts.functional:
         notes.append("no module was called, so making the batch, forward and loss can't be told apart")
     return notes

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -13,7 +14,8 @@ from hotloop.profiles import Phase
 from hotloop.profiling.early import early_steps
 from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.phases import HostClock, Timeline, durations
-from hotloop.profiling.schedule import CLOSE, Kind, order
+from hotloop.profiling.protocols import Observer, Stage
+from hotloop.profiling.schedule import CLOSE, DEFAULT_STEPS, Kind, order
 from hotloop.profiling.steps import Event, Finder, ends_step
 from hotloop.profiling.usage import Cores, held_memory
 
@@ -31,8 +33,8 @@ _MOST_WHOLE = 200
 _STRAYED = 10
 """So many updates elsewhere since the last step, and the script has gone on to another loop."""
 
-_PREFERRED = 3
-"""So many, if no optimizer was seen before."""
+_AWAITED = 400
+"""Backwards by which more updates are awaited, once one has shown that an optimizer steps after all."""
 
 _DISTURBING: tuple[Kind, ...] = (*CLOSE, "clocked")
 """Steps for which functions are replaced, so that Python's caches are cold after them."""
@@ -48,48 +50,11 @@ LONGEST_S = 30.0
 """Of watching, once so many are measured."""
 
 
-class Observer(Protocol):
-    """Watches steps of some kinds more closely; `begin` and `end` are called at their boundaries."""
-
-    kinds: Sequence[Kind]
-
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-    def drop(self) -> None:
-        """Ends a step that was not like the others, and forgets it."""
-
-    def close(self) -> None: ...
-    def records(self) -> dict[str, list[dict[str, Any]]]:
-        """Fields of `Facts`."""
-
-
-class Stage(Protocol):
-    """Is told of each step."""
-
-    def begin(self, kind: Kind) -> Phase:
-        """A step begins; says what the loop does first."""
-
-    def ready(self) -> None:
-        """All that watch it closely have begun."""
-
-    def flags(self) -> list[str]:
-        """What has happened in the step that doesn't in every one."""
-
-    def again(self) -> None:
-        """The step begins anew: what has happened in it so far is forgotten."""
-
-    def end(self) -> None:
-        """It has ended."""
-
-    def between(self) -> None:
-        """One has ended and the next hasn't begun: what is done here is in neither."""
-
-
 class Course:
     """Goes from step to step.
 
     Args:
-        steps: how many to measure.
+        steps: how many to measure, however long that takes; None for those that it usually takes, see `LONGEST_S`.
         stage: is told of each.
         observers: makes those that watch closely, once the step is known.
         found: whether the step must be found; else `boundary` is called after each.
@@ -104,7 +69,13 @@ class Course:
     """
 
     def __init__(
-        self, steps: int, stage: Stage, observers: Callable[[], list[Observer]], *, found: bool, in_step: bool = False
+        self,
+        steps: int | None,
+        stage: Stage,
+        observers: Callable[[], list[Observer]],
+        *,
+        found: bool,
+        in_step: bool = False,
     ) -> None:
         self.facts = Facts(torch=True)
         self.timeline = Timeline(HostClock())
@@ -114,13 +85,14 @@ class Course:
         self.cores = Cores()
         self._stage, self._observers_of = stage, observers
         self._finder = Finder()
+        self._steps, self._limited = steps or DEFAULT_STEPS, steps is None and not in_step
         self._anchor = None if found else Event("update", "")
         self._found, self._in_step = found, in_step
-        self._left = order(steps)
+        self._left = order(self._steps)
         self._began: Any = None
         self._first_s: float | None = None
-        self._warm = self._strayed = self._steps_sought = self._rehearsals = 0
-        self._whole_since = 0.0
+        self._warm = self._strayed = self._awaited = self._steps_sought = self._rehearsals = 0
+        self._since = 0.0
         self._pending: list[tuple[StepFact, list[tuple[Any, Phase]]]] = []
         self._first: Event | None = None
         self._early: list[tuple[Event, StepFact]] = []
@@ -141,6 +113,7 @@ class Course:
             at: the clock's mark of it; now if None.
         """
         self.facts.trained += 1
+        self.facts.updates += event.what == "update"
         if not self._found:
             return
         if self._anchor is None:
@@ -148,16 +121,16 @@ class Course:
             self._finder.saw(event)
             self._anchor = self._finder.anchor()
             if self._anchor is not None and ends_step(self._anchor, event):
-                self._give_up_whole()
+                self._give_up()
                 self._begin_measuring()
             else:
                 self._watch_whole()
                 self._begin_early()
-        elif ends_step(self._anchor, event):
-            self._strayed = 0
-            self.boundary(at)
-        else:
+        elif not ends_step(self._anchor, event):
             self._stray(event)
+        else:
+            self._strayed = 0 if self._anchor.what == "update" else self._strayed
+            self.boundary(at)
 
     @property
     def is_early(self) -> bool:
@@ -191,11 +164,11 @@ class Course:
         """Watches a while of training where no step is found for long."""
         self._steps_sought += 1
         if self.step is None and self._steps_sought == _HOPELESS:
-            self._whole_since = time.perf_counter()
+            self._since = time.perf_counter()
             self.observers = self._observers_of()
             self._next_step("whole")
         elif self.step is not None and (
-            time.perf_counter() - self._whole_since > _WHOLE_S or self._steps_sought > _MOST_WHOLE
+            time.perf_counter() - self._since > _WHOLE_S or self._steps_sought > _MOST_WHOLE
         ):
             self.end_whole()
             self.over = True
@@ -205,34 +178,45 @@ class Course:
         if self.step is not None and self.step.kind == "whole":
             self._end_step()
 
-    def _give_up_whole(self) -> None:
-        """There are steps after all."""
+    def _give_up(self) -> None:
+        """There are other steps than those that were watched so far."""
         if self.step is not None:
             self.end_close_watch()
             self._stage.flags()
             self._stage.end()
             self.step = None
-        for observer in self.observers:
-            observer.close()
+        self.close()
         self.observers = []
 
     def _stray(self, event: Event) -> None:
-        """Notices when the script trains in another loop now."""
+        """Notices when the script trains in another loop now, or an optimizer steps where backwards were taken for steps."""
         assert self._anchor is not None
-        if event.what == "update":
-            self._strayed += 1
-        limit = _PREFERRED if self._anchor.what == "backward" else _STRAYED
-        if self._strayed >= limit and (self.measured() < SETTLED or self._anchor.what == "backward"):
-            self._finder, self._anchor, self._strayed = Finder(), None, 0
-            self.end_close_watch()
-            self.step = None
-            self._stage.ready()
+        by_hand = self._anchor.what == "backward"
+        if event.what != "update" or (self.measured() >= SETTLED and not by_hand):
+            return
+        if not self._strayed and not by_hand:
+            self._finder = Finder()
+        self._strayed += 1
+        self._finder.saw(event)
+        found = self._finder.anchor()
+        if found is not None and ends_step(found, event) and (by_hand or self._strayed >= _STRAYED):
+            self._anchor = found
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Nothing is kept of the loop before."""
+        self._give_up()
+        self._left, self._strayed, self._awaited = order(self._steps), 0, 0
+        self._finder, self.cores = Finder(), Cores()
+        self._stage.anew()
+        self._begin_measuring()
 
     def _begin_measuring(self) -> None:
         assert self._anchor is not None
         self.facts.anchor, self.facts.by_hand = self._anchor.where, self._anchor.what == "backward"
         self._pending = [one for one in self._pending if one[0].kind == "early"]
         self.facts.steps, self.facts.warm_up_s, self._warm, self._rehearsals = [], 0.0, 0, 0
+        self._since = time.perf_counter()
         if not self.observers:
             self.observers = self._observers_of()
         self._next_step("warm-up")
@@ -263,15 +247,26 @@ class Course:
             return "warm-up"
         if not self.facts.warm_up_s:
             self.facts.warm_up_s = watched_s
-        long = not self._in_step and watched_s > LONGEST_S
-        if not self._left or (self.measured() >= SETTLED and long):
+        if self._is_long():
             return None
+        if not self._left:
+            return self._await_update()
         kind = self._left[0]
         if self._in_step and kind in ("clean", "instrumented") and self.facts.steps[-1].kind in _DISTURBING:
             return "settling"  # whatever it took here, the other ranks decide alike
         if not self._in_step and kind == "clean":
             self._rehearsals = self._until_settled()
         return self._left.pop(0)
+
+    def _is_long(self) -> bool:
+        """Whether it is too long to go on."""
+        long = self._limited and time.perf_counter() - self._since > LONGEST_S
+        return long and self.measured() >= SETTLED
+
+    def _await_update(self) -> Kind | None:
+        """After enough backwards, if some updates of an optimizer's may be their steps."""
+        self._awaited += 1
+        return "settling" if self._strayed and self._awaited <= _AWAITED else None
 
     def _until_settled(self) -> int:
         """How many steps find Python's caches cold, by what was replaced for one before; 0 if they're too long to tell."""
@@ -335,6 +330,12 @@ class Course:
         for observer in reversed(self.observers):
             if self.step is not None and self.step.kind in observer.kinds:
                 observer.drop() if drop else observer.end()
+
+    def close(self) -> None:
+        """Nobody watches any more; what was seen stays."""
+        with ExitStack() as ending:  # whatever one of them fails at
+            for observer in reversed(self.observers):
+                ending.callback(observer.close)
 
     def abandon(self) -> None:
         """In a forked child: takes away what watches modules.

@@ -38,6 +38,7 @@ class Facts:
     Attributes:
         torch: whether torch was imported.
         trained: updates and backwards that were seen.
+        updates: of optimizers alone.
         anchor: the line that ends a step; empty where none was found.
         by_hand: whether the update is written out, without an optimizer.
         functional: whether no module was called.
@@ -50,6 +51,7 @@ class Facts:
 
     torch: bool = False
     trained: int = 0
+    updates: int = 0
     anchor: str = ""
     by_hand: bool = False
     functional: bool = False

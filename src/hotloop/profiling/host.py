@@ -20,18 +20,17 @@ from hotloop.errors import TaskError
 from hotloop.profiles import Profile
 from hotloop.profiling.compose import profile_of
 from hotloop.profiling.facts import Facts
-from hotloop.profiling.schedule import DEFAULT_STEPS
 
 _INJECT = Path(__file__).parent / "inject"
-_GRACE_S = 10.0
-"""After each signal, before a stronger one."""
+GRACE_S = 60.0
+"""After each signal, before a stronger one: a script may save or evaluate when it hears Ctrl-C."""
 
 
 def profile_script(
     path: Path | str,
     arguments: Sequence[str] = (),
     *,
-    steps: int = DEFAULT_STEPS,
+    steps: int | None = None,
     stop_after_s: float | None = None,
     stdout: int | None = None,
     trace: Path | None = None,
@@ -43,8 +42,8 @@ def profile_script(
 
     Args:
         path: of its file; or, as text, the name of a module to run as `python -m` does.
-        steps: how many are measured; then the script runs on alone.
-        stop_after_s: seconds after which the script is stopped, as by Ctrl-C.
+        steps: how many are measured, then the script runs on alone; None for 60, fewer if these would take over 30 s.
+        stop_after_s: seconds after which the script is stopped, as by Ctrl-C; by SIGTERM if it goes on for `GRACE_S`.
         stdout: where its output goes, such as 2 for standard error; this process's if None.
         trace: a file for the Chrome trace of a few steps.
 
@@ -92,17 +91,15 @@ def _wait(process: subprocess.Popen, stop_after_s: float | None) -> str:
         return ""
     except subprocess.TimeoutExpired:
         pass
-    for number in (signal.SIGINT, signal.SIGTERM):
+    said = f"the script was stopped after {stop_after_s:g} s, as asked for"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         process.send_signal(number)
         try:
-            process.wait(_GRACE_S)
+            process.wait(GRACE_S)
             break
         except subprocess.TimeoutExpired:
-            continue
-    else:
-        process.kill()
-        process.wait()
-    return f"the script was stopped after {stop_after_s:g} s, as asked for"
+            said += f"; it went on for {GRACE_S:g} s after {number.name}"
+    return said
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class _Loader:
             "dataset": self.inner.__name__,
             "sample_where": _place(dataset, self.makes, sites),
             "samples": _length(iterator._dataset),
-            "batch_size": getattr(iterator._index_sampler, "batch_size", None) if together else None,
+            "batch_size": _batch_size(iterator._index_sampler) if together else None,
             "workers": iterator._num_workers,
             "pinned": bool(iterator._pin_memory),
             "sample_ms": None,
@@ -93,9 +93,13 @@ class Loaders:
         """Which loaders the step drew from, by number."""
         return [f"loader {number}" for number, loader in enumerate(self._loaders.values()) if loader.drawn]
 
+    def remove(self) -> None:
+        """Samples are timed no more."""
+        self._patches.undo()
+
     def end(self) -> None:
         """A step ends."""
-        self._patches.undo()
+        self.remove()
         for loader in self._loaders.values():
             loader.steps += bool(loader.drawn)
             if loader.row_sum:
@@ -181,6 +185,12 @@ def _place(dataset: Any, makes: str, sites: Sites) -> str:
         if code is not None and code.co_name == name:
             return sites.place(code.co_filename, code.co_firstlineno)
     return ""
+
+
+def _batch_size(sampler: Any) -> int | None:
+    """Of torch's own samplers; one of somebody else's making may mean anything by it."""
+    size = getattr(sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _length(dataset: Any) -> int | None:

@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from hotloop.profiles import Phase
-from hotloop.profiling.course import Observer
 from hotloop.profiling.lines import StackSampler
 from hotloop.profiling.matching import fitting, on_device, scaled, with_compiled, with_counts, with_fused, with_shares
 from hotloop.profiling.middle import middle_mean
 from hotloop.profiling.modules import ModuleClock
 from hotloop.profiling.naming import Namer
 from hotloop.profiling.operators import Tracer
+from hotloop.profiling.protocols import Observer
 from hotloop.profiling.schedule import Kind
 from hotloop.profiling.tree import tree
 from hotloop.profiling.turning import Turning, turned

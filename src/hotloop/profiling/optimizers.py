@@ -69,6 +69,12 @@ class Optimizers:
                 used.by_group.setdefault(number, []).append(seconds)
         return True
 
+    def forget(self) -> None:
+        """What they took and where is forgotten; their numbers stay, since steps are told by them."""
+        self.on = False
+        for used in self._used:
+            used.where, used.spent, used.by_group = "", [], {}
+
     def nested(self, seconds: float) -> None:
         """A forward or backward that a closure ran inside of an update is not its own time."""
         if self._open:
@@ -84,7 +90,10 @@ class Optimizers:
         if used is None and len(self._used) < _MOST:
             used = _Used(optimizer, len(self._used), where)
             self._used.append(used)
-        return used.number if used is not None else -2
+        if used is None:
+            return -2
+        used.where = used.where or where
+        return used.number
 
     def _known(self, optimizer: Optimizer) -> _Used | None:
         return next((used for used in self._used if used.optimizer() is optimizer), None)

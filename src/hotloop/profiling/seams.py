@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hotloop.parallel.summing import Around
+from hotloop.patches import Patches
 from hotloop.profiling.unseen import beyond, out_of_warnings, unseen
 
 
@@ -45,27 +46,18 @@ class Seams:
         self._listener = listener
         self._open = False
         self._thread = 0
-        self._put: list[tuple[Any, str, Any, Any]] = []
+        self._patches = Patches()
 
     def open(self) -> None:
         self.depth, self._thread = 0, threading.get_ident()
-        self._replace(nn.Module, "__call__", self._call)
-        self._replace(torch.autograd, "_engine_run_backward", self._run)
+        self._patches.put(nn.Module, "__call__", self._call)
+        self._patches.put(torch.autograd, "_engine_run_backward", self._run)
         self._open = True
 
     def close(self) -> None:
         """Puts back what was there, unless somebody has put something of theirs in its place since."""
         self._open = False
-        for owner, name, before, mine in reversed(self._put):
-            if getattr(owner, name) is mine:
-                setattr(owner, name, before)
-        self._put = []
-
-    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        before = getattr(owner, name)
-        mine = unseen(make(before))
-        setattr(owner, name, mine)
-        self._put.append((owner, name, before, mine))
+        self._patches.undo()
 
     @out_of_warnings
     def _call(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +80,7 @@ class Seams:
                 if hears:
                     leave(before)
 
-        return heard
+        return unseen(heard)
 
     @out_of_warnings
     def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,4 +98,4 @@ class Seams:
                 error.__traceback__ = beyond(error)
                 raise
 
-        return heard
+        return unseen(heard)

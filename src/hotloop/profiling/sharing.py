@@ -17,6 +17,7 @@ from hotloop.profiling.course import LONGEST_S, SETTLED
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.hooks import AMONG_RANKS, among_ranks
 from hotloop.profiling.modules import ModuleClock, Owner
+from hotloop.profiling.schedule import DEFAULT_STEPS
 from hotloop.profiling.watcher import Watch
 
 
@@ -59,9 +60,11 @@ def tell_of_ranks(watch: Watch, patches: Patches) -> None:
         patches.put(owner, name, told)
 
 
-def agreed(steps: int, step_s: float, world: World) -> int:
+def agreed(steps: int | None, step_s: float, world: World) -> int | None:
     """How many steps to measure: of ranks as many as the first has time for, since none can end before the others."""
-    return steps if world.alone else world.of_first(min(steps, max(SETTLED, int(LONGEST_S / step_s))))
+    if world.alone or steps is not None:
+        return steps
+    return world.of_first(min(DEFAULT_STEPS, max(SETTLED, int(LONGEST_S / step_s))))
 
 
 def settled(facts: Facts, spent: Sequence[Spent], *, relayed: bool) -> list[Spent]:
@@ -109,7 +112,6 @@ def put_together(own: Profile, spent: Sequence[Spent], parts: Ingredients) -> Pr
     update = {
         "ranks": ranks,
         "slowest": _slowest(ranks),
-        "samples_per_step": parts.roles.batch_size,
         "operators": [one.model_copy(update={"module": ""}) for one in operators] if parts.relayed else operators,
         "modules": [] if parts.relayed else own.modules,
         "notes": [*own.notes, *_notes(parts, ranks)],

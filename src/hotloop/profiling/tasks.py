@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,28 +22,27 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.profiles import Phase, Profile
 from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.compose import profile_of
-from hotloop.profiling.course import Observer
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.hooks import around
 from hotloop.profiling.labels import Labels
 from hotloop.profiling.layers import LayerClock
 from hotloop.profiling.observing import Lines, Modules, observers
 from hotloop.profiling.phases import Timeline, clock_for
-from hotloop.profiling.schedule import DEFAULT_STEPS
+from hotloop.profiling.protocols import Observer
 from hotloop.profiling.sharing import Hearing, agreed, put_together, settled, tell_of_ranks
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.watcher import Watch
 from hotloop.task import Task
 
 _LONGEST_S = 300.0
-"""Of watching, whatever was seen by then."""
+"""Of watching, whatever was seen by then, unless so many steps were asked for."""
 
 
 def profile_task(
     task: Task,
     plan: Plan = BASELINE,
     *,
-    steps: int = DEFAULT_STEPS,
+    steps: int | None = None,
     trace: Path | None = None,
     source: str = "",
     say: Say = lambda line: None,
@@ -52,7 +52,7 @@ def profile_task(
     Under a plan for ranks each of them calls it, and gets its own profile with what all saw.
 
     Args:
-        steps: how many are measured.
+        steps: how many are measured; None for 60, fewer if these would take over 30 s.
         trace: a file for the Chrome trace of a few steps.
         source: what the Task is called in the profile; its name if empty.
         say: is told what the user should know of the lowering.
@@ -76,7 +76,7 @@ def profile_task(
 
 
 def profile_program(
-    program: Program, *, steps: int = DEFAULT_STEPS, trace: Path | None = None, source: str = ""
+    program: Program, *, steps: int | None = None, trace: Path | None = None, source: str = ""
 ) -> Profile:
     """The same of a Program, which has its State from before afterwards; what it compiled before is one whole."""
     return _profile(program, Compilations(), steps, trace, source)
@@ -99,7 +99,9 @@ def _noted(plan: Plan) -> Iterator[Compilations]:
         compilations.remove()
 
 
-def _profile(program: Program, compilations: Compilations, steps: int, trace: Path | None, source: str) -> Profile:
+def _profile(
+    program: Program, compilations: Compilations, steps: int | None, trace: Path | None, source: str
+) -> Profile:
     runner, world = Runner(program), program.parts.world
     _, step_s = runner.warm_up()
     compilations.model = program.parts.model if compilations.graphs else None
@@ -118,7 +120,7 @@ def _profile(program: Program, compilations: Compilations, steps: int, trace: Pa
     watch.install()
     try:
         with _within(program, watch):
-            spent = _run(runner, watch)
+            spent = _run(runner, watch, _LONGEST_S if steps is None else math.inf)
     finally:
         watch.close("enough steps were seen")
         watch.remove()
@@ -127,7 +129,8 @@ def _profile(program: Program, compilations: Compilations, steps: int, trace: Pa
     measured = [] if world.alone else settled(facts, spent, relayed=program.parts.relayed)
     plan = program.parts.plan
     profile = profile_of(facts, source, plan=plan.brief())
-    profile = profile.model_copy(update={"seconds": time.monotonic() - began, "engine": plan.engine})
+    known = {"samples_per_step": program.parts.roles.batch_size, "engine": plan.engine}
+    profile = profile.model_copy(update={"seconds": time.monotonic() - began, **known})
     return profile if world.alone else put_together(profile, measured, program.parts)
 
 
@@ -141,9 +144,9 @@ def _observers(watch: Watch, program: Program, trace: Path | None) -> list[Obser
     return found
 
 
-def _run(runner: Runner, watch: Watch) -> list[Spent]:
+def _run(runner: Runner, watch: Watch, longest_s: float) -> list[Spent]:
     """Runs the steps; returns what each of them cost this rank for the others, of whom none stops before all do."""
-    program, until = runner.program, time.monotonic() + _LONGEST_S
+    program, until = runner.program, time.monotonic() + longest_s
     alone, spent = program.parts.world.alone, []
     program.take_spent()
     watch.boundary()

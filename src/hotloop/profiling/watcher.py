@@ -6,17 +6,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hotloop.profiles import Phase
+from hotloop.profiling.calls import Calls
 from hotloop.profiling.closely import Closely
 from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.compiling import Compiling
-from hotloop.profiling.course import Course, Observer
+from hotloop.profiling.course import Course
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.habits import Graphs, is_loss
 from hotloop.profiling.hooks import Always, Listener, mark_ms, safe
@@ -24,13 +26,12 @@ from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
 from hotloop.profiling.pauses import Pauses
 from hotloop.profiling.phases import clock_for
+from hotloop.profiling.protocols import Observer
 from hotloop.profiling.schedule import CLOSE, Kind
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.steps import Event
 from hotloop.profiling.usage import compile_seconds, held_memory
 
-_MOST_CALLS = 4
-"""Of one network by the loop in a step, on average, if what it is given counts as samples."""
 _PUBLISHED_S = 1.0
 """Between two times that all facts so far are written down, for a process that may end without a word."""
 
@@ -39,7 +40,7 @@ class Watch(Listener):
     """Told of what happens, it makes facts of it.
 
     Args:
-        steps: to measure, see `schedule`.
+        steps: to measure, see `Course` and `schedule`.
         publish: is called now and then with all facts so far, and when watching ends.
         observers: makes those that watch closely, once the step is known.
         found: whether steps are found in what happens; else `boundary` is called after each.
@@ -54,7 +55,7 @@ class Watch(Listener):
 
     def __init__(
         self,
-        steps: int,
+        steps: int | None,
         sites: Sites,
         publish: Callable[[Facts], None],
         observers: Callable[[Watch], list[Observer]],
@@ -77,7 +78,7 @@ class Watch(Listener):
         self._backwards = self._forwards = 0
         self._close = self._busy = self._updates_inside = False
         self._hears = True
-        self._called: list[int] = []
+        self._calls = Calls()
         self._published = float("inf") if in_step else time.monotonic()  # work of one holds up others
 
     # What the outside calls
@@ -100,10 +101,7 @@ class Watch(Listener):
         if self.closed:
             return
         self.closed = True
-        self._graphs.end_evaluation()  # what was put last goes first
-        self._course.abandon()
-        self.compilations.remove()
-        self._remove_closely()
+        self._take_away(self._course.abandon)
         self._always.remove()
 
     @safe
@@ -112,15 +110,15 @@ class Watch(Listener):
         if self.closed:
             return
         self.closed = True
-        self._pauses.trains()  # nothing stays installed of an evaluation that is on
+        self._pauses.trains()  # it counts as long as its step is on
         self._course.end_whole()
         self._course.make_do()
-        self._end_close_watch()
+        self._take_away(self._course.end_close_watch)
         self._always.remove_later()
         self.facts.closed = why
-        self._publish(self._collect(wait=True))
-        for observer in self._course.observers:
-            observer.close()
+        facts = self._collect(wait=True)
+        self._course.close()
+        self._publish(facts)
 
     def note_compilations(self) -> None:
         """Something may be compiled from here on."""
@@ -136,26 +134,24 @@ class Watch(Listener):
         place = traceback.extract_tb(error.__traceback__)[-1]
         said = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
         self.facts.notes.append(f"watching ended by an error of hotloop's own: {said}")
-        if not self.closed:
-            self.closed = True
-            self._compiling.remove()
-            self._graphs.end_evaluation()
+        self.closed = True
+        last = (
+            partial(self._take_away, self._course.end_close_watch),
+            self._course.close,
+            self._always.remove_later,
+            partial(self._publish, self.facts),
+        )
+        for one in last:
             with suppress(Exception):  # what failed may fail again
-                self._course.end_close_watch()
-            self._closely.remove()
-            self._always.remove_later()
-        self._publish(self.facts)
+                one()
 
-    def _end_close_watch(self) -> None:
-        self.compilations.remove()
-        self._course.end_close_watch()
-        self._remove_closely()
-
-    def _remove_closely(self) -> None:
-        """What is removed stands under what watches an evaluation."""
-        self._compiling.remove()
-        self._graphs.end_evaluation()
-        self._closely.remove()
+    def _take_away(self, end_step: Callable[[], None]) -> None:
+        """Takes away whatever is put for some steps alone: what was put last goes first, whatever fails at that."""
+        with ExitStack() as ways:
+            for way in (self.compilations.remove, self._loaders.remove, self._closely.remove, end_step):
+                ways.callback(way)
+            ways.callback(self._graphs.end_evaluation)
+            ways.callback(self._compiling.remove)
 
     def _after_boundary(self) -> None:
         if self._course.over:
@@ -179,7 +175,8 @@ class Watch(Listener):
     def begin(self, kind: Kind) -> Phase:
         """A step begins."""
         self._graphs.on, self._optimizers.on = kind == "habits", kind == "instrumented"
-        self._forwards, self._called, self._close = 0, [], kind in CLOSE
+        self._forwards, self._close = 0, kind in CLOSE
+        self._calls.begin()
         self._compiling.listen()
         self._loaders.begin(timed=kind == "habits", counted=self._close)
         if self._close:
@@ -209,13 +206,21 @@ class Watch(Listener):
 
     def end(self) -> None:
         """A step has ended."""
-        self._remove_closely()
+        self._graphs.end_evaluation()
+        self._closely.remove()
         self._loaders.end()
         if self._close and not self._course.is_early:
-            self.facts.functional = not self._called
-            if len(self._called) > _MOST_CALLS * max(1, len(set(self._called))):
-                self._loaders.rows = None  # it goes from time to time, and nobody knows what one sample is
+            self.facts.functional = self._calls.none
+            if not self._calls.tells_samples:
+                self._loaders.rows = None
         self._graphs.step_done()
+
+    def anew(self) -> None:
+        """The script trains in another loop."""
+        self.facts.batch, self.facts.notes, self.facts.trace = [], [], None
+        self._optimizers.forget()
+        self._loaders, self._graphs = Loaders(self.sites), Graphs(self.sites)
+        self._pauses = Pauses(self._graphs, lambda: self._course.step)
 
     def between(self) -> None:
         """A step has ended: what was seen is published now and then, outside of any step."""
@@ -263,6 +268,8 @@ class Watch(Listener):
         self._trains()
         self._backwards += 1
         self.timeline.enter("backward")
+        if self._backwards == 1 and not self._optimizers.inside:
+            self._calls.backward()
         if self._graphs.on and self._backwards == 1:
             self._graphs.backward(args, self.sites.caller(4))
             self._graphs.look_around(self.facts.anchor)
@@ -345,9 +352,8 @@ class Watch(Listener):
         self._forwards += 1
         if self._forwards > 1:
             return None
-        if self._called and self._called[-1] == id(args[0]):
+        if not self._backwards and self._calls.called(id(args[0])):
             self.timeline.unless("loss", "python")  # the same network is called again before any backward
-        self._called.append(id(args[0]))
         self.timeline.enter("loss" if is_loss(args[0]) else "forward")
         return time.perf_counter()
 
@@ -359,6 +365,8 @@ class Watch(Listener):
         self.timeline.leave()
         spent = time.perf_counter() - token
         self._optimizers.nested(spent)
+        if self._backwards:
+            return  # it is computed again, as behind a checkpoint
         if torch.is_grad_enabled():
             self.timeline.turn("loss")
         if done and self._graphs.on:
@@ -370,7 +378,7 @@ class Watch(Listener):
     def step_computes(self, batch: Any) -> None:
         """A step that asks nothing of torch begins to compute; its parts are told to the timeline by those who know."""
         self._trains()
-        self._called.append(0)
+        self._calls.called(0)
         self.facts.trained += 1
         if not self.facts.batch and self.timeline.on:
             inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch

@@ -1,5 +1,6 @@
 """Ends in one of several ways in the middle of training; which is the first argument."""
 
+import atexit
 import os
 import sys
 import time
@@ -30,6 +31,11 @@ def stop(step):
         sys.exit(3)
     elif how == "exit with words":
         sys.exit("no more")
+    elif how == "interrupted":
+        raise KeyboardInterrupt
+    elif how == "interrupted, then a text":  # by evaluating one Python forgets that it was interrupted
+        atexit.register(lambda: exec("pass"))
+        raise KeyboardInterrupt
     elif how == "os._exit":
         os._exit(4)
 

@@ -1,0 +1,48 @@
+"""What is said of an update: loops over tensors, and what isn't one."""
+
+from __future__ import annotations
+
+import pytest
+
+from hotloop.profiles import Remedy
+from tests.unit.made_steps import adam, operator, remedies, seen
+
+
+def test_a_fused_optimizer_asks_each_tensor_too() -> None:
+    """As torch's fused SGD does, which is hardly faster than one call for each of many small tensors."""
+    assert not remedies(seen({"update": 0.7}, optimizers=[adam(0.7, tensors=200)]))
+    assert remedies(seen({"update": 0.7}, optimizers=[adam(0.7, tensors=10)]))
+
+
+def test_of_an_update_that_nobody_knows_its_arithmetic_is_not_won() -> None:
+    def updating(tensors: int, each_ms: float) -> Remedy | None:
+        ones = [
+            operator("mm", 20 * each_ms, 20, phase="update", where="mine.py:7", line_runs=20.0, flops=1e8, bytes=1e5),
+            operator("add_", 0.2, 20, phase="update", where="mine.py:7", line_runs=20.0, flops=1e2, bytes=1e3),
+        ]
+        found = remedies(
+            seen({"update": 8.0}, optimizers=[adam(8.0, "", tensors=tensors, kind="Mine")], operators=ones)
+        )
+        return next((one for one in found if "for-loop" in one.cause), None)
+
+    products = updating(20, 0.39)
+    assert products is None or products.gain < 0.1
+    small = updating(20, 0.01)
+    assert small is not None and small.gain > 0.05
+    assert updating(7, 0.01) is None
+
+
+@pytest.mark.parametrize(("kind", "name"), [("Mine", "_foreach_add_"), ("LBFGS", "add_"), ("Muon", "mm")])
+def test_an_optimizer_that_takes_lists_or_has_no_other_way_is_no_loop(kind: str, name: str) -> None:
+    ones = [
+        operator(name, 0.1, phase="update", where="mine.py:7", line_runs=1.0),
+        operator(
+            "add_", 1.5, 100, phase="update", where="mine.py:7", line_runs=1.0
+        ),  # torch goes through them on a CPU
+    ]
+    found = remedies(seen({"update": 5.0}, optimizers=[adam(5.0, "", kind=kind)], operators=ones))
+    assert not [one for one in found if "for-loop" in one.cause]
+
+
+def test_reading_in_the_optimizer_is_not_the_users() -> None:
+    assert remedies(seen(operators=[operator("item", 0.01, phase="update", where="train.py:13")])) == []
