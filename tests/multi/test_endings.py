@@ -187,12 +187,16 @@ def test_ctrl_c_in_a_terminal_has_ranks_save_and_stop(tmp_path: Path, server: Se
 
 
 def test_a_second_ctrl_c_interrupts_fit_which_says_so(tmp_path: Path, server: Server) -> None:
-    marker = tmp_path / "marker"
-    busy = f"if torch.is_grad_enabled(): open({str(marker)!r}, 'w').close(); time.sleep(60)"  # not as it is looked at
-    (tmp_path / "script.py").write_text(SCRIPT.replace("time.sleep(0.05)", busy))
+    hold, held = tmp_path / "hold", tmp_path / "held"
+    busy = f"if os.path.exists({str(hold)!r}): open({str(held)!r}, 'w').close(); time.sleep(60)"
+    (tmp_path / "script.py").write_text(
+        "import os\n" + SCRIPT.replace("time.sleep(0.05)", f"time.sleep(0.05)\n    {busy}")
+    )
     process = server.start(tmp_path / "script.py", script=True, cwd=tmp_path)
+    begun(process, tmp_path / "run")
+    hold.touch()
     deadline = time.monotonic() + 60
-    while not marker.exists():
+    while not held.exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
