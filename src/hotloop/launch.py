@@ -89,8 +89,8 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, resta
     with _store() as store, _quiet(), tempfile.TemporaryDirectory(prefix=name) as logs:
         for attempt in range(restarts + 1):
             try:
-                with _forwarding(), _outside(store.port, f"{name}-{attempt}/0", say).watching():
-                    _start(_config(f"{name}-{attempt}", ranks, store.port, logs), entry)
+                with _forwarding() as forwards, _outside(store.port, f"{name}-{attempt}/0", say).watching():
+                    _start(_config(f"{name}-{attempt}", ranks, store.port, logs), entry, apart=forwards)
                 return run_in(store) or "", 0
             except ChildFailedError as failed:
                 cause = _cause(failed.failures)
@@ -108,13 +108,19 @@ def _outside(port: int, name: str, say: Say) -> Outside:
     return Outside(dist.TCPStore(_LOOPBACK, port, is_master=False, wait_for_workers=False), name, say)
 
 
-def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str]) -> None:
+def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], *, apart: bool) -> None:
+    """Runs the ranks to their end.
+
+    Args:
+        apart: whether forks leave the terminal's group, since this process passes on what it hears.
+    """
     if isinstance(entry, list):
         elastic_launch(config, entry[0])(*entry[1:])
         return
 
     def call() -> None:
-        os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on: once, since a second has a meaning
+        if apart:
+            os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on: a second one has a meaning
         gc.freeze()
         gc.enable()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # not the parent's way with them, until it trains
@@ -184,8 +190,11 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _forwarding() -> Iterator[None]:
-    """Gives Ctrl-C and SIGTERM to the ranks, which save and end; the agent itself would end them in its own way."""
+def _forwarding() -> Iterator[bool]:
+    """Gives Ctrl-C and SIGTERM to the ranks, which save and end; the agent itself would end them in its own way.
+
+    Yields whether it does: only the main thread may set handlers, and whoever runs another hears the signals.
+    """
 
     def forward(number: int, frame: FrameType | None) -> None:
         for child in psutil.Process().children():
@@ -193,12 +202,12 @@ def _forwarding() -> Iterator[None]:
                 child.send_signal(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers; whoever runs the thread hears the signals
+        yield False
         return
     others = {child.pid for child in psutil.Process().children()}
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield True
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -119,6 +119,13 @@ def test_a_permutation_that_has_nothing_to_do_with_samples_is_the_same_for_all()
     assert Pattern.of(seen.drawn, seen.drawn, (2, 3)) == Pattern(single=frozenset({(5,)}))
 
 
+def test_what_the_cpu_draws_for_a_gpu_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    with Watching(torch.device("cuda")) as seen:
+        torch.randn(2, 5)
+    assert [one.shape for one in seen.drawn] == [(2, 5)]
+
+
 def test_rows_of_draws_are_those_of_the_whole_and_others_are_refused() -> None:
     pattern = Pattern(frozenset({Batchwise(2, 0, 1)}))
     torch.manual_seed(0)

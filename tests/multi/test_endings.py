@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.errors import HotloopError, NonFiniteError
+from hotloop.launch import launch
 from hotloop.plan import Plan
 from hotloop.run import Run
 from tests.forked import Server
@@ -184,6 +186,23 @@ def test_ctrl_c_in_a_terminal_has_ranks_save_and_stop(tmp_path: Path, server: Se
     stop = Run.open(tmp_path / "run").journal()[-1]
     assert (stop["event"], stop["reason"]) == ("stop", "SIGINT")
     assert stop["step"] == Run.open(tmp_path / "run").reached()
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_forks_leave_the_terminals_group_where_its_ctrl_c_is_passed_on_alone(tmp_path: Path, in_a_thread: bool) -> None:
+    """A thread other than the main one can't pass it on."""
+    group = tmp_path / "group"
+
+    def start() -> None:
+        launch(1, lambda: group.write_text(str(os.getpgrp())), print)
+
+    thread = threading.Thread(target=start)
+    if in_a_thread:
+        thread.start()
+        thread.join()
+    else:
+        start()
+    assert (int(group.read_text()) == os.getpgrp()) is in_a_thread
 
 
 def test_a_second_ctrl_c_interrupts_fit_which_says_so(tmp_path: Path, server: Server) -> None:

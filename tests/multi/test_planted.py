@@ -12,7 +12,6 @@ import torch
 import hotloop
 from hotloop.data.order import Order, Parted
 from hotloop.errors import OutOfStepError, TrainingError
-from hotloop.lowering import shared
 from hotloop.lowering.shared import SharedStep
 from hotloop.parallel import norms, summing
 from hotloop.parallel.agreeing import check_in_step
@@ -42,7 +41,6 @@ def an_unequal_shard(patch: pytest.MonkeyPatch) -> None:
         return rows
 
     patch.setattr(Parted, "batch", batch)
-    patch.setattr(shared, "check_shares", lambda parts, draws: None)  # it sees that before the first step
 
 
 def a_missing_sum(patch: pytest.MonkeyPatch) -> None:

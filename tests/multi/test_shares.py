@@ -7,13 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
 
 import hotloop
-from hotloop.errors import PlanError
+from hotloop.errors import HotloopError
 from hotloop.parallel.world import World
 from hotloop.plan import Plan
 from tests.multi.ranks import of_ranks
@@ -128,6 +133,120 @@ def rows_mixed_in_the_step() -> hotloop.Task:
     return task(step)
 
 
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+class Noisy(Dataset):
+    """Samples with noise of a generator of its own: another at each read."""
+
+    def __init__(self) -> None:
+        self.rows, self.generator = list(zip(vectors(), vectors(2), strict=True)), torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.rows[index]
+        return x + torch.randn(x.shape, generator=self.generator), y
+
+
+def data_with_a_generator_of_its_own() -> hotloop.Task:
+    return task(mean_square, data=Noisy())
+
+
+class Named(Dataset):
+    """Samples with a name each, which isn't cut with their rows."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str, Tensor]:
+        return vectors()[index], f"sample {index}", vectors(2)[index]
+
+
+def data_with_names() -> hotloop.Task:
+    return task(lambda model, batch: F.mse_loss(model(batch[0]), batch[2]), data=Named())
+
+
+def spectral_norms() -> hotloop.Task:
+    return task(
+        mean_square,
+        model=lambda: nn.Sequential(
+            parametrizations.spectral_norm(nn.Linear(6, 6)), torch.nn.utils.spectral_norm(nn.Linear(6, 6))
+        ),
+    )
+
+
+class Counting(nn.Linear):
+    """A layer that is larger at its first call, as one that warms up."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+def a_layer_that_counts() -> hotloop.Task:
+    return task(mean_square, model=lambda: Counting(6, 6))
+
+
+def a_step_that_counts() -> hotloop.Task:
+    calls = 0
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return mean_square(model, batch) * calls
+
+    return task(step)
+
+
+def rows_drawn_by_numpy() -> hotloop.Task:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        share = torch.from_numpy(np.random.randint(0, 10, (len(batch[0]), 1))) / 10
+        return F.mse_loss(model(batch[0] * share), batch[1])
+
+    return task(step)
+
+
+def noise_of_a_generator_of_its_own() -> hotloop.Task:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        weights = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+        return F.mse_loss(model(batch[0]) @ weights, batch[1])
+
+    return task(step, model=lambda: nn.Linear(6, 6))
+
+
+def rows_drawn_by_a_generator_of_its_own() -> hotloop.Task:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        noise = torch.randn(batch[0].shape, generator=torch.Generator().manual_seed(0))
+        return F.mse_loss(model(batch[0] + noise), batch[1])
+
+    return task(step, model=lambda: nn.Linear(6, 6))
+
+
+def autocast_in_the_step() -> hotloop.Task:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.mse_loss(model(batch[0]), batch[1])
+
+    return task(step, model=lambda: nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 6)))
+
+
+def a_step_that_changes_its_batch() -> hotloop.Task:
+    return task(lambda model, batch: F.mse_loss(model(batch[0].mul_(2)), batch[1]), data=Noisy())
+
+
+def a_step_that_speaks_to_other_ranks() -> hotloop.Task:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        torch.distributed.all_reduce(torch.ones(1))
+        return mean_square(model, batch)
+
+    return task(step)
+
+
 HONEST = {
     one.__name__: one
     for one in (
@@ -138,7 +257,41 @@ HONEST = {
         norms_without_statistics,
         draws_of_probabilities,
         rows_mixed_in_the_step,
+        data_with_a_generator_of_its_own,
+        data_with_names,
+        spectral_norms,
+        a_layer_that_counts,
+        a_step_that_counts,
+        rows_drawn_by_numpy,
+        noise_of_a_generator_of_its_own,
+        rows_drawn_by_a_generator_of_its_own,
+        autocast_in_the_step,
+        a_step_that_changes_its_batch,
+        a_step_that_speaks_to_other_ranks,
     )
+}
+
+UNTRIED = {
+    "rows_mixed_in_the_step": "it draws by randperm",
+    "data_with_names": "a batch holds a str",
+    "a_step_that_counts": "the same samples give another gradient each time",
+    "rows_drawn_by_numpy": "it draws from NumPy's or Python's generator",
+    "rows_drawn_by_a_generator_of_its_own": "it draws from a generator of its own",
+}
+
+
+def targets_of_another_shape() -> hotloop.Task:
+    data = vectors(), vectors()[:, 0]
+    return task(None, loss=F.mse_loss, model=lambda: nn.Linear(6, 1), data=data)  # type: ignore[arg-type]
+
+
+def a_loss_for_each_sample() -> hotloop.Task:
+    return task(lambda model, batch: (model(batch[0]) - batch[1]).square().mean(1))
+
+
+WRONG = {
+    targets_of_another_shape: "the loss got outputs of shape (4, 1) and targets of shape (4)",
+    a_loss_for_each_sample: "the loss is a tensor of shape (4,)",
 }
 
 
@@ -148,18 +301,44 @@ def outcome(make: Callable[[], hotloop.Task], plan: Plan) -> tuple[str, list[str
     try:
         program = hotloop.lower(make(), plan, lines.append)
         program.advance(1)
-    except PlanError as error:
+    except HotloopError as error:
         return str(error), lines, []
     loss = program.parts.task.loss
     return "", lines, [float(value) for value in loss.buffers()] if isinstance(loss, nn.Module) else []
 
 
 def compute(world: World) -> dict[Any, Any]:
-    cases = WHOLE | HONEST
+    cases = WHOLE | HONEST | {make.__name__: make for make in WRONG}
     found: dict[Any, Any] = {
         (plan.parallel, name): outcome(make, plan) for plan in PLANS for name, make in cases.items()
     }
-    return found | {"augment": augmented()}
+    modes = {again: mode_of_backward(again) for again in (False, True)}
+    _, norm, _ = outcome(a_norm_over_ranks, Plan(parallel="towers"))
+    return found | {"augment": augmented(), "modes": modes, "norm": norm}
+
+
+def mode_of_backward(again: bool) -> str:
+    """Which mode watches operators of a step's backward, where layers that draw are computed again, or aren't."""
+    modes: list[str] = []
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        output = checkpoint(model, batch[0], use_reentrant=False) if again else model(batch[0])
+        output.register_hook(lambda _: modes.append(type(_get_current_dispatch_mode()).__name__))
+        return F.mse_loss(output, batch[1])
+
+    hotloop.lower(task(step), PLANS[0]).advance(1)
+    return modes[-1]
+
+
+def a_norm_over_ranks() -> hotloop.Task:
+    class Model(nn.Linear):
+        """A layer with a norm that only GPUs would reach."""
+
+        def __init__(self) -> None:
+            super().__init__(6, 6)
+            self.norm = nn.SyncBatchNorm(6)
+
+    return task(mean_square, model=Model)
 
 
 def augmented() -> Tensor:
@@ -204,8 +383,15 @@ def test_a_mean_over_samples_is_taken(seen: list[Any], name: str) -> None:
         assert not said
         told = [line for line in lines if not line.startswith("each rank draws its own random numbers")]
         untried = "parallel={}: whether the ranks' gradients add up to that of one process couldn't be tried: {}"
-        rows = untried.format(plan.parallel, "it draws by randperm")
-        assert told == ([rows] if name == "rows_mixed_in_the_step" else [])
+        assert told == [untried.format(plan.parallel, why) for case, why in UNTRIED.items() if case == name]
+
+
+@pytest.mark.parametrize("make", WRONG, ids=lambda make: make.__name__)
+def test_what_is_wrong_with_the_loss_itself_is_left_to_the_first_step(seen: list[Any], make: Any) -> None:
+    for plan in PLANS:
+        said, lines, _ = seen[0][plan.parallel, make.__name__]
+        assert said.startswith(WRONG[make])
+        assert not lines
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.parallel)
@@ -218,3 +404,13 @@ def test_what_an_augmentation_draws_by_torch_is_other_numbers_on_each_rank(seen:
     first, second = (rank["augment"] for rank in seen)
     assert len(first) == len(second) == 4
     assert not set(first.tolist()) & set(second.tolist())
+
+
+def test_backward_is_watched_operator_by_operator_only_where_it_draws(seen: list[Any]) -> None:
+    assert seen[0]["modes"] == {False: "NoneType", True: "WholeDraws"}
+
+
+def test_a_norm_that_looks_at_other_ranks_by_itself_cannot_be_tried(seen: list[Any]) -> None:
+    assert [line.partition("couldn't be tried: ")[2] for line in seen[0]["norm"]] == [
+        "a SyncBatchNorm looks at other ranks"
+    ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import PlanError, blame
@@ -70,16 +71,21 @@ def pieces_of(batch: Any, samples: int, pieces: int) -> Iterator[tuple[Any, int]
     Raises:
         PlanError: it holds something that can't be cut.
     """
-    uncut = [tuple(value.shape) for value in tensors(batch) if not value.ndim or len(value) != samples]
-    if uncut:
+    if uncut := without_rows(batch, samples):
         raise PlanError(
-            f"accumulation={pieces}, and a batch holds a tensor of shape {uncut[0]} that has no row per sample",
+            f"accumulation={pieces}, and a batch holds {uncut}",
             expected=f"tensors whose first dimension counts the {samples} samples",
             fix="leave accumulation out, or give such a tensor that dimension",
         )
     for first, last in itertools.pairwise(bounds(samples, pieces)):
         if first < last:
             yield map_tensors(lambda value, a=first, b=last: value[a:b], batch), last - first  # type: ignore[misc]
+
+
+def without_rows(batch: Any, samples: int) -> str:
+    """The first tensor of a batch that can't be cut; empty if there is none."""
+    uncut = (value for value in tensors(batch) if not value.ndim or len(value) != samples)
+    return next((f"a tensor of shape {tuple(value.shape)} that has no row per sample" for value in uncut), "")
 
 
 def bounds(samples: int, pieces: int) -> list[int]:
@@ -108,9 +114,11 @@ def check_pieces(
             not for this model.
     """
     whole: dict[str, Tensor] = {}
+    roundings = Roundings()
     try:
-        whole = _gradients(parts, batch, samples, 1, wide)
-        cut = _gradients(parts, batch, samples, pieces, wide)
+        with roundings:
+            whole = _gradients(parts, batch, samples, 1, wide)
+            cut = _gradients(parts, batch, samples, pieces, wide)
     except PlanError:
         raise
     except Exception as error:
@@ -122,15 +130,15 @@ def check_pieces(
             expected="a model that runs in float64 too, which casts to no dtype of its own" if wide else "",
             fix=instead,
         ) from error
-    if (name := farthest(whole, cut, wide)) is not None:
+    if (name := farthest(whole, cut, None if wide else roundings.eps)) is not None:
         raise not_in_pieces(f"{asked} changes the gradient of {name!r}", instead, _norms(parts))
 
 
-def farthest(whole: dict[str, Tensor], cut: dict[str, Tensor], wide: bool) -> str | None:
+def farthest(whole: dict[str, Tensor], cut: dict[str, Tensor], eps: float | None) -> str | None:
     """The parameter whose gradients differ most, if that is more than the order of a sum can make of it.
 
     Args:
-        wide: as of `check_pieces`.
+        eps: the last bit of the numbers that they were computed in, relative to 1; None if all was in float64.
     """
 
     def distance(name: str) -> float:
@@ -141,7 +149,7 @@ def farthest(whole: dict[str, Tensor], cut: dict[str, Tensor], wide: bool) -> st
     worst = max(whole, key=distance, default=None)
     # The order of a sum is worth some of the last bits, in float64 1e-14 or so; what looks at the whole batch shows orders
     # of magnitude above.
-    close = 1e-8 if wide else min(0.1, _SLACK * max((torch.finfo(v.dtype).eps for v in whole.values()), default=0.0))
+    close = 1e-8 if eps is None else min(0.1, _SLACK * eps)
     return None if worst is None or distance(worst) <= close * scale else worst
 
 
@@ -183,6 +191,23 @@ def _gradients(parts: Ingredients, batch: Any, samples: int, pieces: int, wide: 
     with Means():
         accumulate(cut, model, batch, samples, lambda loss: loss.backward())
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+class Roundings(TorchDispatchMode):
+    """Notes how narrow the numbers are that something is computed in; a step may cast to bf16 within, and back.
+
+    Attributes:
+        eps: the last bit of the narrowest floating-point dtype that an operator put out, relative to 1.
+    """
+
+    eps = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+                self.eps = max(self.eps, torch.finfo(value.dtype).eps)
+        return result
 
 
 class Means(TorchDispatchMode):

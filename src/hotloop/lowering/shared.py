@@ -79,7 +79,7 @@ class SharedStep(EagerStep):
         with ExitStack() as stack:
             if self._as_one.norms:
                 stack.enter_context(WholeNorms(self._samples, bool(self._rows), self.parts.meter))
-            if draws.any:
+            if draws.any and (in_order or self._as_one.redraws):
                 stack.enter_context(WholeDraws(draws, self._samples, world.rank, world.ranks, in_order=in_order))
             yield
 
@@ -144,10 +144,12 @@ class Look:
     Attributes:
         norms: whether batches are normalised.
         draws: how the model draws random numbers.
+        redraws: whether backward draws some anew, as where parts of the forward pass are computed again.
     """
 
     norms: bool
     draws: Pattern
+    redraws: bool = True
 
 
 def look(parts: Ingredients) -> Look:
@@ -158,22 +160,34 @@ def look(parts: Ingredients) -> Look:
             seen = [_watched(parts, samples) for samples in (few, more)]
     except Exception as error:
         return Look(True, Pattern(odd=f"it couldn't be tried on {few} and {more} samples ({blame(error)})"))
-    return Look(seen[0].norms, Pattern.of(seen[0].drawn, seen[1].drawn, (few, more)))
+    redraws = any(one.redraws for one in seen)
+    return Look(seen[0].norms, Pattern.of(seen[0].drawn, seen[1].drawn, (few, more)), redraws)
 
 
 @dataclass
 class _Seen:
     norms: bool
     drawn: list[Drawn]
+    redraws: bool
 
 
 def _watched(parts: Ingredients, samples: int) -> _Seen:
     model = copy.deepcopy(parts.model).train()
     batch = to_device(peek(parts.roles, samples), parts.device)
     Streams(parts.task.seed, parts.device).reseed("look")
-    with torch.no_grad(), Watching(parts.device) as draws, _Norms() as norms:
-        parts.compute(model, batch)
-    return _Seen(norms.seen, draws.drawn)
+    with Watching(parts.device) as draws, _Norms() as norms:
+        loss = parts.compute(model, batch).loss
+    return _Seen(norms.seen, draws.drawn, bool(draws.drawn) and _redraws(loss, parts.device))
+
+
+def _redraws(loss: Tensor, device: torch.device) -> bool:
+    """Whether its backward draws; it may where that can't be tried."""
+    try:
+        with Watching(device) as draws:
+            backward_within(loss)
+    except Exception:
+        return True
+    return bool(draws.drawn)
 
 
 class _Norms(TorchFunctionMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hotloop.data.feed import Treatment, open_feed
-from hotloop.data.order import Order, Parted
-from hotloop.errors import HotloopError, blame
-from hotloop.lowering.accumulation import Means, farthest, not_in_pieces
+from hotloop.data.tree import map_tensors
+from hotloop.errors import blame, kind
+from hotloop.lowering.accumulation import Means, Roundings, farthest, not_in_pieces, pieces_of, without_rows
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.parallel.draws import Pattern, WholeDraws
 from hotloop.parallel.norms import backward_within
@@ -27,9 +28,12 @@ from hotloop.task import Computed
 Share = tuple[Any, int]
 """A batch, and how many rows it has."""
 
+_SAMPLES = 5
+"""As few as make two shares of different sizes, each of several."""
+
 
 def check_shares(parts: Ingredients, draws: Pattern) -> None:
-    """Compares, on the first rank, the gradient of a few samples with what two shares of them add up to.
+    """Compares the gradient of a few samples with what two shares of them add up to; all ranks call it together.
 
     Batch norms keep to their running statistics, and random numbers are those of the whole, since ranks have both in
     common; where they draw numbers of their own, these are at their means. Where each rank trains by itself, and so
@@ -42,7 +46,8 @@ def check_shares(parts: Ingredients, draws: Pattern) -> None:
         PlanError: the loss, or a layer, looks at the batch as a whole.
     """
     asked = f"parallel={parts.plan.parallel}"
-    untried, name = parts.world.from_first(lambda: _tried(parts, draws))
+    found = _tried(parts, draws)  # on each rank, since a step may have something to say to the others
+    untried, name = parts.world.from_first(lambda: found)
     if untried:
         parts.say(f"{asked}: whether the ranks' gradients add up to that of one process couldn't be tried: {untried}")
     elif name and parts.plan.parallel == "local":
@@ -53,57 +58,86 @@ def check_shares(parts: Ingredients, draws: Pattern) -> None:
 
 def _tried(parts: Ingredients, draws: Pattern) -> tuple[str, str]:
     """Why it couldn't be tried, and else the parameter whose gradient differs; both empty where none does."""
-    means = Means() if draws.odd else None
     try:
+        if any(isinstance(module, nn.SyncBatchNorm) for module in parts.model.modules()):
+            return "a SyncBatchNorm looks at other ranks", ""
         with preserved(parts.device):
-            whole, cut = _shared(parts)
-            if len(cut) < 2:
+            batch, samples = _few(parts)
+            if samples < 2:
                 return "", ""
-            one, several = (_gradients(parts, shares, draws, means) for shares in (whole, cut))
-    except HotloopError:
-        raise
+            if uncut := without_rows(batch, samples) or _without_tensors(batch):
+                return f"a batch holds {uncut}", ""
+            return _compared(parts, batch, samples, draws)
+    except _Told:
+        return "", ""
     except Exception as error:
         return blame(error), ""
-    if not all(bool(value.isfinite().all()) for value in one.values()):
-        return "a gradient is NaN or infinite", ""
-    name = farthest(one, several, wide=False)
-    if name and means is not None and means.unknown:
-        return f"it draws by {means.unknown}", ""
-    return "", name or ""
 
 
-def _shared(parts: Ingredients) -> tuple[list[Share], list[Share]]:
-    """As many samples as a rank has at once, or a few more: whole, and in two shares, one of them larger."""
+def _few(parts: Ingredients) -> Share:
+    """The first samples of the first batch, read once: a data set may give others when it is asked again."""
     order = parts.roles.order
     assert order is not None
-    samples = max(-(-order.batch_size // parts.world.ranks), min(order.batch_size, 5))
+    samples = min(order.batch_size, _SAMPLES)
     samples -= samples > 2 and samples % 2 == 0
-    few = replace(order, batch_size=samples)
-    cut = [Parted(**vars(few), rank=rank, ranks=2) for rank in range(2)] if samples > 1 else []
-    return [_first(parts, few)], [_first(parts, rows) for rows in cut]
-
-
-def _first(parts: Ingredients, rows: Order) -> Share:
     treatment = Treatment(parts.device, parts.task.seed, parts.roles.prepare)
-    return next(open_feed(parts.roles.train, rows, treatment, workers=0, endless=False).epoch(0))
+    few = replace(order, batch_size=samples)
+    return next(open_feed(parts.roles.train, few, treatment, workers=0, endless=False).epoch(0))
 
 
-def _gradients(parts: Ingredients, shares: Sequence[Share], draws: Pattern, means: Means | None) -> dict[str, Tensor]:
+def _without_tensors(batch: Any) -> str:
+    """What else a batch holds, which isn't cut with its tensors; empty if there is nothing."""
+    others: list[Any] = []
+    map_tensors(lambda value: value, batch, others.append)
+    return next((kind(value) for value in others if value is not None), "")
+
+
+def _compared(parts: Ingredients, batch: Any, samples: int, draws: Pattern) -> tuple[str, str]:
+    """What `_tried` returns, of a batch that can be cut."""
+    means, seen = Means() if draws.odd else None, _Seen()
+    whole, cut = [(batch, samples)], list(pieces_of(batch, samples, 2))
+    one = _gradients(parts, whole, draws, means, seen)
+    elsewhere = Streams(parts.task.seed, parts.device).drawn("look")
+    again, several = (_gradients(parts, shares, draws, means, seen) for shares in (whole, cut))
+    if not all(bool(value.isfinite().all()) for value in one.values()):
+        return "a gradient is NaN or infinite", ""
+    if farthest(one, again, seen.eps):
+        return "the same samples give another gradient each time", ""
+    name = farthest(one, several, seen.eps) or ""
+    if name and means is not None and means.unknown:
+        return f"it draws by {means.unknown}", ""
+    if name and elsewhere:
+        return "it draws from NumPy's or Python's generator", ""
+    if name and seen.own:
+        return "it draws from a generator of its own", ""
+    return "", name
+
+
+def _gradients(
+    parts: Ingredients, shares: Sequence[Share], draws: Pattern, means: Means | None, seen: _Seen
+) -> dict[str, Tensor]:
     """What the shares' gradients add up to under the plan's weights, by parameter, in the model's own numbers."""
-    model, compute = copy.deepcopy(parts.model).train(), _with_a_copy_of_the_loss(parts)
     weights = [float(parts.weigh(*share)) for share in shares]
-    total = sum(rows for _, rows in shares)
+    samples = sum(rows for _, rows in shares)
+    whole = draws.any and means is None
+    total: dict[str, Tensor] = {}
     for number, ((batch, _), weight) in enumerate(zip(shares, weights, strict=True)):
         if not weight and any(weights):
             continue
+        # Each has its own, since a forward pass may change a model, a loss or a batch.
+        model, compute = copy.deepcopy(parts.model).train(), _with_a_copy_of_the_loss(parts)
+        rows = map_tensors(torch.clone, batch)
+        for_all = partial(WholeDraws, draws, samples, number, len(shares)) if whole else _nothing
         Streams(parts.task.seed, parts.device).reseed("look")
-        for_all = partial(WholeDraws, draws, total, number, len(shares)) if means is None else _nothing
-        with means or nullcontext():
+        with seen, means or nullcontext():
             with for_all(in_order=True), _FixedNorms():
-                loss = compute(model, batch).loss
+                loss = _loss(compute, model, rows)
             with for_all(in_order=False), _FixedNorms():
                 backward_within(loss * (weight / (sum(weights) or 1.0)))
-    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+        for name, value in model.named_parameters():
+            if value.grad is not None:
+                total[name] = total[name] + value.grad if name in total else value.grad
+    return total
 
 
 def _nothing(**_: Any) -> AbstractContextManager[Any]:
@@ -114,6 +148,33 @@ def _with_a_copy_of_the_loss(parts: Ingredients) -> Callable[[nn.Module, Any], C
     """The Task's forward pass, in the model's own numbers; a loss may have buffers that training changes."""
     loss = parts.task.loss
     return (replace(parts.task, loss=copy.deepcopy(loss)) if isinstance(loss, nn.Module) else parts.task).compute
+
+
+class _Told(Exception):
+    """Something is wrong with the loss, of which the first step says what."""
+
+
+def _loss(compute: Callable[[nn.Module, Any], Computed], model: nn.Module, batch: Any) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Using a target size")
+        try:
+            loss = compute(model, batch).loss
+        except UserWarning as warning:
+            raise _Told from warning
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        raise _Told
+    return loss
+
+
+class _Seen(Roundings):
+    """Notes also whether anything is drawn from a generator that isn't one of torch's global ones."""
+
+    own = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        generator = (kwargs or {}).get("generator")
+        self.own = self.own or (generator is not None and generator is not torch.default_generator)
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 class _FixedNorms(TorchFunctionMode):

@@ -147,7 +147,7 @@ def memory_order(value: Tensor) -> tuple[int, ...]:
 
 @dataclass
 class Watching(TorchDispatchMode):
-    """Notes each operator that draws from torch's generator."""
+    """Notes each operator that draws from torch's generators."""
 
     device: torch.device
     drawn: list[Drawn] = field(default_factory=list)
@@ -158,17 +158,20 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*args, **(kwargs or {}))
-        before = _generator(self.device).get_state()
+        before = [generator.get_state() for generator in _generators(self.device)]
         result = function(*args, **(kwargs or {}))
-        if not torch.equal(before, _generator(self.device).get_state()):
+        after = [generator.get_state() for generator in _generators(self.device)]
+        if not all(map(torch.equal, before, after)):
             first = result[0] if isinstance(result, tuple) else result
             repeatable = Drawing.of(function, args, kwargs or {}) is not None
             self.drawn.append(Drawn.into(function.overloadpacket.__name__, first, repeatable))
         return result
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """The global ones that a step on this device may draw from: a CPU's too, whose numbers it may move there."""
+    of_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+    return [torch.default_generator, *of_device]
 
 
 class WholeDraws(TorchDispatchMode):
