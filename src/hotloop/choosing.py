@@ -12,7 +12,7 @@ from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.order import making_ready
 from hotloop.lowering.telling import During, Say
-from hotloop.plan import Plan
+from hotloop.plan import BASELINE, Plan
 from hotloop.probe import check_device, devices, here
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
@@ -120,15 +120,15 @@ def _weighed(
     program, plan = _first_lowered(task, eager, say, during)
     compiled = [one.plan for one in choices if one not in eager and one.plan.with_axes(compile=plan.compile) == plan]
     allowed = accepted(wanted.plan.model_fields_set)
-    against = {way: memory.against(way, plan, allowed) for way in _ways(compiled, facts, wanted)}
+    against = {way: memory.against(way, plan, allowed, facts.steps) for way in _ways(compiled, facts, wanted)}
     ways = [way for way, why in against.items() if not why]
     for way, why in against.items():
         if why:
             say(f"auto passes over {way.brief()}: {why}")
     if not ways or facts.steps is None:
         return program, plan
-    if not facts.exact:
-        say("auto goes on eagerly: its data has an order of its own, so nothing compiled can be proven")
+    if why := _unsettled(facts, plan):
+        say(f"auto goes on eagerly: {why}")
         return program, plan
     hope = hoped(program, facts.steps, rewrites=any(way.rewrites != "none" for way in ways))
     program.close()
@@ -141,6 +141,19 @@ def _weighed(
     say(f"auto compiles: {hope}")
     verdict = Settling(task, facts, plan, allowed, say, during).run(ways, hope.compilations)
     return _settled(task, [*ways, plan], verdict, say, during, memory)
+
+
+def _unsettled(facts: TaskFacts, plan: Plan) -> str:
+    """Why compiled plans are neither raced nor proven beside an eager one; empty where they may be."""
+    if not facts.exact:
+        return "its data has an order of its own, so nothing compiled can be proven"
+    saving = [axis for axis in ("accumulation", "precision") if getattr(plan, axis) != getattr(BASELINE, axis)]
+    if not saving:
+        return ""
+    return (
+        "compiled plans race beside whole batches in fp32, for which there may be no memory where"
+        f" {' and '.join(saving)} is set; train --tune races them all the same"
+    )
 
 
 def _ways(compiled: list[Plan], facts: TaskFacts, wanted: Wanted) -> list[Plan]:
@@ -226,8 +239,7 @@ def consider(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None = No
     plain = placed(base)
     base = Plan(**{axis: getattr(plain, axis) for axis in base.model_fields_set})
     facts, hardware = known(task, plain) if facts is None else (facts, here(plain.device))
-    if facts.steps is not None:
-        facts = facts.model_copy(update={"steps": max(facts.steps - done, 0)})
+    facts = left_after(done, facts)
     check(plain, facts, hardware)
     found = hardware.device(plain.device)
     assert found is not None
@@ -243,6 +255,11 @@ def consider(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None = No
         device=found,
         facts=facts,
     )
+
+
+def left_after(done: int, facts: TaskFacts) -> TaskFacts:
+    """The facts with the steps that are left after so many."""
+    return facts if facts.steps is None else facts.model_copy(update={"steps": max(facts.steps - done, 0)})
 
 
 def known(task: Task, plan: Plan) -> tuple[TaskFacts, Hardware]:

@@ -174,8 +174,7 @@ def _parities(task: Task, plans: Sequence[Plan], prove: Prove, progress: Progres
 
 
 def _with_parity(timing: Timing, known: Mapping[Plan, Parity]) -> Timing:
-    parity = known[Plan(**timing.plan)]
-    return timing.model_copy(update={"parity": parity.parity, "parity_reason": parity.reason})
+    return timing.proven(known[Plan(**timing.plan)])
 
 
 def raced_scales(

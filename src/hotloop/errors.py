@@ -156,6 +156,13 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
+def told(error: BaseException) -> tuple[str, bool]:
+    """What to say of an error that doesn't end all, in one line; and whether memory was lacking, which may do another time."""
+    text = error.given if isinstance(error, HotloopError) else blame(error)
+    both = [one for one in (error, error.__cause__) if one is not None]
+    return text, any(isinstance(one, MemoryExhausted | RoomError) or out_of_memory(one) for one in both)
+
+
 def _read(text: str) -> tuple[str, list[tuple[str, int]]]:
     """The last line that names an error, and the frames, of a traceback's text."""
     lines = text.splitlines()

@@ -1,7 +1,8 @@
 """Results of races, kept in the user's cache folder: one file for each plan of a Task on a machine with its versions.
 
 Only ratios against the plain baseline are kept, since times of races on different days don't compare. What doesn't work
-is kept as well, so that nobody tries it again before something has changed; but not what only lacked memory that day.
+is kept as well, so that nobody tries it again before something has changed; but not what only lacked memory that day, be it
+a plan or its proof.
 """
 
 from __future__ import annotations
@@ -60,12 +61,19 @@ def remember(verdict: Verdict) -> list[str]:
         return []
     where = _about(verdict.fingerprint, verdict.machine, verdict.versions)
     try:
-        for timing in verdict.plans:
+        for timing in map(_without_proof_in_vain, verdict.plans):
             if timing.plan and _tells(timing):
                 _keep(Kept(key=_key(where, timing, base), timing=timing, baseline=base), _path(where, timing, base))
     except HotloopError as error:
         return [f"what the race found couldn't be kept: {error.given}"]
     return []
+
+
+def _without_proof_in_vain(timing: Timing) -> Timing:
+    """Without a parity that only says that memory was lacking; one from before stays then."""
+    if timing.failure is not None or not timing.short_of_memory:
+        return timing
+    return timing.model_copy(update={"parity": None, "parity_reason": None, "short_of_memory": False})
 
 
 def _tells(timing: Timing) -> bool:

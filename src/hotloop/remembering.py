@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from hotloop.choosing import NOTHING_KEPT, lowered, placed
+from hotloop.choosing import NOTHING_KEPT, left_after, lowered, placed
 from hotloop.errors import MemoryExhausted, PlanError
 from hotloop.kept import Kept, best, recall, remember
 from hotloop.lowering import Program, lower
@@ -76,18 +76,20 @@ def lowered_by_memory(
     say: Say,
     during: During | None = None,
     facts: TaskFacts | None = None,
+    done: int = 0,
 ) -> Program:
     """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered, and none
     that was found slower than the baseline, or broken; what it finds it remembers.
 
     Args:
         facts: what `fingerprinted` says, where that is known already: to find it out, a model is built.
+        done: steps of the run that lie behind.
     """
     if not wanted.auto:
-        return lowered(task, wanted, say, during)
+        return lowered(task, wanted, say, during, done)
     placed(wanted.plan)  # a device that isn't there shows before a model is built
     loaded = Loaded(task, loaded.record, loaded.files)
-    facts = facts or fingerprinted(loaded)
+    facts = left_after(done, facts or fingerprinted(loaded))
     kept = [] if loaded.record is None else _fitting(wanted, facts, say)
     plan = _fastest(kept, wanted, facts)
     if plan is not None:

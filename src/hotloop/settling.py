@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from functools import partial
 
 import torch
 
-from hotloop.errors import HotloopError, MemoryExhausted, blame, out_of_memory
+from hotloop.errors import PlanError, told
 from hotloop.lowering import Program, lower
 from hotloop.lowering.telling import During, Say
 from hotloop.measuring import Entrant, measure
@@ -19,15 +20,19 @@ from hotloop.measuring.runner import Runner
 from hotloop.parity import prove_programs
 from hotloop.plan import Plan
 from hotloop.records import TaskFacts
+from hotloop.rng import preserved
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task
-from hotloop.tuning.budget import PROVING_STEPS, Budget
+from hotloop.tuning.budget import PROVING_STEPS, Budget, saved_steps
 from hotloop.tuning.room import plans_at_once
 from hotloop.tuning.starts import with_start
 from hotloop.verdicts import Parity, Timing, Verdict
 
 _GLANCE_S = 0.2
 """For a first idea of the baseline's step."""
+
+_PASSING = re.compile("No space left on device|Killed|terminated abruptly")
+"""What compilers say of a full disk, or of a process that was killed: nothing of the plan, which may do another time."""
 
 _RACED = 1 / 2
 """Of what a search may race for."""
@@ -62,7 +67,7 @@ class Settling:
         try:
             winner = self._winner(ways, most)
         except Exception as error:  # what is wrong with the Task shows in training, and is explained there
-            self.say(f"auto goes on eagerly: its plans couldn't be raced ({_told(error)})")
+            self.say(f"auto goes on eagerly: its plans couldn't be raced ({told(error)[0]})")
             return None
         finally:
             for program in self._programs.values():
@@ -82,14 +87,23 @@ class Settling:
         if room < 1:
             self.say("auto goes on eagerly: there is no memory for a compiled plan beside the eager one")
             return self.eager
+        step_s = self._glance()
         ready = self._compiled(ways, min(most, room))
         if not ready:
             return self.eager
         names = " and ".join(plan.brief() for plan in ready)
         self.say(f"auto races {names} beside what runs eagerly, and proves the fastest")
         with nullcontext() if self.during is None else self.during("racing and proving plans", counted=False):
-            self._race(others, ready)
+            self._race(others, ready, step_s)
             return self._proven(ready)
+
+    def _glance(self) -> float:
+        """Seconds of the baseline's step; where there is no memory for it, that shows before anything is compiled."""
+        program = self._lowered(self.baseline)
+        with preserved(*program.devices):
+            step_s = Runner(program).warm_up(_GLANCE_S)[1]
+        program.close()  # its loaders rest while others are compiled
+        return step_s
 
     def _compiled(self, ways: Sequence[Plan], most: int) -> list[Plan]:
         ready: list[Plan] = []
@@ -99,21 +113,23 @@ class Settling:
             try:
                 self._lowered(way)
             except Exception as error:
-                self._pass_over(way, _told(error))
-                short = isinstance(error, MemoryExhausted) or out_of_memory(error)
-                name, axes = way.brief(), way.model_dump()
-                self._timings[name] = Timing(name=name, plan=axes, failure=_told(error), short_of_memory=short)
+                why, short = told(error)
+                self._pass_over(way, why)
+                if isinstance(error, PlanError) and not (short or _PASSING.search(str(error.__cause__))):
+                    self._timings[way.brief()] = Timing(name=way.brief(), plan=way.model_dump(), failure=why)
             else:
                 ready.append(way)
         return ready
 
-    def _race(self, others: Sequence[Plan], ready: Sequence[Plan]) -> None:
-        """On real batches, in pairs; a plan that fails is out."""
+    def _race(self, others: Sequence[Plan], ready: Sequence[Plan], step_s: float) -> None:
+        """On real batches, in pairs; a plan that fails is out, and so is one that loses against the baseline.
+
+        None is left out for another one: the eager plan goes on if no other is proven, and the slower compiled one may be.
+        """
         device, steps = torch.device(self.eager.device).type, self.facts.steps
-        step_s = Runner(self._lowered(self.baseline)).warm_up(_GLANCE_S)[1]
         plans = [*others, *ready]
         seconds = Budget.of(step_s, steps, None, device).race_s(_RACED, len(plans) - 1)
-        entrants = [Entrant(plan.brief(), partial(self._lowered, plan), plan) for plan in plans]
+        entrants = [Entrant(plan.brief(), partial(self._lowered, plan), plan, plan.brief()) for plan in plans]
         found = measure(entrants, self.baseline.brief(), steps=steps, time_limit_s=seconds, brief=True)
         self._timings |= {one.name: with_start(one, self._starts.get(one.name), steps) for one in found.plans}
 
@@ -126,13 +142,14 @@ class Settling:
                 self._pass_over(plan, timing.failure)
             elif timing.verdict != "faster" or (timing.ratio or 0.0) <= ratio:
                 figures = f"it's {timing.ratio:.2f} times as fast as the baseline"
+                if timing.left_out and timing.verdict is None:
+                    figures = f"it was left out after {timing.windows} pairs, since {figures}"
                 self._pass_over(plan, figures if ratio == 1.0 else f"{figures}, and {self.eager.brief()} {ratio:.2f}")
             elif why := self._too_long(timing, ratio):
                 self._pass_over(plan, why)
             else:
                 parity = self._parity(plan)
-                update = {"parity": parity.parity, "parity_reason": parity.reason}
-                self._timings[plan.brief()] = timing.model_copy(update=update)
+                self._timings[plan.brief()] = timing.proven(parity)
                 if parity.parity in self.accepted:
                     return plan
                 self._pass_over(plan, f"it's {parity.parity}: {parity.reason}")
@@ -141,22 +158,30 @@ class Settling:
     def _too_long(self, timing: Timing, ratio: float) -> str:
         """Why a proof doesn't pay; empty if it does. `ratio` is the eager plan's."""
         step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
-        saves_s = (self.facts.steps or 0) * step_s * (1 / ratio - 1 / (timing.ratio or 1.0))
+        saves_s = saved_steps(self.facts.steps, timing.ratio or 1.0, ratio) * step_s
         proof_s = PROVING_STEPS * step_s
         return "" if saves_s > proof_s else f"it saves {saves_s:.0f} s, and a proof takes about {proof_s:.0f} s"
 
     def _parity(self, plan: Plan) -> Parity:
+        self._give_up_but(plan)
         try:
             return prove_programs(self.task, [self._lowered(plan)])[0]
         except Exception as error:
-            return Parity(plan=plan.brief(), parity="unproven", reason=_told(error), states=0)
+            reason, short = told(error)
+            return Parity(plan=plan.brief(), parity="unproven", reason=reason, states=0, short_of_memory=short)
+
+    def _give_up_but(self, plan: Plan) -> None:
+        """Frees the memory of the other Programs for a proof; they can be lowered again, from what was compiled."""
+        for name in self._programs.keys() - {plan.brief()}:
+            self._programs.pop(name).close()
+        gc.collect()  # models and optimizers refer to each other
 
     def _lowered(self, plan: Plan) -> Program:
         name = plan.brief()
         if name not in self._programs:
             began = time.perf_counter()
-            told = (self.say, self.during) if plan.compile != "none" else ()  # the others were told of before
-            program = self._programs[name] = lower(self.task, plan, *told)
+            listeners = (self.say, self.during) if plan.compile != "none" else ()  # the others were told of before
+            program = self._programs[name] = lower(self.task, plan, *listeners)
             self._starts[name] = (time.perf_counter() - began - program.compile_s, program.compile_s)
         return self._programs[name]
 
@@ -175,7 +200,3 @@ class Settling:
             versions=speed_versions(),
             seconds=seconds,
         )
-
-
-def _told(error: Exception) -> str:
-    return error.given if isinstance(error, HotloopError) else blame(error)

@@ -90,7 +90,7 @@ def load_from_run(folder: Path, record: SourceRecord) -> Task:
         TaskError: the copy was changed since.
     """
     folder = folder.resolve()
-    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
+    files = files_of(folder)
     if digest_of(files) != record.digest:
         raise TaskError(
             f"the Task's source in {folder} was changed since the run was started",
@@ -101,6 +101,11 @@ def load_from_run(folder: Path, record: SourceRecord) -> Task:
     copies.install()
     module = _execute(copies.spec(record.module, record.file), record.file)
     return _task_in(module, record.attribute, record.parameters, record.reference)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The source in a run folder, as `Loaded` has it."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
 
 
 def _load_file(path: Path) -> ModuleType:

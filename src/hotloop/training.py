@@ -12,7 +12,6 @@ from typing import Any
 
 from hotloop.asynchronous.employing import alone, employed
 from hotloop.asynchronous.recipe import Recipe
-from hotloop.choosing import lowered
 from hotloop.continuing import check_overrides
 from hotloop.data.feed import peek
 from hotloop.data.tree import inputs_of
@@ -34,7 +33,7 @@ from hotloop.setting import versions
 from hotloop.steering import Ended, Steering
 from hotloop.taking_part import taking_part
 from hotloop.task import Task, overridden
-from hotloop.taskfile import Loaded, load_from_run
+from hotloop.taskfile import Loaded, files_of, load_from_run
 from hotloop.view import Callback
 from hotloop.wanted import Wanted
 
@@ -64,7 +63,7 @@ def start(
             options |= dict(callbacks=callbacks, say=say, during=during)
         begun = ranks.begun() or (run if run is not None and ranks.cut_short(run) is not None else None)
         if begun is not None:
-            return _go_on(Path(begun), loaded.task, wanted, ranks, **options)
+            return _go_on(Path(begun), loaded, wanted, ranks, **options)
         return _start(loaded, run, wanted, ranks, began, **options)
 
 
@@ -130,12 +129,12 @@ def go_on(
         options: dict[str, Any] = dict(overrides=overrides, stop_after=stop_after, checkpoint_every=checkpoint_every)
         if ranks.world.first:
             options |= dict(callbacks=callbacks, say=say, during=during)
-        return _go_on(path, task, wanted, ranks, **options)
+        return _go_on(path, None if task is None else Loaded(task, None, {}), wanted, ranks, **options)
 
 
 def _go_on(
     path: Path,
-    task: Task | None,
+    loaded: Loaded | None,
     wanted: Wanted,
     ranks: Joined,
     overrides: Mapping[str, Any] | None,
@@ -152,7 +151,7 @@ def _go_on(
         Cadence.parse(checkpoint_every)
         handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})
     stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after") - passed_s
-    before = task_of(handle, task)
+    before = task_of(handle, None if loaded is None else loaded.task)
     check_overrides(handle.record.facts, before, overrides or {})
     handle.record = handle.record.model_copy(update={"overrides": {**handle.record.overrides, **(overrides or {})}})
     task = overridden(before, overrides)
@@ -167,7 +166,8 @@ def _go_on(
     ]:
         say(f"{', '.join(other)}: the result may differ in its last bits")
     done = handle.epochs[-1]["step"] if handle.epochs else 0
-    first = partial(lowered, task, wanted, say, during, done)
+    loaded = loaded or Loaded(before, handle.record.source, files_of(handle.source))
+    first = partial(lowered_by_memory, loaded, task, wanted, say, during, done=done)
     return handle, _train(handle, task, first, True, stop_after_s, callbacks, say)
 
 

@@ -19,6 +19,12 @@ TRUSTED = ("bitwise", "fp32-equivalent")
 MARGIN = 0.02
 """Plans whose times differ by less than this are as good as equal: nobody would change a plan for it."""
 
+FIRST_PAIRS, FAR_BEHIND = 4, 0.05
+"""What a search looks at before it leaves a plan out, and by how much that must be behind while pairs are so few."""
+
+FAR_SLOWER = 2
+"""Times as long as another, for which a search leaves a plan out after still fewer pairs."""
+
 
 class TensorError(Record):
     """How far a tensor was off, against the same step in float64.
@@ -74,6 +80,7 @@ class Parity(Record):
         first: the first tensor that went wrong, and at which step; None where nothing did.
         convergence: where it was asked for.
         seconds: what the proof took.
+        short_of_memory: whether it is unproven for lack of memory, of which there may be enough another time.
     """
 
     version: int = 1
@@ -86,6 +93,7 @@ class Parity(Record):
     first: str | None = None
     convergence: Convergence | None = None
     seconds: float = 0.0
+    short_of_memory: bool = False
     versions: dict[str, str] = Field(default_factory=dict)
 
 
@@ -111,8 +119,8 @@ class Timing(Record):
         verdict: `faster`, `slower` or `no difference` against the baseline; None with too few pairs to say.
         left_out: whether it was left out before the end, clearly behind the baseline or another plan; a search does that
             after so few pairs that there may be no verdict.
-        failure: why it couldn't be run or measured; then figures are None. `short_of_memory` says that it lacked memory,
-            of which there may be enough another time.
+        failure: why it couldn't be run or measured; then figures are None. `short_of_memory` says that it, or its proof,
+            lacked memory, of which there may be enough another time.
     """
 
     name: str
@@ -146,8 +154,14 @@ class Timing(Record):
 
     @property
     def behind(self) -> bool:
-        """Whether it was found slower than the baseline, or left out as such."""
-        return self.verdict == "slower" or (self.left_out and (self.ratio or 1.0) < 1)
+        """Whether it was found slower than the baseline, or left out by as much as it would have been beside that alone."""
+        clearly = 1 - FAR_BEHIND if self.windows >= FIRST_PAIRS else 1 / FAR_SLOWER
+        return self.verdict == "slower" or (self.left_out and (self.ratio or 1.0) < clearly)
+
+    def proven(self, parity: Parity) -> Timing:
+        """With what its proof found."""
+        found = {"parity": parity.parity, "parity_reason": parity.reason, "short_of_memory": parity.short_of_memory}
+        return self.model_copy(update=found)
 
     def finishes(self, steps: int | None) -> float:
         """Seconds that a run of so many steps takes from now on, what was compiled before being kept; or a step's."""

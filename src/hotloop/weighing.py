@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from hotloop.data.feed import Treatment, open_feed
+from hotloop.data.roles import Roles
 from hotloop.errors import blame
 from hotloop.lowering import Program
 from hotloop.measuring.runner import Runner
+from hotloop.measuring.statistics import LEAST_PAIRS
 from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.tuning.bounds import compiling_gains, makeup
-from hotloop.tuning.budget import COLD_COMPILE_S, PROVING_STEPS, REALISED
+from hotloop.tuning.budget import COLD_COMPILE_S, PROVING_STEPS, REALISED, saved_steps
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
 COMPILE_S = 2 * COLD_COMPILE_S
 """What a compilation and a race are reckoned at, before any: large models, and busy machines, take a minute and more."""
+
+_RACING_STEPS = 2 * LEAST_PAIRS
+"""Of each plan in a race, the baseline and the eager one among them; how long they take counts as compiling."""
 
 _GLANCE_S, _LOOK_S = 0.05, 0.2
 """For a first idea of a step, which tells that most short runs are too short; and for one to reckon with."""
@@ -36,11 +42,13 @@ class Hope:
         steps: of the run that is left.
         step_s: seconds of an eager step, without making its batch, which no compiler makes faster.
         gain: by what factor a compiled step may be faster; None if even one of no time would not pay.
+        load_s: seconds of making a batch, for which race and proof wait.
     """
 
     steps: int
     step_s: float
     gain: float | None = None
+    load_s: float = 0.0
 
     @property
     def wins_s(self) -> float:
@@ -48,8 +56,9 @@ class Hope:
         return REALISED * self.steps * self.step_s * (1.0 if self.gain is None else 1 - 1 / self.gain)
 
     def costs_s(self, compilations: int = 1) -> float:
-        """Seconds that so many compilations take, and a proof."""
-        return compilations * COMPILE_S + PROVING_STEPS * self.step_s
+        """Seconds that so many compilations and their races take, and a proof."""
+        racing_s = _RACING_STEPS * (compilations + 2) * self.load_s
+        return compilations * COMPILE_S + racing_s + PROVING_STEPS * (self.step_s + self.load_s)
 
     @property
     def compilations(self) -> int:
@@ -58,8 +67,9 @@ class Hope:
 
     def __str__(self) -> str:
         most = "can save at most" if self.gain is None else "should save about"
+        loading = f", its batch {milliseconds(self.load_s)}" if self.load_s > self.step_s else ""
         return (
-            f"a step takes {milliseconds(self.step_s)}, so compiling {most} {self.wins_s:,.0f} s"
+            f"a step takes {milliseconds(self.step_s)}{loading}, so compiling {most} {self.wins_s:,.0f} s"
             f" of the {self.steps:,} steps left, and with a proof it may take {self.costs_s():.0f} s"
         )
 
@@ -86,8 +96,8 @@ class Memory:
             return "it was found broken"
         return "it was found slower than the baseline" if timing is not None and timing.behind else ""
 
-    def against(self, plan: Plan, eager: Plan, accepted: Collection[str]) -> str:
-        """Why a compiled plan needn't be tried again; empty where nothing that was found speaks against it."""
+    def against(self, plan: Plan, eager: Plan, accepted: Collection[str], steps: int | None) -> str:
+        """Why a compiled plan needn't be tried again in a run of so many steps; empty where nothing speaks against it."""
         found = self._found
         timing = found.get(plan)
         if timing is None:
@@ -96,9 +106,12 @@ class Memory:
             return f"it failed before ({timing.failure})"
         if timing.parity is not None and timing.parity not in accepted:
             return f"it was found {timing.parity}: {timing.parity_reason}"
-        beside = found[eager].ratio if eager in found else None
-        if timing.decided and (timing.ratio or 0.0) <= (beside or 1.0):
+        ratio, beside = timing.ratio or 0.0, (found[eager].ratio if eager in found else None) or 1.0
+        if (timing.decided or timing.left_out) and ratio <= beside:
             return "it was raced before, and isn't faster"
+        unproven = timing.verdict == "faster" and timing.parity is None
+        if unproven and saved_steps(steps, ratio, beside) <= PROVING_STEPS:
+            return "it was raced before, and its proof takes longer than it saves"
         return ""
 
 
@@ -122,9 +135,19 @@ def hoped(program: Program, steps: int, *, rewrites: bool) -> Hope | str:
             return "its batches differ in shape, and a compiled step is for batches of one shape"
         with _on_one_batch(program):
             step_s = Runner(program).warm_up(_LOOK_S)[1]
-            return Hope(steps, step_s, compiling_gains(makeup(program, rewrites=rewrites), step_s))
+            gain = compiling_gains(makeup(program, rewrites=rewrites), step_s)
+        return Hope(steps, step_s, gain, _loading_s(program))
     except Exception as error:  # what is wrong with the Task shows in training, and is explained there
         return f"its steps couldn't be timed ({blame(error)})"
+
+
+def _loading_s(program: Program) -> float:
+    """Seconds of making a batch as the Task gives it, which the baseline of race and proof does at each step."""
+    parts = program.parts
+    with _first_batches(program, parts.task.roles) as batches:
+        began = time.perf_counter()
+        next(batches)
+        return time.perf_counter() - began
 
 
 def _alike(program: Program) -> bool:
@@ -143,12 +166,12 @@ def milliseconds(seconds: float) -> str:
 
 
 @contextmanager
-def _first_batches(program: Program) -> Iterator[Iterator[tuple[Any, int]]]:
+def _first_batches(program: Program, roles: Roles | None = None) -> Iterator[Iterator[tuple[Any, int]]]:
     """Its batches from the first on, out of a feed of their own; generators stay as they are."""
-    parts = program.parts
-    treatment = Treatment(parts.device, parts.task.seed, parts.roles.prepare, parts.task.augment)
+    parts, roles = program.parts, roles or program.parts.roles
+    treatment = Treatment(parts.device, parts.task.seed, roles.prepare, parts.task.augment)
     with preserved(*program.devices):
-        feed = open_feed(parts.roles.train, parts.roles.order, treatment, workers=0)
+        feed = open_feed(roles.train, roles.order, treatment, workers=0)
         try:
             yield feed.epoch(0)
         finally:

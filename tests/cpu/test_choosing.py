@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import choosing, probe, rules, settling, weighing
+from hotloop import choosing, kept, probe, rules, settling, weighing
 from hotloop.choosing import consider, known, lowered, placed
-from hotloop.errors import DeviceError, MemoryExhausted, PlanError
+from hotloop.errors import DeviceError, DiskError, MemoryExhausted, PlanError, RoomError
 from hotloop.hardware import Device
 from hotloop.lowering import order, residency
 from hotloop.lowering.ingredients import Ingredients
@@ -23,7 +25,7 @@ from hotloop.state import differences
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 from hotloop.wanted import Wanted
 from tests.cpu.programs import a_task, labelled
-from tests.cpu.test_tuning import Races, proving
+from tests.cpu.test_tuning import Races, Rounds, proving
 
 CPU = Plan(device="cpu")
 AUTO = Wanted(CPU, auto=True)
@@ -180,6 +182,11 @@ def test_samples_of_one_epoch_are_not_read_first() -> None:
 # --- whether compiling pays
 
 
+def chained(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.fixture
 def long(monkeypatch) -> None:
     """Any run has steps enough for the rules."""
@@ -199,6 +206,7 @@ def pretended(monkeypatch) -> list[Plan]:
     monkeypatch.setattr(settling, "lower", pretend)
     monkeypatch.setattr(weighing, "COMPILE_S", 0.0)
     monkeypatch.setattr(weighing, "PROVING_STEPS", 0)
+    monkeypatch.setattr(weighing, "_RACING_STEPS", 0)
     monkeypatch.setattr(settling, "PROVING_STEPS", 0)
     return plans
 
@@ -297,12 +305,70 @@ def test_a_compiler_that_fails_is_passed_over(long, pretended, found, monkeypatc
     assert "auto passes over compile=package: AssertionError: of the compiler's own" in said[-2]
 
 
+LASTING: dict[str, tuple[Exception, bool]] = {
+    "of the plan": (PlanError("no such kernel"), True),
+    "of the room there is": (RoomError("the data can't be read into memory"), False),
+    "of memory, as the compiler's": (chained(PlanError("can't be compiled"), MemoryError()), False),
+    "of the disk": (DiskError("the disk is full"), False),
+    "of the disk, as the compiler's": (
+        chained(PlanError("can't be compiled"), OSError(28, "No space left on device")),
+        False,
+    ),
+    "of a compiler that was killed": (
+        chained(PlanError("can't be compiled"), RuntimeError("fatal error: Killed signal terminated program cc1plus")),
+        False,
+    ),
+    "of anything else": (RuntimeError("some kernel"), False),
+}
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_a_failure_to_compile_that_may_pass_is_not_remembered(
+    name: str, long, pretended, tmp_path, monkeypatch
+) -> None:
+    (error, lasting), plain, verdicts = LASTING[name], settling.lower, list[Verdict]()
+
+    def failing(task: Any, plan: Plan, *told: Any) -> Any:
+        if plan.rewrites != "none":
+            raise error
+        return plain(task, plan, *told)
+
+    monkeypatch.setattr(settling, "lower", failing)
+    monkeypatch.setattr(settling, "measure", Races(compile__package=2.0))
+    monkeypatch.setattr(settling, "prove_programs", lambda task, programs: proving()(programs))
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
+    lowered(images(), AUTO, memory=weighing.Memory(keep=verdicts.append))
+    [verdict] = verdicts
+    kept.remember(verdict)
+    found = kept.recall(verdict.fingerprint, verdict.machine, verdict.versions)[0]
+    failed = [one.timing.plan for one in found if one.timing.failure]
+    assert failed == ([REWRITTEN.model_dump()] if lasting else []) and len(found) - len(failed) == 3
+
+
 def test_without_memory_for_plans_side_by_side_nothing_is_compiled(long, pretended, monkeypatch) -> None:
     monkeypatch.setattr(settling, "plans_at_once", lambda facts, device: 2)
     said: list[str] = []
     assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
     assert {plan.compile for plan in pretended} == {"none"}
     assert said[-2] == "auto goes on eagerly: there is no memory for a compiled plan beside the eager one"
+
+
+def test_no_plan_is_left_out_for_one_that_is_not_proven(long, pretended, monkeypatch) -> None:
+    """Nor is the eager plan found slower than the baseline for being slower than a compiled one."""
+    monkeypatch.setattr(settling, "measure", Rounds(compile__package=1.3, rewrites__all=1.4, optimizer__fused=0.99))
+    classes, verdicts = iter(["broken", "bitwise"]), list[Verdict]()
+    monkeypatch.setattr(settling, "prove_programs", lambda task, programs: proving(next(classes))(programs))
+    lowered(images(), AUTO, memory=weighing.Memory(keep=verdicts.append))
+    assert pretended[-1] == Plan(compile="package")
+    assert not verdicts[0].plan("optimizer=fused").left_out
+
+
+def test_a_plan_that_loses_at_once_is_said_to_be_left_out(long, pretended, monkeypatch) -> None:
+    monkeypatch.setattr(settling, "measure", Rounds(compile__package=0.8))
+    said: list[str] = []
+    lowered(a_task(), AUTO, said.append)
+    why = "it was left out after 4 pairs, since it's 0.80 times as fast as the baseline"
+    assert f"auto passes over compile=package: {why}" in said
 
 
 def images() -> hotloop.Task:
@@ -347,6 +413,26 @@ def test_a_compilation_must_save_more_than_it_takes_with_its_proof() -> None:
     assert weighing.Hope(15_000, 3.0, 1.1).compilations == 2  # an hour
 
 
+def test_race_and_proof_wait_for_their_batches_too() -> None:
+    loading = [weighing.Hope(400_000, 1e-3, 2.0, load_s) for load_s in (0.0, 0.1, 0.4)]  # saves 140 s
+    assert [hope.compilations for hope in loading] == [2, 1, 0]
+    assert "a step takes 1 ms, its batch 400 ms, so compiling" in str(loading[-1])
+
+
+def test_batches_are_made_as_the_baseline_makes_them(pretended) -> None:
+    """Whatever the eager plan has read into memory."""
+
+    class Slow(Samples):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(2e-3)
+            return super().__getitem__(index)
+
+    task = a_task(data=Slow(), batch_size=5, epochs=1000)
+    program = hotloop.lower(task, Plan(device="cpu", residency="host"))
+    hope = weighing.hoped(program, 100_000, rewrites=False)
+    assert isinstance(hope, weighing.Hope) and hope.load_s >= 5 * 2e-3
+
+
 def test_batches_of_several_shapes_are_not_compiled_for(long, pretended) -> None:
     """Padded to the longest of each batch."""
 
@@ -375,6 +461,61 @@ def test_an_incomplete_last_batch_speaks_not_against_compiling(long, pretended, 
     assert pretended[-1] == Plan(compile="package")
 
 
+@pytest.mark.parametrize("axes", [{"accumulation": 2}, {"precision": "bf16"}], ids=["accumulation", "precision"])
+def test_where_memory_may_be_too_small_for_the_baseline_nothing_runs_beside_it(
+    axes: dict[str, Any], long, pretended
+) -> None:
+    said: list[str] = []
+    lowered(a_task(), Wanted(Plan(device="cpu", **axes), auto=True), said.append)
+    assert {(plan.compile, *(getattr(plan, axis) for axis in axes)) for plan in pretended} == {("none", *axes.values())}
+    assert said[-2].startswith("auto goes on eagerly: compiled plans race beside whole batches in fp32")
+
+
+def test_a_baseline_that_fails_shows_before_anything_is_compiled(long, pretended, monkeypatch) -> None:
+    plain = settling.lower
+
+    def failing(task: Any, plan: Plan, *told: Any) -> Any:
+        program = plain(task, plan, *told)
+        if plan == BASELINE:
+            monkeypatch.setattr(program, "advance", lambda steps: torch.empty(1 << 50))
+        return program
+
+    monkeypatch.setattr(settling, "lower", failing)
+    said: list[str] = []
+    assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
+    assert {plan.compile for plan in pretended} == {"none"}
+    assert said[-2].startswith("auto goes on eagerly: its plans couldn't be raced (")
+
+
+def test_a_proof_has_the_memory_of_all_plans_but_one(long, pretended, found, monkeypatch) -> None:
+    found(compile__package=2.0, rewrites__all=1.5)
+    made, held, plain = list[weakref.ref[Any]](), list[int](), settling.lower
+    classes = iter(["broken", "bitwise"])
+
+    def noted(task: Any, plan: Plan, *told: Any) -> Any:
+        program = plain(task, plan, *told)
+        made.append(weakref.ref(program))
+        return program
+
+    def proves(task: Any, programs: Any) -> Any:
+        held.append(sum(one() is not None for one in made))
+        return proving(next(classes))(programs)
+
+    monkeypatch.setattr(settling, "lower", noted)
+    monkeypatch.setattr(settling, "prove_programs", proves)
+    lowered(images(), AUTO)
+    assert held == [1, 1] and pretended[-1] == Plan(compile="package")
+
+
+def test_choosing_leaves_the_callers_generators_alone(long, pretended, found) -> None:
+    found(compile__package=2.0)
+    torch.manual_seed(3)
+    first = torch.rand(2)
+    torch.manual_seed(3)
+    lowered(a_task(model=lambda: nn.Sequential(nn.Dropout(), nn.Linear(6, 3))), AUTO).close()
+    assert pretended[-1] == Plan(compile="package") and torch.equal(torch.rand(2), first)
+
+
 def test_data_in_an_order_of_its_own_is_not_compiled_for(long, pretended) -> None:
     x, y = labelled()
     data = torch.utils.data.TensorDataset(x, y)
@@ -391,11 +532,15 @@ def raced_before(**figures: Any) -> Timing:
     return Timing(name="compile=package", plan=Plan(compile="package").model_dump(), **given | figures)
 
 
+LEFT_OUT: dict[str, Any] = dict(ratio_low=None, ratio_high=None, windows=4, verdict=None, parity=None, left_out=True)
 BEFORE = {
     "too short then": (raced_before(), ""),
     "failed": (Timing(name="", plan=Plan(compile="package").model_dump(), failure="no luck"), "it failed before (no luck)"),
     "broken": (raced_before(parity="broken", parity_reason="NaN"), "it was found broken: NaN"),
     "slower": (raced_before(ratio=0.8, verdict="slower", parity=None), "it was raced before, and isn't faster"),
+    "left out early": (raced_before(ratio=0.8, **LEFT_OUT), "it was raced before, and isn't faster"),
+    "left out beside a faster one": (raced_before(ratio=1.5, **LEFT_OUT), ""),
+    "faster, and not proven": (raced_before(parity=None), ""),
     "undecided": (raced_before(ratio=1.0, ratio_low=0.8, ratio_high=1.2, verdict="no difference", parity=None), ""),
 }  # fmt: skip
 
@@ -408,6 +553,12 @@ def test_what_was_found_before_is_not_tried_again(name: str, long, pretended, fo
     lowered(a_task(), AUTO, said.append, memory=weighing.Memory([before]))
     assert (Plan(compile="package") in pretended) is not bool(why)
     assert (f"auto passes over compile=package: {why}" in said) is bool(why)
+
+
+def test_what_was_raced_before_is_compiled_where_the_run_pays_for_its_proof() -> None:
+    memory = weighing.Memory([raced_before(parity=None)])
+    why = {steps: memory.against(Plan(compile="package"), Plan(), TRUSTED, steps) for steps in (500, 501, None)}
+    assert why == {500: "it was raced before, and its proof takes longer than it saves", 501: "", None: ""}
 
 
 def test_a_compiled_step_is_proven_and_remembered_and_begins_with_what_has_run_no_step(found, monkeypatch) -> None:

@@ -150,7 +150,7 @@ class Greedy(nn.Linear):
 def test_a_proof_without_memory_is_none() -> None:
     task = a_task(model=lambda: Greedy(6, 3), epochs=9)
     found = prove_plans(task, [BASELINE, Plan(optimizer="foreach")])
-    assert [one.parity for one in found] == ["unproven", "unproven"]
+    assert [one.parity for one in found] == ["unproven", "unproven"] and all(one.short_of_memory for one in found)
     assert all("there was no memory left for the proof" in one.reason and "\n" not in one.reason for one in found)
 
 
@@ -160,6 +160,7 @@ def test_a_plan_without_memory_for_its_step_is_not_broken_and_others_are_proven(
     greedy._step._compute = lambda batch: torch.empty(TOO_MUCH)  # type: ignore
     found = prove_programs(task, [honest, greedy])
     assert [one.parity for one in found] == ["bitwise", "unproven"], found
+    assert [one.short_of_memory for one in found] == [False, True]
     assert "there was no memory for its step in the proof" in found[1].reason
 
 
@@ -170,3 +171,4 @@ def test_a_race_keeps_its_times_where_there_is_no_memory_for_the_proof() -> None
     )
     timing = verdict.plans[1]
     assert timing.step_ms and timing.parity == "unproven" and "no memory left" in str(timing.parity_reason)
+    assert timing.short_of_memory

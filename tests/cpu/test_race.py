@@ -13,7 +13,7 @@ from torch import nn
 
 import hotloop
 from bench.race_verdicts import MARKED, delayed, one
-from hotloop.errors import HotloopError, MemoryExhausted, PlanError, TaskError
+from hotloop.errors import HotloopError, MemoryExhausted, PlanError, RoomError, TaskError
 from hotloop.lowering import Program, lower
 from hotloop.lowering.step import EagerStep
 from hotloop.measuring import Entrant, load, measure
@@ -269,6 +269,7 @@ def test_a_plan_that_was_left_out_in_a_quiet_hour_is_not_the_fastest_for_that(cl
 LACKING: dict[str, tuple[Exception, bool]] = {
     "memory": (torch.OutOfMemoryError("no room"), True),
     "memory, as hotloop says it": (MemoryExhausted("no room"), True),
+    "room for data": (RoomError("no room"), True),
     "anything else": (RuntimeError("no such kernel"), False),
 }
 

@@ -21,8 +21,9 @@ from hotloop.remembering import fingerprinted, lowered_by_memory
 from hotloop.rivals import Contest
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task
-from hotloop.taskfile import Loaded
-from hotloop.verdicts import TRUSTED, Timing, Verdict
+from hotloop.taskfile import Loaded, load_task
+from hotloop.training import go_on, start
+from hotloop.verdicts import TRUSTED, Parity, Timing, Verdict
 from hotloop.wanted import Wanted
 from hotloop.weighing import Memory
 from tests.cpu.programs import a_task
@@ -128,10 +129,16 @@ def test_what_a_search_settled_before_its_last_race_is_kept() -> None:
     [
         (dict(ratio=0.8, verdict="slower"), "it was found slower than the baseline"),
         (dict(ratio=0.4, ratio_low=None, ratio_high=None, verdict=None, left_out=True), "it was found slower"),
+        (
+            dict(ratio=0.94, windows=4, ratio_low=None, ratio_high=None, verdict=None, left_out=True),
+            "it was found slower",
+        ),
+        (dict(ratio=0.96, windows=4, ratio_low=None, ratio_high=None, verdict=None, left_out=True), None),
+        (dict(ratio=0.9, windows=2, ratio_low=None, ratio_high=None, verdict=None, left_out=True), None),
         (dict(ratio=1.3, parity="broken"), "it was found broken"),
         (dict(ratio=0.99, verdict="no difference"), None),
     ],
-    ids=["slower", "left out", "broken", "no difference"],
+    ids=["slower", "left out", "left out early", "left out beside a faster one", "at once", "broken", "no difference"],
 )
 def test_a_plan_of_the_rules_that_was_found_slower_is_not_taken(
     measured: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +167,18 @@ def test_a_lack_of_memory_is_tried_again_another_time() -> None:
     lacking = Timing(name="c", plan=COMPILED.model_dump(), failure="ran out of memory", short_of_memory=True)
     remember(verdict(lacking))
     assert found()[COMPILED.brief()].verdict == "faster"
+
+
+def test_a_lack_of_memory_for_a_proof_says_nothing_of_the_plan() -> None:
+    proven = timing(FUSED, 1.3)
+    remember(verdict(proven, timing(COMPILED, 2.0, parity=None)))
+    for plan in (FUSED, COMPILED):
+        lacking = Parity(plan=plan.brief(), parity="unproven", reason="no memory left", states=0, short_of_memory=True)
+        remember(verdict(timing(plan, 1.3).proven(lacking)))
+    assert found()[FUSED.brief()] == proven
+    left = found()[COMPILED.brief()]
+    assert (left.parity, left.verdict, left.short_of_memory) == (None, "faster", False)
+    assert Memory([left]).against(COMPILED, Plan(), TRUSTED, 10_000) == ""
 
 
 def test_races_of_different_days_are_compared_by_their_ratios() -> None:
@@ -318,6 +337,43 @@ def test_what_auto_finds_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         lowered_by_memory(loaded, loaded.task, Wanted.of("auto", {"device": "cpu"}), said.append).close()
     assert said == ["auto: optimizer=fused, remembered as the fastest that is proven equal"]
+
+
+FILE = """
+import hotloop, torch
+
+class Net(torch.nn.Linear):
+    pass
+
+task = hotloop.Task(
+    name="t", model=lambda: Net(6, 3), loss=torch.nn.CrossEntropyLoss(), optimizer=torch.optim.Adam,
+    data=(torch.randn(24, 6), torch.arange(24) % 3), batch_size=12, epochs=1, seed=1,
+)
+"""
+
+
+def test_a_run_that_is_gone_on_with_takes_what_was_found_too(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(FILE)
+    loaded, said = load_task(str(tmp_path / "task.py")), list[str]()
+    start(loaded, run=tmp_path / "run", plan="baseline", axes={"device": "cpu"})
+    of_this = dict(fingerprint=fingerprinted(loaded).fingerprint, machine=machine_name(), versions=speed_versions())
+    remember(verdict(timing(FUSED, 1.3), **of_this))
+    cpu, more = {"device": "cpu"}, {"epochs": 2}
+    run, _ = go_on(tmp_path / "run", plan="auto", axes=cpu, overrides=more, say=said.append)
+    assert run.plan == FUSED and "auto: optimizer=fused, remembered as the fastest that is proven equal" in said
+
+
+@pytest.mark.parametrize(("done", "plan"), [(0, COMPILED), (9_000, FUSED)])
+def test_only_the_steps_that_are_left_pay_for_a_remembered_plan(
+    done: int, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, lowered = Loaded(a_task(), RECORD, {}), list[Plan]()
+    facts = fingerprinted(loaded).model_copy(update={"steps": 10_000})
+    here = dict(fingerprint=facts.fingerprint, machine=machine_name(), versions=speed_versions())
+    remember(verdict(timing(FUSED, 1.3), timing(COMPILED, 2.0, compile_s=10.0), **here))  # 10 ms a step
+    monkeypatch.setattr(remembering, "lower", lambda task, plan, *told: lowered.append(plan))
+    lowered_by_memory(loaded, loaded.task, Wanted.of("auto", {"device": "cpu"}), print, facts=facts, done=done)
+    assert lowered == [plan]
 
 
 def test_a_race_keeps_no_start_that_is_the_time_auto_took_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:

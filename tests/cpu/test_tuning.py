@@ -17,6 +17,8 @@ from hotloop.errors import MemoryExhausted, PlanError
 from hotloop.hardware import Hardware
 from hotloop.measuring import Entrant
 from hotloop.measuring.racing import Measured
+from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
+from hotloop.measuring.statistics import answer
 from hotloop.onlooker import Onlooker
 from hotloop.plan import Plan
 from hotloop.records import TaskFacts
@@ -32,6 +34,8 @@ from hotloop.wanted import Wanted
 from tests.cpu import programs
 from tests.cpu.families import family
 from tests.cpu.programs import a_task
+from tests.cpu.test_race_rounds import Machine
+from tests.cpu.test_race_rounds import Plan as Windows
 
 STEP_MS = 10.0
 HALF = Makeup(100, step_s=STEP_MS / 1e3, library_s=0.35 * STEP_MS / 1e3, other_s=0.0)
@@ -75,6 +79,24 @@ class Races:
             compile_s=0.0,
             run_s=steps * STEP_MS / ratio / 1e3,
         )
+
+
+class Rounds(Races):
+    """Real rounds of windows, on a machine made of a clock alone."""
+
+    def __call__(self, entrants: Sequence[Entrant], baseline: str, *, steps: int, **_: Any) -> Measured:
+        made, clock = {entrant.name: self.timing(entrant, steps) for entrant in entrants}, Machine()
+        lanes = {
+            one.name: Lane(one.name, Windows(clock, one.name, (made[one.name].step_ms or 0.0) / 1e3), group=one.group)
+            for one in entrants
+        }
+        run_rounds(list(lanes.values()), lanes[baseline], Limits(1000.0, lambda: clock.now, brief=True))
+        return Measured([self.seen(made[name], lane, lanes[baseline]) for name, lane in lanes.items()], [])
+
+    def seen(self, timing: Timing, lane: Lane, baseline: Lane) -> Timing:
+        found = ratio(lane, baseline)
+        figures = dict(ratio=found.median, ratio_low=found.low, ratio_high=found.high, windows=found.pairs)
+        return timing.model_copy(update=figures | {"verdict": answer(found), "left_out": not lane.running})
 
 
 def proving(parity: str = "bitwise") -> Any:
@@ -325,6 +347,17 @@ def test_where_there_is_time_for_one_compilation_it_is_the_rewritten_step(
     assert [name for name in races.raced if "compile" in name] == raced
 
 
+def test_a_compiled_step_is_not_left_out_for_a_rewritten_one_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered, classes = module.lower, iter(["broken", "bitwise"])
+    monkeypatch.setattr(
+        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+    )
+    monkeypatch.setattr(module, "makeup", lambda program: HALF)
+    races = Rounds(compile__package=1.6, rewrites__all=1.4)
+    prove = lambda programs: proving(next(classes))(programs)  # noqa: E731
+    assert searching(monkeypatch, races, steps=200_000, compiler=True, prove=prove).run() == "compile=package"
+
+
 @pytest.mark.parametrize(
     ("speed", "steps", "alone"), [(4.0, 200_000, True), (1.5, 200_000, False), (4.0, 20_000, False)]
 )
@@ -506,15 +539,27 @@ def test_proofs_go_on_until_one_succeeds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert looked.run() == "optimizer=fused" and len(judging.asked) == 3
 
 
+class Clashing(Races):
+    """Both together are hardly faster than one."""
+
+    def timing(self, entrant: Entrant, steps: int) -> Timing:
+        found = super().timing(entrant, steps)
+        together = {"ratio": 1.35, "step_ms": STEP_MS / 1.35}
+        return found.model_copy(update=together) if len(entrant.name.split()) > 1 else found
+
+
+def test_a_proof_that_lacked_memory_says_nothing_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prove(programs: Sequence[Any]) -> list[Parity]:
+        if programs[0].parts.plan.brief() == "layout=channels_last":
+            raise torch.OutOfMemoryError("no room")
+        return proving()(programs)  # type: ignore[no-any-return]
+
+    looked = searching(monkeypatch, Clashing(optimizer__fused=1.3, layout__channels_last=1.4), prove=prove)
+    assert set(looked.run().split()) == {"optimizer=fused", "layout=channels_last"}
+    assert looked.timings["layout=channels_last"].short_of_memory
+
+
 def test_what_has_a_change_that_is_not_proven_is_not_proven_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Clashing(Races):
-        """Both together are hardly faster than one."""
-
-        def timing(self, entrant: Entrant, steps: int) -> Timing:
-            found = super().timing(entrant, steps)
-            together = {"ratio": 1.35, "step_ms": STEP_MS / 1.35}
-            return found.model_copy(update=together) if len(entrant.name.split()) > 1 else found
-
     judging = Judging("layout=channels_last")
     looked = searching(monkeypatch, Clashing(optimizer__fused=1.3, layout__channels_last=1.4), prove=judging)
     assert looked.run() == "optimizer=fused"
@@ -545,7 +590,7 @@ def test_without_memory_for_a_proof_the_plan_is_unproven(error: Exception, monke
     looked = searching(monkeypatch, Races(optimizer__fused=1.3), prove=prove)
     assert looked.run() == BASELINE
     found = looked.timings["optimizer=fused"]
-    assert found.parity == "unproven" and "no room" in (found.parity_reason or "")
+    assert found.parity == "unproven" and "no room" in (found.parity_reason or "") and found.short_of_memory
 
 
 def test_a_reduced_precision_that_was_asked_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

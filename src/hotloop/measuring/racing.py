@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hotloop.errors import HotloopError, MemoryExhausted, RoomError, blame, out_of_memory
+from hotloop.errors import HotloopError, blame, told
 from hotloop.lowering import Program
 from hotloop.measuring.clocks import Clock, peak_of_step
 from hotloop.measuring.loading import feed_time, feed_times, loading_workers
@@ -150,7 +150,7 @@ def _failed(racer: _Racer, baseline: str, error: Exception) -> None:
     if racer.name == baseline:
         raise known from error
     racer.failure = str(known) if isinstance(known, HotloopError) else blame(known)
-    racer.short_of_memory = isinstance(known, MemoryExhausted | RoomError) or out_of_memory(error)
+    racer.short_of_memory = told(known)[1] or told(error)[1]
     if racer.program is not None:
         racer.program.close()
     racer.program = racer.runner = racer.lane = None

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import bdtr
 
-from hotloop.verdicts import MARGIN
+from hotloop.verdicts import FAR_BEHIND, FAR_SLOWER, FIRST_PAIRS, MARGIN
 
 Answer = Literal["faster", "slower", "no difference"]
 
@@ -23,13 +23,8 @@ LEAST_PAIRS = 8
 ENOUGH_PAIRS = 12
 """What is looked at before it is said to be enough."""
 
-_FIRST_PAIRS = 4
-"""What a search looks at before it leaves a plan out."""
-
-_FAR_BEHIND = 0.05
-
 _AT_ONCE_PAIRS = 2
-"""Enough of a plan that takes more than twice as long as the best."""
+"""Enough of a plan that is far slower than the best."""
 
 _NARROW = 0.02
 _NARROWEST = 0.01
@@ -119,10 +114,10 @@ def behind(ratio: Ratio, best: Ratio) -> bool:
 
 def hopeless(ratio: Ratio, best: Ratio) -> bool:
     """Whether a search can leave a plan out, which costs it little where that is wrong: it is behind the best so far."""
-    if ratio.pairs >= _AT_ONCE_PAIRS and ratio.median < best.median / 2:
+    if ratio.pairs >= _AT_ONCE_PAIRS and ratio.median < best.median / FAR_SLOWER:
         return True
-    behind = _FAR_BEHIND if ratio.pairs < LEAST_PAIRS else MARGIN
-    return ratio.pairs >= _FIRST_PAIRS and ratio.median < best.median * (1 - behind)
+    behind = FAR_BEHIND if ratio.pairs < LEAST_PAIRS else MARGIN
+    return ratio.pairs >= FIRST_PAIRS and ratio.median < best.median * (1 - behind)
 
 
 def fastest_known(ratios: Sequence[Ratio]) -> bool:
@@ -143,7 +138,7 @@ def known_groups(groups: Mapping[str, Sequence[Ratio]]) -> set[str]:
     known = {name for name, found in groups.items() if fastest_known(found)}
     if not any(answer(one) == "faster" for name in known for one in groups[name]):
         return known
-    little = 1 + _FAR_BEHIND
+    little = 1 + FAR_BEHIND
     return known | {
         name
         for name, found in groups.items()

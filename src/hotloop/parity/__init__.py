@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hotloop.errors import HotloopError, blame, out_of_memory
+from hotloop.errors import HotloopError, blame, out_of_memory, told
 from hotloop.lowering import Program, lower
 from hotloop.parity.accounts import Evidence
 from hotloop.parity.collecting import Collector
@@ -52,12 +52,11 @@ def prove_plans(task: Task, plans: Sequence[Plan], *, progress: Progress = lambd
     for plan in dict.fromkeys(plans):
         try:
             groups.setdefault((plan.device, plan.precision), []).append(lower(task, plan))
-        except HotloopError as error:
-            found[plan] = _unproven(plan, error.given)
         except Exception as error:
-            if not out_of_memory(error):
+            why, short = told(error)
+            if not (short or isinstance(error, HotloopError)):
                 raise
-            found[plan] = _unproven(plan, _no_memory(error))
+            found[plan] = _unproven(plan, why if isinstance(error, HotloopError) else _no_memory(error), short)
     for programs in groups.values():
         try:
             parities = prove_programs(task, programs, progress=progress)
@@ -86,12 +85,12 @@ def prove_programs(
         if not out_of_memory(error):
             raise
         none_left = _no_memory(error)
-        return [found.get(id(program), _unproven(program.parts.plan, none_left)) for program in programs]
+        return [found.get(id(program), _unproven(program.parts.plan, none_left, True)) for program in programs]
     return [found[id(program)] for program in programs]
 
 
-def _unproven(plan: Plan, reason: str) -> Parity:
-    return Parity(plan=plan.brief(), parity="unproven", reason=reason, states=0)
+def _unproven(plan: Plan, reason: str, short_of_memory: bool) -> Parity:
+    return Parity(plan=plan.brief(), parity="unproven", reason=reason, states=0, short_of_memory=short_of_memory)
 
 
 def _no_memory(error: Exception) -> str:

@@ -19,7 +19,7 @@ class Account:
         differs: where the State first wasn't bitwise the baseline's after a step.
         failed: what a step raised, and which; nothing is asked of it from then on.
         drawn: whether its random numbers were looked at in themselves, and `draws` what is wrong with them.
-        unproven: why it can't be compared, though others can.
+        unproven: why it can't be compared, though others can; `short_of_memory` says that it lacked memory.
         looks: at how many states more nudges were asked for because of it.
     """
 
@@ -30,6 +30,7 @@ class Account:
     drawn: bool = False
     draws: str | None = None
     unproven: str | None = None
+    short_of_memory: bool = False
     looks: int = 0
 
     @property

@@ -117,6 +117,7 @@ class Collector:
         except Exception as error:
             if out_of_memory(error):
                 account.unproven = f"there was no memory for its step in the proof ({blame(error)})"
+                account.short_of_memory = True
             else:
                 account.failed = f"step {stop.state.position.step + 1} raised {blame(error)}"
             return

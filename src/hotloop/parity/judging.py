@@ -34,7 +34,7 @@ SHOWN = 50
 def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[str, Any]:
     """Class, reason and figures of one candidate."""
     if reason := evidence.unproven or account.unproven:
-        return {"parity": "unproven", "reason": reason}
+        return {"parity": "unproven", "reason": reason, "short_of_memory": account.short_of_memory}
     if account.failed:
         reason = f"its {account.failed}, which the baseline's doesn't"
         return {"parity": "broken", "reason": reason, "first": account.failed.partition(" raised ")[0]}

@@ -35,6 +35,15 @@ REALISED = 0.7
 """Of what compiling could win, so that it's rarely tried in vain."""
 
 
+def saved_steps(steps: int | None, ratio: float, beside: float) -> float:
+    """How many of the baseline's steps take as long as what a plan saves in a run of so many, beside another plan.
+
+    Args:
+        ratio, beside: how many times as fast as the baseline they are.
+    """
+    return float("inf") if steps is None else steps * (1 / beside - 1 / ratio)
+
+
 def hopeless(steps: int | None) -> bool:
     """Whether a run is so short that one race and a proof cost more than even a plan twice as fast wins."""
     costs = PROVING_STEPS + 2 * (LEAST_PAIRS + _WARMING_STEPS)

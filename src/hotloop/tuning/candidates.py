@@ -78,8 +78,16 @@ def promising(plans: Iterable[Plan], timings: Sequence[Timing | None]) -> tuple[
     return max(seemed, key=lambda one: one[1].ratio or 0.0, default=None)
 
 
-def apart(plan: Plan, base: Plan) -> str:
-    """The axes in which a plan differs: plans that differ in the same ones can't be put together."""
+def apart(plan: Plan, base: Plan, each_axis: bool) -> str:
+    """The axes in which a plan differs, whose plans may beat each other in a race; empty where it's among all others.
+
+    Plans that differ in other axes can be put together, and compiled ones stay, since the fastest may fail its proof.
+
+    Args:
+        each_axis: whether those of other axes will be put together.
+    """
+    if not each_axis and plan.compile == "none":
+        return ""
     return " ".join(axis for axis in Plan.model_fields if getattr(plan, axis) != getattr(base, axis))
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from hotloop.errors import MemoryExhausted, PlanError, blame, out_of_memory
+from hotloop.errors import HotloopError, PlanError, told
 from hotloop.plan import Plan
 from hotloop.tuning.budget import PROVING_STEPS, Budget
 from hotloop.verdicts import Parity, Timing
@@ -39,24 +39,22 @@ class Proofs:
         """The name of the first plan whose proof pays and succeeds; None where there is none."""
         for timing in timings:
             if why := self._in_vain(timing):
-                self._judge(timing, "unproven", why)
+                self.judged.append(timing.proven(Parity(plan=timing.name, parity="unproven", reason=why, states=0)))
             elif why := self._too_dear(timing):
                 self.notes.append(f"{timing.name} was not proven: {why}")
             else:
                 began, parity = time.perf_counter(), self._proven(timing)
-                self._judge(timing, parity.parity, parity.reason)
+                self.judged.append(timing.proven(parity))
                 if parity.parity in self.accepted:
                     return timing.name
                 self.spent_s += time.perf_counter() - began
         return None
 
-    def _judge(self, timing: Timing, parity: str, reason: str) -> None:
-        self.judged.append(timing.model_copy(update={"parity": parity, "parity_reason": reason}))
-
     def _in_vain(self, timing: Timing) -> str:
         """Why a proof would fail: a plan of some of the same changes wasn't proven; empty where there is none."""
         changes = self._changes(timing)
-        part = next((one for one in self.judged if self._changes(one).items() <= changes.items()), None)
+        judged = [one for one in self.judged if not one.short_of_memory]
+        part = next((one for one in judged if self._changes(one).items() <= changes.items()), None)
         return "" if part is None else f"it has {part.name}, which is {part.parity}"
 
     def _changes(self, timing: Timing) -> dict[str, object]:
@@ -75,10 +73,10 @@ class Proofs:
         """Its parity; one that can't be run beside what a proof needs is unproven."""
         try:
             return self.prove(timing)
-        except (PlanError, MemoryExhausted) as error:
-            reason = error.given
         except Exception as error:
-            if not out_of_memory(error):
+            reason, short = told(error)
+            if not (short or isinstance(error, PlanError)):
                 raise
-            reason = f"there was no memory left for a proof ({blame(error)})"
-        return Parity(plan=timing.name, parity="unproven", reason=reason, states=0)
+            if not isinstance(error, HotloopError):
+                reason = f"there was no memory left for a proof ({reason})"
+        return Parity(plan=timing.name, parity="unproven", reason=reason, states=0, short_of_memory=short)

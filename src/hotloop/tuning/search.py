@@ -343,7 +343,7 @@ class Search:
 
     def _measure(self, named: Mapping[str, Plan], seconds: float, each_axis: bool) -> None:
         entrants = [
-            Entrant(name, partial(self._lowered, name, plan), plan, apart(plan, self.base) if each_axis else "")
+            Entrant(name, partial(self._lowered, name, plan), plan, apart(plan, self.base, each_axis))
             for name, plan in {BASELINE: self.baseline, **named}.items()
         ]
         steps = self.facts.steps
