@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -260,6 +261,39 @@ def test_what_would_not_be_the_same_step_after_step_is_refused(model: type[nn.Mo
     with pytest.raises(PlanError, match="can't be captured as one graph") as caught:
         hotloop.lower(a_task(model=model), Plan(compile="step"))
     assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class CountingGroups(torch.optim.Optimizer):
+    """Plain descent at a rate that falls as it counts, in its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "count": 0, "seen": (0, 0.5)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            self.count(group)
+            for value in group["params"]:
+                value.sub_(value.grad * (group["lr"] / (group["count"] + group["seen"][0])))
+
+    def count(self, group: dict[str, Any]) -> None:
+        group["count"] += 1
+
+
+class CountingInATuple(CountingGroups):
+    def count(self, group: dict[str, Any]) -> None:
+        group["seen"] = (group["seen"][0] + 1, 0.5)
+
+
+@pytest.mark.parametrize("plan", [Plan(compile="step"), Plan(compile="package")], ids=Plan.brief)
+@pytest.mark.parametrize(("optimizer", "says"), [(CountingGroups, "'count'"), (CountingInATuple, "'seen'")])
+def test_an_optimizer_that_counts_in_its_groups_is_refused(plan: Plan, optimizer: type, says: str) -> None:
+    """A captured step would count once, and compute with that for ever."""
+    from tests.cpu.programs import a_task
+
+    with pytest.raises(PlanError, match=f"can't be captured.* changes its own {says}") as caught:
+        hotloop.lower(a_task(optimizer=optimizer), plan)
     assert "\n" not in str(caught.value)
 
 

@@ -16,7 +16,13 @@ from hotloop.plan import Plan
 from tests.cpu.programs import a_task
 
 OLDER: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-NEWER: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)  # type: ignore[attr-defined]
+NEWER: tuple[Any, ...] = (
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+    torch.backends.cudnn.rnn,  # type: ignore[attr-defined]
+    torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+)
+ON_CPU: tuple[Any, ...] = tuple(getattr(torch.backends.mkldnn, name) for name in ("matmul", "conv", "rnn"))
 
 
 def chosen() -> list[str]:
@@ -29,12 +35,14 @@ def put_back() -> Iterator[None]:
     torch.backends.fp32_precision = "none"
     for switch, allowed in zip(OLDER, (False, True), strict=True):  # as torch begins
         switch.allow_tf32 = allowed
+    for switch in ON_CPU:
+        switch.fp32_precision = "none"
 
 
 @contextmanager
-def around(precision: str) -> Iterator[None]:
+def around(precision: str, device: str = "cuda") -> Iterator[None]:
     """What a step on a GPU runs in."""
-    parts = replace(Ingredients.of(a_task(), Plan(precision=precision)), device=torch.device("cuda"))
+    parts = replace(Ingredients.of(a_task(), Plan(precision=precision)), device=torch.device(device))
     with ExitStack() as stack:
         for context in in_precision(parts).around:
             stack.enter_context(context())
@@ -51,7 +59,7 @@ def test_products_are_what_the_plan_says(precision: str, within: str, before: tu
         switch.allow_tf32 = allowed
     own = chosen()
     with around(precision):
-        assert chosen() == [within] * 3
+        assert chosen() == [within] * 4
         assert [switch.allow_tf32 for switch in OLDER] == [within == "tf32"] * 2
     assert [switch.allow_tf32 for switch in OLDER] == list(before)
     assert chosen() == own
@@ -65,10 +73,29 @@ def test_whatever_name_of_torch_s_the_program_chose_by(precision: str, within: s
     switch.fp32_precision = choice
     own = chosen()
     with around(precision):
-        assert chosen() == [within] * 3
+        assert chosen() == [within] * 4
     assert chosen() == own
 
 
-def test_on_a_cpu_there_is_nothing_to_switch() -> None:
-    parts = Ingredients.of(a_task(), Plan())
-    assert in_precision(parts) is parts
+@PLANS
+@pytest.mark.parametrize("choice", ["highest", "high", "medium"])
+def test_a_choice_for_all_products_at_once_is_put_back(precision: str, within: str, choice: str) -> None:
+    torch.set_float32_matmul_precision(choice)
+    own = chosen()
+    with around(precision):
+        assert chosen() == [within] * 4
+        assert torch.get_float32_matmul_precision() == ("high" if within == "tf32" else "highest")
+    assert torch.get_float32_matmul_precision() == choice
+    assert chosen() == own
+
+
+@pytest.mark.parametrize("choice", ["highest", "high", "medium"])
+def test_on_a_cpu_fp32_is_no_bf16_either(choice: str) -> None:
+    torch.set_float32_matmul_precision(choice)
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"  # type: ignore[attr-defined]
+    own = [switch.fp32_precision for switch in ON_CPU]
+    assert choice != "medium" or own[:2] == ["bf16"] * 2
+    with around("fp32", "cpu"):
+        assert [switch.fp32_precision for switch in ON_CPU] == ["ieee"] * 3
+    assert [switch.fp32_precision for switch in ON_CPU] == own
+    assert torch.get_float32_matmul_precision() == choice

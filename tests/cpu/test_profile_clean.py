@@ -21,6 +21,7 @@ from hotloop.profiling.habits import Graphs
 from hotloop.profiling.observing import observers
 from hotloop.profiling.schedule import CLOSE, Kind, order
 from hotloop.profiling.sites import Sites
+from hotloop.profiling.steps import Event
 from hotloop.profiling.watcher import Watch
 from tests.cpu.watching import watched
 
@@ -146,6 +147,25 @@ def test_so_many_steps_as_were_asked_for_take_as_long_as_they_take(
     while not one.over:
         one.boundary()
     assert one.measured() == measured
+
+
+def test_warm_up_is_that_of_the_loop_that_is_measured(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(course, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    one = Course(STEPS, Quiet(), list, found=True)
+    one.timeline.clock = Even(1.0)
+
+    def train(where: str, steps: int) -> None:
+        for _ in range(steps):
+            now[0] += 1.0
+            one.trains()
+            one.happened(Event("update", where))
+
+    train("first.py:1", 6)
+    first_s = now[0]
+    train("second.py:1", 20)
+    assert one.facts.anchor == "second.py:1"
+    assert 0.0 < one.facts.warm_up_s < first_s
 
 
 def plain(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:

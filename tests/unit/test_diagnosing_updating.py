@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hotloop.profiles import Remedy
@@ -30,6 +32,16 @@ def test_of_an_update_that_nobody_knows_its_arithmetic_is_not_won() -> None:
     small = updating(20, 0.01)
     assert small is not None and small.gain > 0.05
     assert updating(7, 0.01) is None
+
+
+def test_two_optimizers_of_one_class_share_what_its_lines_take() -> None:
+    """As a generator's and a discriminator's do, which run the same lines."""
+    ones = [operator("add_", 3.0, 200, phase="update", where="mine.py:7", line_runs=200.0, flops=1e2, bytes=1e3)]
+    uses = [adam(ms, "", tensors=50, kind="Mine") for ms in (4.5, 1.5)]
+    found = [one for one in remedies(seen({"update": 6.0}, optimizers=uses, operators=ones)) if "for-loop" in one.cause]
+    told = [re.findall(r"([\d.]+) ms|starting (\d+)", one.evidence) for one in found]
+    (whole, _), (won, _), (_, calls) = told[0]
+    assert float(won) <= float(whole) == 4.5 and calls == "150"
 
 
 @pytest.mark.parametrize(("kind", "name"), [("Mine", "_foreach_add_"), ("LBFGS", "add_"), ("Muon", "mm")])

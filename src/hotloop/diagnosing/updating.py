@@ -57,20 +57,24 @@ def _unknown(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
     if not loops:
         return
     where = max(loops, key=lambda where: sum(step.cost(one) for one in loops[where]))
-    spent, won = (
-        min(use.ms, step.phase("update")),
-        sum(step.reclaimable(one) for ones in loops.values() for one in ones),
-    )
-    calls = sum(one.calls for ones in loops.values() for one in ones)
+    spent, part = min(use.ms, step.phase("update")), _part(step, use)
+    won = min(spent, part * sum(step.reclaimable(one) for ones in loops.values() for one in ones))
+    calls = part * sum(one.calls for ones in loops.values() for one in ones)
     yield Remedy(
         cause=f"a for-loop optimizer: {use.kind} updates {tensors} parameters one by one",
         where=where,
         remedy="one of torch.optim with fused=True or foreach=True if there is one like it, else torch._foreach_ "
         "operations over the list of parameters",
-        gain=step.share(min(won, spent)),
+        gain=step.share(won),
         evidence=f"the update takes {spent:.2f} ms, {percent(step.share(spent))} of the step; {won:.2f} ms of that go into "
         f"starting {calls:.0f} operations",
     )
+
+
+def _part(step: Step, use: OptimizerUse) -> float:
+    """Of several optimizers of one kind, which run the same lines, what one takes of their time together."""
+    together = sum(one.ms for one in step.profile.optimizers if one.kind == use.kind)
+    return use.ms / together if together else 1.0
 
 
 def _loops(step: Step, use: OptimizerUse) -> dict[str, list[OperatorTime]]:

@@ -28,7 +28,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.accumulation import accumulate_on_device
-from hotloop.lowering.hyper import held_by, hyper_of, put
+from hotloop.lowering.hyper import held_by, hyper_of, put, raw
 from hotloop.lowering.step import EagerStep
 from hotloop.task import Computed
 
@@ -202,9 +202,11 @@ class _Tracer:
                     put(optimizer, place, _number(optimizer, place, values["hyper"][place], now))
                 elif isinstance(held, Tensor):
                     put(optimizer, place, now)
+            given = {place: raw(optimizer, place) for place in self.numbers}
             step.clip([value for group in optimizer.param_groups for value in group["params"]])
             inspect.unwrap(type(optimizer).step)(optimizer)
             _check_state(swapped, {parameters[name]: name for name in parameters}, values["state"])
+            _check_numbers(optimizer, given)
         finally:
             optimizer.state = state
             for group, original in zip(optimizer.param_groups, groups, strict=True):
@@ -337,6 +339,18 @@ def _check_buffers(model: nn.Module, given: dict[str, Tensor]) -> None:
     for name, value in model.named_buffers():
         if name in given and value is not given[name]:
             raise _refused(f"it replaces the buffer {name!r} by another tensor", "a buffer that is changed in place")
+
+
+def _check_numbers(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+    """The optimizer reads the numbers of its groups, which a schedule alone changes."""
+    for place, value in given.items():
+        now = raw(optimizer, place)
+        plain = all(isinstance(one, int | float) for one in (value, now))  # no symbol of the tracer's
+        if now is not value and not (plain and now == value):
+            raise _refused(
+                f"the optimizer changes its own {place.split('/')[1]!r}, which would happen once",
+                "an optimizer that counts in tensors of its state",
+            )
 
 
 def _check_state(state: Any, names: dict[Tensor, str], given: dict[str, dict[str, Tensor]]) -> None:

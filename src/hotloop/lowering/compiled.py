@@ -19,6 +19,7 @@ from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.packages import packaged
 from hotloop.lowering.rewrites import rewrite
 from hotloop.lowering.step import EagerStep
+from hotloop.lowering.threads import embeddings_in_parallel
 
 Runner = Callable[[list[Tensor]], Any]
 
@@ -180,7 +181,7 @@ def built(captured: Captured, parts: Ingredients) -> Runner:
 def _compiled(captured: Captured, parts: Ingredients) -> Runner:
     options = _OPTIONS | _known_to_compilers()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), embeddings_in_parallel(parts.device):
             warnings.simplefilter("ignore")  # of torch's own parts to each other
             if parts.plan.compile == "package":
                 return packaged(captured, parts.device, options, parts.say)

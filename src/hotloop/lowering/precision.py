@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -17,15 +17,16 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def in_precision(parts: Ingredients) -> Ingredients:
-    """tf32, or on CUDA none of it, around the whole step; bf16 and fp16 by torch's autocast around the forward pass.
+    """tf32, or fp32 whatever the program chose, around the whole step; bf16 and fp16 by torch's autocast around forward.
 
     fp16 has its loss scaled.
     """
     precision = parts.plan.precision
     if precision == "tf32":
         return replace(parts, around=(*parts.around, tf32))
-    if precision == "fp32" and any(device.type == "cuda" for device in parts.devices):
-        return replace(parts, around=(*parts.around, fp32))
+    if precision == "fp32":
+        on_cuda = any(device.type == "cuda" for device in parts.devices)
+        return replace(parts, around=(*parts.around, fp32 if on_cuda else fp32_on_cpu))
     if precision not in _HALF:
         return parts
     compute = parts.compute
@@ -54,26 +55,59 @@ def fp32() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def fp32_on_cpu() -> Iterator[None]:
+    """The same of oneDNN's, which compute in bf16 where a program chose that."""
+    mkldnn: Any = torch.backends.mkldnn
+    switches = (mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    with _put_back(switches):
+        for switch in switches:
+            switch.fp32_precision = "ieee"
+        yield
+
+
+@contextmanager
 def _products(kind: str) -> Iterator[None]:
-    """Sets torch's switches by both of their names, of which the older is not readable where a program set the newer."""
+    """Sets torch's switches by all of their names, of which the older aren't readable where a program set the newer."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
-    newer = (matmul, cudnn.conv, cudnn.rnn)
-    chosen = [one.fp32_precision for one in newer]
-    older = [(one, one.allow_tf32) for one in (matmul, cudnn) if _is_readable(one)]
+    mkldnn: Any = torch.backends.mkldnn
+    newer = (matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul)  # the last since the oldest name stands for it, too
+    with _put_back(newer):
+        older = [(one, one.allow_tf32) for one in (matmul, cudnn) if _is_readable(one)]
+        oldest = _oldest()
+        try:
+            for switch, _ in older:
+                switch.allow_tf32 = kind == "tf32"
+            if oldest is not None:
+                torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+            for one in newer:
+                one.fp32_precision = kind
+            yield
+        finally:
+            for switch, allowed in older:
+                switch.allow_tf32 = allowed
+            if oldest is not None:
+                torch.set_float32_matmul_precision(oldest)
+
+
+@contextmanager
+def _put_back(switches: Sequence[Any]) -> Iterator[None]:
+    """Whatever is done to these, they are as before in the end."""
+    chosen = [one.fp32_precision for one in switches]
     try:
-        for switch, _ in older:
-            switch.allow_tf32 = kind == "tf32"
-        for one in newer:
-            one.fp32_precision = kind
         yield
     finally:
-        for switch, allowed in older:
-            switch.allow_tf32 = allowed
-        for one, precision in zip(newer, chosen, strict=True):
+        for one, precision in zip(switches, chosen, strict=True):
             one.fp32_precision = "none"  # takes on what is chosen for all of them together
             if one.fp32_precision != precision:
                 one.fp32_precision = precision
+
+
+def _oldest() -> str | None:
+    """What the program chose for all products at once, which alone tells `medium` from `high`; None if not readable."""
+    with suppress(RuntimeError):
+        return torch.get_float32_matmul_precision()
+    return None
 
 
 def _is_readable(switch: Any) -> bool:

@@ -207,7 +207,7 @@ class Course:
         """Nothing is kept of the loop before."""
         self._give_up()
         self._left, self._strayed, self._awaited = order(self._steps), 0, 0
-        self._finder, self.cores = Finder(), Cores()
+        self._finder, self.cores, self._first_s = Finder(), Cores(), time.perf_counter()
         self._stage.anew()
         self._begin_measuring()
 
