@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,25 @@ def task(
     trouble: Callable[[], Any] = lambda: None, marker: Path | None = None, culprit: int = CULPRIT, step: int = STEP
 ) -> hotloop.Task:
     """Comes to trouble once, on one rank, in one of its steps; the marker remembers that it was there."""
-    seen = [0]
+    updates = [0]  # the loss alone is tried before training, too
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        seen[0] += torch.is_grad_enabled()
         ranked = torch.distributed.is_initialized() and torch.distributed.get_rank() == culprit
-        if marker is not None and ranked and seen[0] == step and not marker.exists():
+        now = torch.is_grad_enabled() and updates[0] + 1 == step
+        if marker is not None and ranked and now and not marker.exists():
             marker.touch()
             trouble()
         return nn.functional.cross_entropy(output, target)
 
-    return images(torch.float32, samples=150, batch_size=16, validation=30, loss=loss, epochs=3)
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        def counted(*_: Any) -> None:
+            updates[0] += 1
+
+        made = torch.optim.Adam(parameters, lr=0.01)
+        made.register_step_post_hook(counted)
+        return made
+
+    return images(torch.float32, samples=150, batch_size=16, validation=30, loss=loss, optimizer=optimizer, epochs=3)
 
 
 def fit(path: Path, given: hotloop.Task, **options: Any) -> Run:
