@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -183,19 +184,9 @@ class _FixedNorms(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not F.batch_norm:
             return function(*args, **(kwargs or {}))
-        return self._batch_norm(*args, **(kwargs or {}))
-
-    def _batch_norm(
-        self,
-        x: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        mean = x.new_zeros(x.shape[1]) if running_mean is None else running_mean
-        variance = torch.ones_like(mean) if running_var is None else running_var
-        return F.batch_norm(x, mean, variance, weight, bias, False, momentum, eps)
+        given = inspect.signature(F.batch_norm).bind(*args, **(kwargs or {})).arguments
+        channels = given["input"].new_ones(given["input"].shape[1])
+        known = given | {"training": False}
+        if given["running_mean"] is None:
+            known |= {"running_mean": torch.zeros_like(channels), "running_var": channels}
+        return F.batch_norm(**known)
