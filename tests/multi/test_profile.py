@@ -28,7 +28,7 @@ from tests.multi.test_command import FILE
 
 PLAN = Plan(parallel="data", ranks=2)
 STEPS, BATCH = 8, 4
-SLOW, PAUSE_S = 1, 0.01
+SLOW, PAUSE_S = 1, 0.03
 """A rank, and how long it takes for each of its samples."""
 
 Plant = Callable[[pytest.MonkeyPatch], None]
