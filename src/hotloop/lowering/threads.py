@@ -94,10 +94,16 @@ def embeddings_in_parallel(device: torch.device) -> Iterator[None]:
         yield
         return
     from torch._inductor.decomposition import decompositions
+    from torch._inductor.lowering import lowerings, make_fallback, require_contiguous
 
     operation = torch.ops.aten.embedding_dense_backward.default
     decomposed = decompositions.pop(operation)
+    known = operation in lowerings
     try:
+        if not known:  # `warn` is an error wherever the variable CI is set
+            make_fallback(operation, layout_constraint=require_contiguous, warn=False)
         yield
     finally:
         decompositions[operation] = decomposed
+        if not known:
+            lowerings.pop(operation, None)
