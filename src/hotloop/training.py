@@ -146,7 +146,7 @@ def _go_on(
 ) -> tuple[Run, Ended]:
     handle = Run.open(path) if ranks.world.first else Following.open(path)
     passed_s = ranks.begin(str(path.absolute()), ranks.cut_short(path, theirs=True))
-    wanted = wanted.split_as(handle.plan)
+    wanted = wanted.split_as(handle.plan, ranks.world.ranks)
     if checkpoint_every is not None:
         Cadence.parse(checkpoint_every)
         handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})

@@ -61,9 +61,13 @@ class Wanted:
             return cls.of(given, axes)
         return replace(cls.of(AUTO, axes), asked=False)
 
-    def split_as(self, before: Plan) -> Wanted:
-        """Where stages are to begin where a run had them, unless it is said; their sums differ in the last bits else."""
-        if (self.plan.parallel, self.plan.ranks, self.plan.pipeline, self.plan.split) != (
+    def split_as(self, before: Plan, ranks: int) -> Wanted:
+        """Where stages are to begin where a run had them, unless it is said; their sums differ in the last bits else.
+
+        Args:
+            ranks: how many there are, whether the plan names them or not.
+        """
+        if (self.plan.parallel, ranks, self.plan.pipeline, self.plan.split) != (
             "stages",
             before.ranks,
             before.pipeline,

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import hotloop
+from hotloop.data.rows import looks_around
 from hotloop.errors import HotloopError
 from hotloop.parallel.world import World
 from hotloop.plan import Plan
@@ -314,7 +315,57 @@ def compute(world: World) -> dict[Any, Any]:
     }
     modes = {again: mode_of_backward(again) for again in (False, True)}
     _, norm, _ = outcome(a_norm_over_ranks, Plan(parallel="towers"))
-    return found | {"augment": augmented(), "modes": modes, "norm": norm}
+    fractions = {plan.parallel: sums(fractions_counted(), plan) for plan in PLANS[:3]}
+    more = {"fractions": fractions, "nothing": after_nothing(), "rows": rows_of(sentences())}
+    return found | {"augment": augmented(), "modes": modes, "norm": norm} | more
+
+
+def sums(given: hotloop.Task, plan: Plan) -> dict[str, float]:
+    """Those of an epoch."""
+    program = hotloop.lower(given, plan)
+    program.advance(9)
+    return program.read_sums()
+
+
+def fractions_counted() -> hotloop.Task:
+    """Samples that count fractions; in the last batch, of one sample, the first rank has none."""
+    data = vectors()[:3], vectors(2)[:3]
+    return task(mean_square, data=data, batch_size=2, weight=lambda batch: 1.7 * torch.ones(len(batch[0])).sum())
+
+
+def after_nothing() -> list[float]:
+    """The weights after a step in which one rank's targets all are left out, as a weight in Python's numbers says."""
+    counted = torch.arange(8) < 4
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]).mean(1) * batch[1]).sum() / batch[1].sum()
+
+    data = vectors()[:8], counted.float()
+    given = task(step, data=data, shuffle=False, weight=lambda batch: int(batch[1].sum()))
+    program = hotloop.lower(given, PLANS[0])
+    program.advance(1)
+    return [value for parameter in program.model.parameters() for value in parameter.flatten().tolist()]
+
+
+def sentences() -> hotloop.Task:
+    """Of different lengths, each padded to the longest of its batch, before it; the model sees padding."""
+
+    def collate(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        words = nn.utils.rnn.pad_sequence([words for words, _ in items], batch_first=True, padding_side="left")
+        return words, torch.tensor([target for _, target in items])
+
+    data = [(vectors()[number % 24].repeat(1 + number * 7 % 11), number % 2) for number in range(21)]
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0][:, :6]), batch[1])
+
+    return task(step, data=data, collate=collate)
+
+
+def rows_of(given: hotloop.Task, plan: Plan = PLANS[0]) -> tuple[list[Any], list[str]]:
+    """The batches of an epoch, and what is said beforehand."""
+    lines: list[str] = []
+    return [batch for batch, _ in hotloop.lower(given, plan, lines.append).feed.epoch(0)], lines
 
 
 def mode_of_backward(again: bool) -> str:
@@ -404,6 +455,58 @@ def test_what_an_augmentation_draws_by_torch_is_other_numbers_on_each_rank(seen:
     first, second = (rank["augment"] for rank in seen)
     assert len(first) == len(second) == 4
     assert not set(first.tolist()) & set(second.tolist())
+
+
+@pytest.mark.parametrize("parallel", ["data", "sharded", "towers"])
+def test_a_rank_without_rows_cuts_off_no_fraction(seen: list[Any], parallel: str) -> None:
+    alone = sums(fractions_counted(), Plan())
+    for rank in seen:
+        assert rank["fractions"][parallel] == pytest.approx(alone)
+
+
+def test_a_mean_of_nothing_is_left_out_whatever_number_says_so(seen: list[Any]) -> None:
+    assert np.isfinite(seen[0]["nothing"]).all()
+
+
+def test_what_is_padded_is_padded_as_in_one_process(seen: list[Any]) -> None:
+    whole, _ = rows_of(sentences(), Plan())
+    for (x, y), *parts in zip(whole, *(rank["rows"][0] for rank in seen), strict=True):
+        assert torch.equal(x, torch.cat([part[0] for part in parts]))
+        assert torch.equal(y, torch.cat([part[1] for part in parts]))
+    said = "collate makes a sample's row depend on others (padding): each rank loads whole batches, and cuts them"
+    assert seen[0]["rows"][1] == [said]
+
+
+def stacked(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Takes its samples apart."""
+    y = torch.stack([item.pop("y") for item in items])
+    return {"x": torch.stack([item["x"] for item in items]), "y": y}
+
+
+def along_the_second_dimension(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {"x": nn.utils.rnn.pad_sequence([item["x"] for item in items])}
+
+
+def mixed(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    x = torch.stack([item["x"] for item in items])
+    return {"x": x + x[torch.randperm(len(x))]}
+
+
+def of_pairs(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    assert len(items) > 1
+    return stacked(items)
+
+
+@pytest.mark.parametrize(
+    ("collate", "around"), [(stacked, False), (along_the_second_dimension, False), (mixed, True), (of_pairs, True)]
+)
+def test_whole_batches_are_loaded_only_where_rows_depend_on_others(collate: Any, around: bool) -> None:
+    given = task(
+        mean_square, data=[{"x": x, "y": y} for x, y in zip(vectors(), vectors(2), strict=True)], collate=collate
+    )
+    order = given.roles.order
+    assert order is not None
+    assert looks_around(given.roles.train, order) is around
 
 
 def test_backward_is_watched_operator_by_operator_only_where_it_draws(seen: list[Any]) -> None:

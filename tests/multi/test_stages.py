@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import re
 import signal
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -229,7 +231,7 @@ def test_the_comparison_sees_it(planted: dict[str, Any], fault: str) -> None:
 
 
 def test_stages_go_on_with_what_one_process_has_left_and_the_other_way_round(tmp_path: Path) -> None:
-    task = words(torch.float64, average=None, epochs=1)
+    task = words(torch.float64, epochs=1)  # an average, which evaluations take for the weights
     there, back, plain = tmp_path / "there", tmp_path / "back", tmp_path / "plain"
     plan, more = PLANS["1f1b"], {"overrides": {"epochs": 2}}
     for path in (there, plain):
@@ -244,6 +246,47 @@ def test_stages_go_on_with_what_one_process_has_left_and_the_other_way_round(tmp
     for state in (a, b):
         assert state.position == c.position
         assert max(distance((state, [], {}), (c, [], {})).values()) < 1e-10
+
+
+def test_stages_begin_where_they_did_also_where_only_the_start_says_how_many_ranks(tmp_path: Path) -> None:
+    task, path = words(torch.float32, validation=None, epochs=1), tmp_path / "run"
+    hotloop.fit(task, run=path, plan=PLANS["1f1b"].with_axes(split="last"), progress=False)  # hardly the fastest
+    plan = PLANS["1f1b"].with_axes(ranks=None)
+    launch(2, lambda: go_on(path, task=task, plan=plan, overrides={"epochs": 2}), print)
+    assert Run.open(path).plan.split == "last"
+
+
+class Watched(nn.Module):
+    """Layers of which only a figure, or what is detached later, depends, in the first stage and in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.early, self.cut_off, self.late = (nn.Linear(4, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        early, cut_off, x = self.early(x), self.cut_off(x), self.first(x)
+        x = self.last(self.middle(x).relu() + cut_off.detach())
+        return x, (early + self.late(x)).mean()
+
+
+def watched() -> hotloop.Task:
+    def step(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        output, figure = model(batch[0])
+        return {"loss": nn.functional.cross_entropy(output, batch[1]), "figure": figure}
+
+    # AdamW decays what has a gradient, be it of 0.
+    return linear(model=Watched, loss=None, step=step, optimizer=lambda p: torch.optim.AdamW(p, weight_decay=0.5))
+
+
+def test_what_only_a_figure_depends_on_is_left_as_it_is(tmp_path: Path) -> None:
+    plan = STAGES.with_axes(split="middle")
+    both = come_to(watched(), Plan()), of_ranks(tmp_path, plan, lambda world: come_to(watched(), plan))[0]
+    before = watched().build_model().state_dict()
+    for state, *_ in both:
+        for name in ("early.weight", "cut_off.weight", "late.weight"):
+            assert torch.equal(state.parameters[name], before[name])
+    assert max(distance(both[1], both[0]).values()) < 1e-5
 
 
 def killing(optimizer: torch.optim.Optimizer, marker: Path) -> torch.optim.Optimizer:
@@ -293,13 +336,28 @@ def linear(*between: nn.Module, **fields: Any) -> hotloop.Task:
     return hotloop.Task(**given | fields)
 
 
+class Dropping(nn.Linear):
+    """A layer that Python's generator leaves out now and then."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if random.random() < 0.1 else super().forward(x)
+
+
+def mixing(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, share = batch[0], np.random.beta(0.4, 0.4)
+    return nn.functional.cross_entropy(model(share * x + (1 - share) * x.flip(1)), batch[1])
+
+
 STAGES = Plan(parallel="stages", ranks=2, microbatches=2)
+DRAWN = r"^parallel=stages, and the model or the loss draws from NumPy's or Python's generator; expected .* of torch's"
 REFUSED: dict[str, tuple[hotloop.Task, dict[str, Any], str]] = {
     "a batch norm": (linear(nn.BatchNorm1d(4)), {}, r"microbatches=2 changes .*'1' \(BatchNorm1d\).*microbatches=1"),
     "a decision": (linear(Decides()), {}, r"can't cut the model: '1' can't be exported as a graph"),
     "no such module": (linear(), {"split": "head"}, r"uses no module 'head'; expected .*such as 1"),
     "the first module": (linear(), {"split": "0"}, r"doesn't come to these modules in that order"),
     "a change in place": (linear(nn.ReLU(inplace=True)), {"split": "1"}, r"'1' changes in place what was computed"),
+    "layers that Python drops": (linear(Dropping(4, 4)), {}, DRAWN),
+    "inputs that NumPy mixes": (linear(loss=None, step=mixing), {}, DRAWN),
     "too many names": (linear(), {"split": "1,1"}, r"names 2 beginnings of stages, and there are 2 stages"),
     "too few modules": (linear(), {"pipeline": "interleaved"}, r"can't be cut into 4 stages: .* begin with '1' alone"),
 }
@@ -324,6 +382,14 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_what_cannot_be_split_is_named(refused: dict[str, str], case: str) -> None:
     assert re.search(REFUSED[case][2], refused[case]), refused[case]
     assert len(refused[case].splitlines()) == 1
+
+
+def test_a_graph_holds_no_number_that_python_drew() -> None:
+    objective = Objective(Dropping(4, 2), linear(), batch := tuple(part[:4] for part in linear().data))
+    before = random.getstate()
+    with pytest.raises(PlanError, match=DRAWN):
+        Traced.of(objective, batch)
+    assert random.getstate() == before
 
 
 def test_pieces_of_the_graph_are_the_model() -> None:

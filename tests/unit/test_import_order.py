@@ -52,6 +52,7 @@ ORDER = (
     "data/roles",
     "data/ahead",
     "data/feed",
+    "data/rows",
     "data/positions",
     "data/materialise",
     "data/__init__",

@@ -344,30 +344,6 @@ class _Keys:
             start = 0
 
 
-@dataclass
-class PartedFeed:
-    """Each rank's rows of each batch, told with the samples of the whole batch.
-
-    Args:
-        feed: of the rank's rows.
-        order: of whole batches.
-    """
-
-    feed: Feed
-    order: Order
-
-    def __post_init__(self) -> None:
-        self.batches: int | None = self.order.batches
-        self.reseeds = self.feed.reseeds
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
-        for number, (batch, _) in enumerate(self.feed.epoch(epoch, start), start):
-            yield batch, self.order.size(number)
-
-    def close(self) -> None:
-        self.feed.close()
-
-
 def open_feed(
     source: Table | Samples | Stream,
     order: Order | None,

@@ -115,7 +115,8 @@ class Conveyor:
         _move(piece, self._parts.device)
         given = partial(self._ahead.given, stage) if self._ahead is not None else _as_they_come
         heard = self._heard if stage == len(chain.pieces) - 1 else None
-        module = _Stage(piece, partial(numbers, self._parts), given, heard)
+        leading = [value.requires_grad for value in seen.leaving]
+        module = _Stage(piece, partial(numbers, self._parts), given, leading, heard)
         return Station(stage, module, piece.leaves, seen.arriving, seen.leaving)
 
 
@@ -125,6 +126,7 @@ class _Stage(nn.Module):
     Args:
         around: the numbers that it computes in.
         given: `(first row, rows)` -> a context in which draws are those of these rows.
+        leading: of all that leaves it, whether it leads to the loss; only that gets a gradient back, of zeros else.
         heard: gets what leaves the last stage.
     """
 
@@ -133,15 +135,17 @@ class _Stage(nn.Module):
         piece: Piece,
         around: Around,
         given: Callable[[int, int], AbstractContextManager[Any]],
+        leading: Sequence[bool],
         heard: list[tuple[Tensor, ...]] | None,
     ) -> None:
         super().__init__()
-        self.piece, self._around, self._given, self._heard = piece, around, given, heard
+        self.piece, self._around, self._given, self._leading, self._heard = piece, around, given, leading, heard
 
     def forward(self, *arrived: Tensor, rows: Tensor, **leaves: Tensor) -> tuple[Tensor, ...]:
         batch = {place: leaves[leaf_name(place)] for place in self.piece.leaves}
         with self._around(), self._given(int(rows[0]), len(rows)):
             left = tuple(value.contiguous() for value in self.piece(arrived, batch))
+        left = tuple(v if leads else v.detach() for v, leads in zip(left, self._leading, strict=True))
         if self._heard is not None:
             self._heard.append(tuple(value.detach() for value in left))
         return left

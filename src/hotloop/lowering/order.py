@@ -10,8 +10,9 @@ from functools import partial
 
 import torch
 
-from hotloop.data.feed import Feed, PartedFeed, Treatment, open_feed
+from hotloop.data.feed import Feed, Treatment, open_feed
 from hotloop.data.order import Parted
+from hotloop.data.rows import CutFeed, PartedFeed, looks_around
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
@@ -171,13 +172,18 @@ def _check(parts: Ingredients) -> None:
 
 
 def _feed(parts: Ingredients) -> Feed:
-    order, world = parts.roles.order, parts.world
+    order, world, source = parts.roles.order, parts.world, parts.roles.train
+    opened = partial(open_feed, source, workers=parts.plan.workers)
     if parts.dealt.alone:
-        return open_feed(parts.roles.train, order, _treatment(parts), workers=parts.plan.workers)
+        return opened(order, _treatment(parts))
     assert order is not None
     rows = Parted(**vars(order), rank=world.rank, ranks=world.ranks)
-    treatment = replace(_treatment(parts), rank=world.rank)
-    return PartedFeed(open_feed(parts.roles.train, rows, treatment, workers=parts.plan.workers), order)
+    if world.from_first(lambda: looks_around(source, order)):
+        parts.say(
+            "collate makes a sample's row depend on others (padding): each rank loads whole batches, and cuts them"
+        )
+        return CutFeed(opened(order, _treatment(parts)), rows)
+    return PartedFeed(opened(rows, replace(_treatment(parts), rank=world.rank)), order)
 
 
 def _treatment(parts: Ingredients) -> Treatment:

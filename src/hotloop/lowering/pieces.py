@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import HotloopError, PlanError, blame, out_of_memory
+from hotloop.rng import Streams, preserved
 from hotloop.task import Computed, Task
 
 Leaves = Sequence[Tensor]
@@ -208,9 +209,14 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _exported(objective: Objective, leaves: tuple[Tensor, ...]) -> Any:
+    streams = Streams(0)
     try:
-        with _quiet():
-            return torch.export.export(objective, leaves, strict=False)
+        with _quiet(), preserved():
+            streams.reseed("export")
+            exported = torch.export.export(objective, leaves, strict=False)
+            if streams.drawn("export"):
+                raise drawn_elsewhere()
+            return exported
     except HotloopError:
         raise
     except Exception as error:
@@ -222,6 +228,15 @@ def _exported(objective: Objective, leaves: tuple[Tensor, ...]) -> Any:
             expected="a forward pass without decisions that depend on the values in its tensors",
             fix="mend it there, or use parallel=sharded",
         ) from error
+
+
+def drawn_elsewhere() -> PlanError:
+    """The error for draws that a graph would hold as they came when it was made."""
+    return PlanError(
+        "parallel=stages, and the model or the loss draws from NumPy's or Python's generator",
+        expected="random numbers of torch's functions, which are drawn anew in each step",
+        fix="draw by torch there, or use parallel=data",
+    )
 
 
 def _failing(objective: Objective, leaves: tuple[Tensor, ...]) -> str:

@@ -72,7 +72,7 @@ class Program:
 
     @property
     def average(self) -> dict[str, Tensor]:
-        """Averaged weights by parameter name; empty if the Task has no average."""
+        """Averaged weights by parameter name, of what this rank holds; empty if the Task has no average."""
         return self._step.average
 
     @property
@@ -252,7 +252,7 @@ class Program:
         """
         with self._step.in_full():
             restore_model(self.model, state)
-            copy_into(self._step.average, state.average, "averaged parameter")
+            self._step.restore_average(state.average)
         copy_into(self._loss_buffers(), state.loss, "buffer of the loss")
 
     def schedule_left(self) -> int | None:

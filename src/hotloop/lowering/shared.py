@@ -92,8 +92,8 @@ class SharedStep(EagerStep):
         totals = torch.stack([own.to(wide), *(weighted(value.to(wide), own) for value in values)])
         with self.parts.meter.waiting():
             dist.all_reduce(totals)
-        self._total = samples if counts_samples(self.parts) else totals[0].to(own.dtype)
-        self._module.counts = own != 0 if self._rows and isinstance(weight, Tensor) else bool(self._rows)
+        self._total = samples if counts_samples(self.parts) else totals[0]
+        self._module.counts = own != 0 if isinstance(weight, Tensor) else bool(weight)
         share = own.to(wide) / totals[0]
         loss = computed.loss * share.to(computed.loss.dtype)
         self._backward_of(torch.where(own == 0, 0.0, loss))
@@ -145,11 +145,13 @@ class Look:
         norms: whether batches are normalised.
         draws: how the model draws random numbers.
         redraws: whether backward draws some anew, as where parts of the forward pass are computed again.
+        elsewhere: whether the forward pass draws from NumPy's or Python's generator.
     """
 
     norms: bool
     draws: Pattern
     redraws: bool = True
+    elsewhere: bool = False
 
 
 def look(parts: Ingredients) -> Look:
@@ -161,7 +163,8 @@ def look(parts: Ingredients) -> Look:
     except Exception as error:
         return Look(True, Pattern(odd=f"it couldn't be tried on {few} and {more} samples ({blame(error)})"))
     redraws = any(one.redraws for one in seen)
-    return Look(seen[0].norms, Pattern.of(seen[0].drawn, seen[1].drawn, (few, more)), redraws)
+    pattern = Pattern.of(seen[0].drawn, seen[1].drawn, (few, more))
+    return Look(seen[0].norms, pattern, redraws, any(one.elsewhere for one in seen))
 
 
 @dataclass
@@ -169,15 +172,18 @@ class _Seen:
     norms: bool
     drawn: list[Drawn]
     redraws: bool
+    elsewhere: bool
 
 
 def _watched(parts: Ingredients, samples: int) -> _Seen:
     model = copy.deepcopy(parts.model).train()
     batch = to_device(peek(parts.roles, samples), parts.device)
-    Streams(parts.task.seed, parts.device).reseed("look")
+    streams = Streams(parts.task.seed, parts.device)
+    streams.reseed("look")
     with Watching(parts.device) as draws, _Norms() as norms:
         loss = parts.compute(model, batch).loss
-    return _Seen(norms.seen, draws.drawn, bool(draws.drawn) and _redraws(loss, parts.device))
+    elsewhere = streams.drawn("look")
+    return _Seen(norms.seen, draws.drawn, bool(draws.drawn) and _redraws(loss, parts.device), elsewhere)
 
 
 def _redraws(loss: Tensor, device: torch.device) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hotloop.data.feed import Treatment, open_feed
+from hotloop.data.rows import others_in
 from hotloop.data.tree import map_tensors
 from hotloop.errors import blame, kind
 from hotloop.lowering.accumulation import Means, Roundings, farthest, not_in_pieces, pieces_of, without_rows
@@ -66,7 +67,7 @@ def _tried(parts: Ingredients, draws: Pattern) -> tuple[str, str]:
             batch, samples = _few(parts)
             if samples < 2:
                 return "", ""
-            if uncut := without_rows(batch, samples) or _without_tensors(batch):
+            if uncut := without_rows(batch, samples) or next(map(kind, others_in(batch)), ""):
                 return f"a batch holds {uncut}", ""
             return _compared(parts, batch, samples, draws)
     except _Told:
@@ -84,13 +85,6 @@ def _few(parts: Ingredients) -> Share:
     treatment = Treatment(parts.device, parts.task.seed, parts.roles.prepare)
     few = replace(order, batch_size=samples)
     return next(open_feed(parts.roles.train, few, treatment, workers=0, endless=False).epoch(0))
-
-
-def _without_tensors(batch: Any) -> str:
-    """What else a batch holds, which isn't cut with its tensors; empty if there is nothing."""
-    others: list[Any] = []
-    map_tensors(lambda value: value, batch, others.append)
-    return next((kind(value) for value in others if value is not None), "")
 
 
 def _compared(parts: Ingredients, batch: Any, samples: int, draws: Pattern) -> tuple[str, str]:

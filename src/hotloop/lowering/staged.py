@@ -17,14 +17,14 @@ from hotloop.data.tree import batch_length, map_tensors
 from hotloop.errors import PlanError
 from hotloop.lowering.conveying import Conveyor, own_stages
 from hotloop.lowering.ingredients import Ingredients
-from hotloop.lowering.pieces import Objective, leaves_of
+from hotloop.lowering.pieces import Objective, drawn_elsewhere, leaves_of
 from hotloop.lowering.shared import look
 from hotloop.lowering.stages import Chain, example, rows_of, settled
 from hotloop.lowering.step import EagerStep
 from hotloop.objective import weighted
 from hotloop.parallel.ahead import Ahead
 from hotloop.parallel.draws import Pattern
-from hotloop.parallel.holding import Holding, hollow
+from hotloop.parallel.holding import Holding
 from hotloop.rng import StepDraws
 from hotloop.state import State
 from hotloop.task import Computed
@@ -41,7 +41,9 @@ class StagedStep(EagerStep):
         like = peek(parts.roles)
         leaves_of(like, batch_length(like))
         objective = Objective(parts.model, parts.task, like)
-        pattern = look(replace(parts, device=torch.device("cpu"))).draws
+        seen = look(replace(parts, device=torch.device("cpu")))
+        if seen.elsewhere:
+            raise drawn_elsewhere()
         parts = settled(parts, objective)
         chain = Chain.of(parts, objective.train(), example(parts, rows_of(parts)))
         self._holding = Holding(parts.model, chain.holders(parts.world.ranks), parts.world)
@@ -51,9 +53,9 @@ class StagedStep(EagerStep):
         self._check_loss(computed.loss)
         self._names = list(computed.scalars)
         self._check_clipping()
-        self._empty_averages()
+        self._keep_own_averages()
         self._shared = self._holding.shared()
-        self._convey = Conveyor(parts, objective, self._holding, self._drawn_ahead(pattern, chain))
+        self._convey = Conveyor(parts, objective, self._holding, self._drawn_ahead(seen.draws, chain))
         self.draws.spare = False  # which of the ranks drew from Python's generator would be theirs to agree on
 
     def _drawn_ahead(self, pattern: Pattern, chain: Chain) -> Ahead | None:
@@ -117,17 +119,14 @@ class StagedStep(EagerStep):
         dist.all_reduce(norms)
         return torch.linalg.vector_norm(norms)
 
-    def _empty_averages(self) -> None:
-        """Gives up the memory of averages of what other ranks hold."""
-        others = [value for name, value in self.average.items() if name not in self._holding.own]
-        self._holding.elsewhere += others
-        for value in others:
-            hollow(value)
+    def _keep_own_averages(self) -> None:
+        """Averages are only of what this rank holds."""
+        values = dict(self.parts.model.named_parameters())
+        self.average = {name: value for name, value in self.average.items() if name in self._holding.own}
+        self._averaged = [values[name] for name in self.average]
 
-    def update_average(self, averages: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        own = [name in self._holding.own for name in self.average]
-        pairs = [pair for pair, held in zip(zip(averages, values, strict=True), own, strict=True) if held]
-        super().update_average([average for average, _ in pairs], [value for _, value in pairs])
+    def restore_average(self, average: dict[str, Tensor]) -> None:
+        super().restore_average({name: value for name, value in average.items() if name in self._holding.own})
 
     def in_full(self) -> AbstractContextManager[None]:
         return self._holding.in_full()

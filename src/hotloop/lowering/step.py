@@ -19,7 +19,7 @@ from hotloop.lowering.accumulation import accumulate
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.objective import weighted
 from hotloop.rng import StepDraws
-from hotloop.state import State, capture_optimizer
+from hotloop.state import State, capture_optimizer, copy_into
 from hotloop.task import Computed
 
 
@@ -31,7 +31,7 @@ class EagerStep:
         draws: seeds the generators before each step.
         scaler: decides by how much fp16's loss is scaled; None in other precisions.
         scale: what a compiled step scales its loss by, 0-dim, on the device; None in other precisions.
-        average: exponential average by parameter name; empty without one.
+        average: exponential average by parameter name, of what this rank holds; empty without one.
         outer: momentum by parameter name of ranks that step towards their average; empty elsewhere.
         sums: over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
             `samples`.
@@ -134,6 +134,14 @@ class EagerStep:
     def update_average(self, averages: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Moves averages towards the values, in place."""
         self._average(list(averages), list(values), None)
+
+    def restore_average(self, average: dict[str, Tensor]) -> None:
+        """Goes to averages by parameter name, of the whole model.
+
+        Raises:
+            CheckpointError: they belong to another model.
+        """
+        copy_into(self.average, average, "averaged parameter")
 
     @property
     def holder(self) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +33,8 @@ class Rehearsed:
     """What is known of a piece without computing anything.
 
     Attributes:
-        arriving, leaving: tensors without content, like those that cross to it and from it.
+        arriving, leaving: tensors without content, like those that cross to it and from it; only what leads to the loss
+            requires a gradient.
         drawings: what it draws, in order.
     """
 
@@ -43,7 +45,7 @@ class Rehearsed:
 
 def rehearse(pieces: Sequence[Piece], leaves: Leaves, device: torch.device, around: Around) -> list[Rehearsed]:
     """Runs pieces, one after the other, on tensors without content."""
-    found = []
+    passes = []
     with FakeTensorMode(allow_non_fake_inputs=True):
         batch = [torch.empty_like(leaf, device=device) for leaf in leaves]
         arrived: tuple[Tensor, ...] = ()
@@ -51,8 +53,28 @@ def rehearse(pieces: Sequence[Piece], leaves: Leaves, device: torch.device, arou
             values = {name: _like(value, device) for name, value in _tensors_of(piece)}
             with around(), _Listening() as listening:
                 left = functional_call(piece, values, (arrived, batch))
-            found.append(Rehearsed(_metas(arrived), _metas(left), tuple(listening.heard)))
+            passes.append((arrived, left, tuple(listening.heard)))
             arrived = tuple(_fresh(value) for value in left)
+    found: list[Rehearsed] = []
+    leading = [True, *itertools.repeat(False, len(left) - 1)]  # the last piece puts the loss out first
+    for arrived, left, heard in reversed(passes):
+        reached = _reached([value for value, leads in zip(left, leading, strict=True) if leads])
+        leaving = _metas(left, leading)
+        leading = [id(value) in reached for value in arrived]
+        found.insert(0, Rehearsed(_metas(arrived, leading), leaving, heard))
+    return found
+
+
+def _reached(values: Sequence[Tensor]) -> set[int]:
+    """The leaves that get gradients of these tensors, themselves among them where they are such, by `id`."""
+    found = {id(value) for value in values if value.requires_grad and value.is_leaf}
+    open_, seen = [value.grad_fn for value in values], set()
+    while open_:
+        node = open_.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            open_ += [after for after, _ in node.next_functions]
     return found
 
 
@@ -127,12 +149,12 @@ def _like(value: Tensor, device: torch.device) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(value.requires_grad)
 
 
-def _metas(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _metas(values: Sequence[Tensor], leading: Sequence[bool]) -> tuple[Tensor, ...]:
     """Outside of any mode, so that they are torch's own kind of tensors without content."""
     with _disable_current_modes():
         return tuple(
-            torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
-            for value in values
+            torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad and leads)
+            for value, leads in zip(values, leading, strict=True)
         )
 
 

@@ -100,14 +100,14 @@ class Holding:
         }
         found = exchanged(self.world, parts)
         whole: dict[str, Any] = {
-            name: {key: found[name][key] for key in getattr(state, name)}
-            for name in ("parameters", "buffers", "average", "loss")
+            name: {key: found[name][key] for key in getattr(state, name)} for name in ("parameters", "buffers", "loss")
         }
+        average = {name: found["average"][name] for name in state.parameters if name in found["average"]}
         optimizer = dict(state.optimizer)
         if optimizer:
             order = [name for group in optimizer["groups"] for name in group["params"]]
             optimizer["state"] = {name: found["optimizer"][name] for name in order if name in found["optimizer"]}
-        return replace(state, optimizer=optimizer, **whole)
+        return replace(state, optimizer=optimizer, average=average, **whole)
 
     def _spoken_for(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if self.speaks_for(name)}

@@ -1,0 +1,114 @@
+"""Batches for ranks that take rows of each: loaded row by row, or whole where rows depend on what stands beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from hotloop.data.feed import Feed, Seeded
+from hotloop.data.order import Order, Parted, part
+from hotloop.data.source import Samples, Source
+from hotloop.data.tree import map_tensors, tensors
+from hotloop.rng import Streams, preserved
+
+_SAMPLES = 8
+"""Enough that sequences of them have different lengths."""
+
+
+@dataclass
+class PartedFeed:
+    """Each rank's rows of each batch, told with the samples of the whole batch.
+
+    Args:
+        feed: of the rank's rows.
+        order: of whole batches.
+    """
+
+    feed: Feed
+    order: Order
+
+    def __post_init__(self) -> None:
+        self.batches: int | None = self.order.batches
+        self.reseeds = self.feed.reseeds
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        for number, (batch, _) in enumerate(self.feed.epoch(epoch, start), start):
+            yield batch, self.order.size(number)
+
+    def close(self) -> None:
+        self.feed.close()
+
+
+@dataclass
+class CutFeed:
+    """The same out of whole batches, which each rank loads.
+
+    Args:
+        feed: of whole batches.
+        order: of the rank's rows.
+    """
+
+    feed: Feed
+    order: Parted
+
+    def __post_init__(self) -> None:
+        self.batches: int | None = self.feed.batches
+        self.reseeds = self.feed.reseeds
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        for batch, samples in self.feed.epoch(epoch, start):
+            first, last = part(samples, self.order.rank, self.order.ranks)
+            rows = slice(first, last) if first < last else slice(1)
+            yield map_tensors(lambda value, rows=rows: value[rows], batch), samples  # type: ignore[misc]
+
+    def close(self) -> None:
+        self.feed.close()
+
+
+def looks_around(source: Source, order: Order) -> bool:
+    """Whether `collate` makes something else of a sample beside others than of that sample alone, as padding does.
+
+    Some samples of the first batch are read, once each. False where a batch can't be cut into its rows, or made.
+    """
+    if not isinstance(source, Samples) or source.collate is default_collate:
+        return False
+    numbers = order.batch(order.epoch(0), 0)[:_SAMPLES].tolist()
+    with preserved():
+        try:
+            items = Seeded(source.dataset, order.seed).__getitems__([(0, number) for number in numbers])
+            whole = _collated(source, items, order.seed)
+        except Exception:  # training comes to the same, and says what is wrong
+            return False
+        if others_in(whole) or any(not value.ndim or len(value) != len(items) for value in tensors(whole)):
+            return False
+        try:
+            alone = [list(tensors(_collated(source, [item], order.seed))) for item in items]
+        except Exception:  # of one sample it can't make a batch
+            return True
+    rows = zip(*(value.split(1) for value in tensors(whole)), strict=True)
+    return not all(map(_same, alone, rows))
+
+
+def others_in(batch: Any) -> list[Any]:
+    """What a batch holds beside tensors, which isn't cut with their rows."""
+    others: list[Any] = []
+    map_tensors(lambda value: value, batch, others.append)
+    return [value for value in others if value is not None]
+
+
+def _collated(source: Samples, items: Sequence[Any], seed: int) -> Any:
+    Streams(seed).reseed("look")
+    return source.collate(copy.deepcopy(list(items)))  # it may take targets out of its samples
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    pairs = list(zip(some, others, strict=False))
+    return len(some) == len(others) and all(
+        one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs
+    )
