@@ -14,7 +14,7 @@ from torch import nn
 
 from hotloop.answers import evaluate_weights
 from hotloop.choosing import Considered, consider, placed
-from hotloop.errors import RunError
+from hotloop.errors import PlanError, RunError
 from hotloop.exporting import export_weights
 from hotloop.inference import Progress, Weights, choose_weights, trained_model
 from hotloop.inference import predict as answers_to
@@ -84,6 +84,12 @@ def fit(
 
     if ranked is None:
         return train()
+    if ranked.workforce == "ray":
+        raise PlanError(
+            f"parallel={ranked.parallel} with workforce=ray in hotloop.fit",
+            expected="ranks of this machine; Ray starts those of `hotloop train`, from a file that all machines see",
+            fix="use `hotloop train file.py` with this plan, or workforce=processes",
+        )
     trained, code = launch(ranks_of(ranked), train, display.say)
     if not trained or code:
         raise KeyboardInterrupt  # before there was anything to save, or by one that wouldn't wait for it

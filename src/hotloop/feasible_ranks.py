@@ -27,6 +27,9 @@ def _ranks(case: Case) -> Iterator[Violation]:
     if plan.parallel == "none" and plan.ranks not in (None, 1):
         reason = "nothing says how the ranks share the training"
         yield Violation(("ranks", "parallel"), reason, "use parallel=data, or leave ranks out")
+    if plan.parallel == "none" and plan.workforce != BASELINE.workforce:
+        reason = "a single process is where it was started"
+        yield Violation(("workforce", "parallel"), reason, "use parallel=data, or leave workforce out")
 
 
 _ONLY = {

@@ -157,6 +157,12 @@ def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
             expected="a step that one process takes, or ranks that share it",
             fix="leave parallel out: a worker computes its gradients as one process does",
         )
+    if plan.ranked and plan.workforce == "ray":
+        raise PlanError(
+            f"a profile of parallel={plan.parallel} with workforce=ray",
+            expected="ranks of this machine",
+            fix="use workforce=processes",
+        )
     if plan.ranked and try_remedies:
         raise PlanError(
             f"--try with parallel={plan.parallel}, and a race is between plans of one process",

@@ -38,7 +38,7 @@ RESTARTS = 3
 STOPPED = {128 + signal.SIGINT: signal.SIGINT, 128 + signal.SIGTERM: signal.SIGTERM}
 """Exit codes of a training that saved and stopped."""
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 Say = Callable[[str], None]
 
@@ -85,27 +85,46 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, resta
         HotloopError: the error of the rank that failed first.
         TrainingError: ranks were killed, again and again if they may start again.
     """
-    name = LAUNCHED + uuid.uuid4().hex[:8]
-    with _store() as store, _quiet(), tempfile.TemporaryDirectory(prefix=name) as logs:
-        for attempt in range(restarts + 1):
-            try:
-                with _forwarding() as forwards, _outside(store.port, f"{name}-{attempt}/0", say).watching():
-                    _start(_config(f"{name}-{attempt}", ranks, store.port, logs), entry, apart=forwards)
-                return run_in(store) or "", 0
-            except ChildFailedError as failed:
-                cause = _cause(failed.failures)
-                if cause[1].exitcode in STOPPED:
-                    return run_in(store) or "", cause[1].exitcode
-                killed = _killed(*cause, logs)
-                if attempt == restarts:
-                    again = f", after {restarts} new starts" if restarts else ""
-                    raise TrainingError(f"{killed}{again}", fix="look for what kills it") from None
-            say(f"{killed}: all {ranks} start again from the last checkpoint ({attempt + 1} of {restarts})")
+    with opened_store() as store, _quiet(), tempfile.TemporaryDirectory(prefix=LAUNCHED) as logs:
+
+        def start(name: str) -> None:
+            with _forwarding() as forwards:
+                _start(_config(name, ranks, store.port, logs), entry, apart=forwards)
+
+        return until_done(start, ranks, store, logs, say, restarts=restarts)
+
+
+def until_done(
+    start: Callable[[str], None], ranks: int, store: dist.TCPStore, logs: str, say: Say, *, restarts: int = RESTARTS
+) -> tuple[str, int]:
+    """Starts ranks, and again if one is killed; see `launch`.
+
+    Args:
+        start: runs them to their end, under the name that it is given; raises ChildFailedError of torch's agent.
+        store: through which they find each other.
+        logs: a folder where what rank r writes is in `*/attempt_*/r/stderr.log`.
+    """
+    launched = LAUNCHED + uuid.uuid4().hex[:8]
+    for attempt in range(restarts + 1):
+        name = f"{launched}-{attempt}"
+        try:
+            with _outside(store, f"{name}/0", say).watching():
+                start(name)
+            return run_in(store) or "", 0
+        except ChildFailedError as failed:
+            cause = _cause(failed.failures)
+            if cause[1].exitcode in STOPPED:
+                return run_in(store) or "", cause[1].exitcode
+            killed = _killed(*cause, logs)
+            if attempt == restarts:
+                again = f", after {restarts} new starts" if restarts else ""
+                raise TrainingError(f"{killed}{again}", fix="look for what kills it") from None
+        say(f"{killed}: all {ranks} start again from the last checkpoint ({attempt + 1} of {restarts})")
     raise AssertionError("the last attempt returns or raises")
 
 
-def _outside(port: int, name: str, say: Say) -> Outside:
-    return Outside(dist.TCPStore(_LOOPBACK, port, is_master=False, wait_for_workers=False), name, say)
+def _outside(store: dist.TCPStore, name: str, say: Say) -> Outside:
+    return Outside(dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False), name, say)
 
 
 def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], *, apart: bool) -> None:
@@ -149,7 +168,7 @@ def _config(name: str, ranks: int, port: int, logs: str) -> LaunchConfig:
         nproc_per_node=ranks,
         run_id=name,
         rdzv_backend="static",
-        rdzv_endpoint=f"{_LOOPBACK}:{port}",
+        rdzv_endpoint=f"{LOOPBACK}:{port}",
         rdzv_configs={"rank": 0},
         max_restarts=0,  # an error of the Task's would come again each time; `launch` starts again what was killed
         start_method="fork",
@@ -159,14 +178,14 @@ def _config(name: str, ranks: int, port: int, logs: str) -> LaunchConfig:
 
 
 @contextmanager
-def _store() -> Iterator[dist.TCPStore]:
-    """Through which ranks and agent find each other; it outlives them, and listens on this machine alone."""
+def opened_store(host: str = LOOPBACK) -> Iterator[dist.TCPStore]:
+    """Through which ranks and who starts them find each other; it outlives them, and listens at this address alone."""
     with socket.socket() as listening:
-        listening.bind((_LOOPBACK, 0))
+        listening.bind((host, 0))
         listening.listen()
         port = listening.getsockname()[1]
         yield dist.TCPStore(
-            _LOOPBACK,
+            host,
             port,
             is_master=True,
             wait_for_workers=False,

@@ -24,7 +24,7 @@ Steps = Annotated[int, Field(ge=2)]
 OF_PARALLEL = {
     "local": ("sync_every", "outer"),
     "stages": ("pipeline", "microbatches", "split"),
-    "async": ("staleness", "correction", "workforce"),
+    "async": ("staleness", "correction"),
 }
 """Axes that say something of one value of `parallel` alone."""
 
@@ -33,7 +33,7 @@ def left_behind(before: str, now: str) -> tuple[str, ...]:
     """Axes of a plan that say nothing any more where its `parallel` was one and is another now."""
     if before == now:
         return ()
-    return (*OF_PARALLEL.get(before, ()), *(["ranks"] if now == "none" else []))
+    return (*OF_PARALLEL.get(before, ()), *(["ranks", "workforce"] if now == "none" else []))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +130,8 @@ class Plan(BaseModel):
         correction: what the server of `async` does about gradients of parameters that have changed since. `divide`: the
             step size is divided by the updates in between; `compensate`: the gradient is corrected for them; `both`;
             `none`.
-        workforce: what the workers of `async` are: `processes` of this machine, or actors of `ray`, which come back when
-            they are killed.
+        workforce: what the ranks, or the workers of `async`, are: `processes` of this machine, or where `ray` places them
+            in its cluster; there workers come back when they are killed.
         placement: modules on devices of their own, by name, in one process: `{"encoder": "cuda:0", "head": "cuda:1"}`, or
             as text `encoder=cuda:0,head=cuda:1`. The rest of the model, the data and the loss are on `device`; what a
             placed module is called with and what it puts out are copied there and back.

@@ -61,6 +61,12 @@ def taking_part(plan: Plan, say: Callable[[str], None], named: int | None) -> It
         return
     if seat is None:
         raise PlanError(f"parallel={plan.parallel} in a process that is no rank", fix="start it with --ranks")
+    if plan.workforce == "ray" and not seat.watched:
+        raise PlanError(
+            f"workforce=ray, and {seat.ranks} ranks were started already",
+            expected="ranks that Ray starts",
+            fix="use --set workforce=processes, or start it without torchrun",
+        )
     if named is not None and named != seat.ranks:
         raise PlanError(f"ranks={named} in the plan, and {seat.ranks} were started", fix="make both the same")
     if plan.threads is None and (threads := threads_for(seat)) is not None:

@@ -313,7 +313,7 @@ def test_a_program_of_ones_own_has_no_workers() -> None:
         {"precision": "fp16"},
         {"parallel": "none", "staleness": 3},
         {"parallel": "none", "correction": "none"},
-        {"parallel": "data", "workforce": "ray"},
+        {"parallel": "none", "workforce": "ray"},
     ],
     ids=str,
 )

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.asynchronous import actors, processes
+from hotloop.asynchronous import processes
 from hotloop.asynchronous.employing import alone, employed
 from hotloop.asynchronous.processes import ProcessCrew
 from hotloop.asynchronous.recipe import Recipe
 from hotloop.errors import HotloopError, PlanError, TrainingError
 from hotloop.lowering import Program, lower
 from hotloop.lowering.served import ServedProgram
+from hotloop.parallel import cluster
 from hotloop.plan import Plan
 from hotloop.run import Run
 from hotloop.state import differences
@@ -173,7 +174,7 @@ def _lives(pid: int) -> bool:
 
 
 def test_without_ray_it_says_so_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actors.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     given, lines = task(), list[str]()
     program = lower(given, PLAN.with_axes(workforce="ray"))
     with pytest.raises(PlanError, match="Ray isn't installed"):

@@ -97,6 +97,7 @@ ORDER = (
     "report/",
     "taking_part",
     "launch",
+    "on_ray",
     "training",
     "api",
     "proving",

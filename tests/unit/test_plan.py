@@ -176,10 +176,11 @@ def test_what_is_said_of_one_way_of_sharing_goes_with_it(plan: Plan) -> None:
     saved = plan.with_axes(device="cuda", precision="bf16")
     rest = {"device": "cuda", "precision": "bf16"}
     assert Wanted.of(saved, {"parallel": "none"}).plan == Plan(**rest)
-    assert Wanted.of(saved, {"parallel": "data"}).plan == Plan(**rest, parallel="data", ranks=plan.ranks)
+    shared = {**rest, "parallel": "data", "workforce": plan.workforce}
+    assert Wanted.of(saved, {"parallel": "data"}).plan == Plan(**shared, ranks=plan.ranks)
     assert Wanted.of(saved, {"parallel": plan.parallel}).plan == saved
     named = {"parallel": "data", "ranks": "5", "microbatches": "8"}
-    assert Wanted.of(saved, named).plan == Plan(**rest, parallel="data", ranks=5, microbatches=8)
+    assert Wanted.of(saved, named).plan == Plan(**shared, ranks=5, microbatches=8)
 
 
 def test_its_errors_belong_to_the_one_tree() -> None:

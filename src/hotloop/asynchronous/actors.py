@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import deque
 from typing import Any
 
 from hotloop.asynchronous.host import Host
 from hotloop.asynchronous.recipe import Recipe
-from hotloop.errors import HotloopError, PlanError, TrainingError, blame
+from hotloop.errors import HotloopError, TrainingError, blame
+from hotloop.parallel.cluster import connect, ray_module
 from hotloop.parallel.crew import Answer, Lost, Ready
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
@@ -26,12 +26,10 @@ class ActorCrew:
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
-        self._ray = _ray()
+        self._ray = ray_module()
         self._own = not self._ray.is_initialized()
         if self._own:
-            self._ray.init(
-                include_dashboard=False, log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1"
-            )
+            connect()
         self._pending: dict[Any, int] = {}
         self._waiting: deque[tuple[int, Answer]] = deque()
         self._weights: tuple[int, Any] = (-1, None)
@@ -78,8 +76,8 @@ class ActorCrew:
             self._ray.shutdown()
 
     def pids(self) -> dict[int, int]:
-        """The process of each worker."""
-        found = self._ray.get([actor.pid.remote() for actor in self._actors])
+        """The process of each worker, once all that died are back."""
+        found = self._ray.get([actor.pid.options(max_task_retries=-1).remote() for actor in self._actors])
         return dict(enumerate(found))
 
     def _resources(self, plan: Plan, workers: int) -> dict[str, float]:
@@ -87,20 +85,3 @@ class ActorCrew:
         if plan.device.startswith("cuda"):
             return {"num_gpus": 1}
         return {"num_cpus": 1 if self._ray.cluster_resources().get("CPU", 0) >= workers else 0}
-
-
-def check_installed() -> None:
-    """Raises PlanError without Ray."""
-    if importlib.util.find_spec("ray") is None:
-        raise PlanError(
-            "workforce=ray, and Ray isn't installed",
-            expected="its package",
-            fix="run: pip install 'hotloop[ray]', or use workforce=processes",
-        )
-
-
-def _ray() -> Any:
-    check_installed()
-    import ray
-
-    return ray

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hotloop.asynchronous.actors import ActorCrew, check_installed
+from hotloop.asynchronous.actors import ActorCrew
 from hotloop.asynchronous.recipe import Recipe
 from hotloop.lowering import Program
 from hotloop.lowering.served import ServedProgram
 from hotloop.lowering.telling import Say
+from hotloop.parallel.cluster import check_installed
 from hotloop.parallel.crew import Crew
 from hotloop.plan import BASELINE, Plan, left_behind
 

@@ -90,6 +90,7 @@ def train(
     hotloop train examples/fashion.py --set compile=step    the same, with one axis of the plan set
     hotloop train examples/fashion.py --tune                hotloop tune and hotloop train in one
     hotloop train examples/fashion.py --ranks 2             two processes share each batch
+    hotloop train examples/fashion.py --ranks 2 --set workforce=ray    the same, where Ray places them
 
     Without a word on it, the plan is what hotloop tune found and remembered, else what hotloop plan shows.
 
@@ -124,6 +125,10 @@ def train(
     from hotloop.taskfile import load_task
 
     if (ranked := to_start(plan, on_top, resume)) is not None:
+        if ranked.workforce == "ray":
+            from hotloop.on_ray import launch_on_ray
+
+            raise typer.Exit(launch_on_ray(ranked, command(), say)[1])
         raise typer.Exit(launch(ranks_of(ranked), command(), say)[1])
     display = Display(console)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size, seed=seed).items() if v is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -165,8 +166,8 @@ def joined(seat: Seat, device: str, say: Callable[[str], None]) -> Iterator[Join
         say: is told of ranks that give no sign of life.
     """
     store = dist.TCPStore(seat.host, seat.port, is_master=seat.serves, wait_for_workers=False, timeout=_WAITS)
-    if seat.host in ("127.0.0.1", "localhost"):
-        _keep_to_loopback()
+    if seat.watched or seat.host in ("127.0.0.1", "localhost"):
+        _keep_to_way(seat.host, seat.port)
     if device == "cuda":
         torch.cuda.set_device(seat.local_rank)
     dist.init_process_group(
@@ -214,9 +215,12 @@ def check_sums(world: World, device: str) -> None:
             )
 
 
-def _keep_to_loopback() -> None:
-    """Has gloo and NCCL listen where the rest of the network can't reach them."""
-    names = (name for name, places in psutil.net_if_addrs().items() if any(p.address == "127.0.0.1" for p in places))
+def _keep_to_way(host: str, port: int) -> None:
+    """Has gloo and NCCL talk by the device that leads to the store; on loopback the rest of the network can't reach them."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, port))  # which sends nothing
+        own = way.getsockname()[0]
+    names = (name for name, places in psutil.net_if_addrs().items() if any(p.address == own for p in places))
     for name in list(names)[:1]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

@@ -1,0 +1,88 @@
+"""The cluster that Ray knows of, or one of its own on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hotloop.errors import PlanError
+
+_ANSWERS_S = 10.0
+"""So long a cluster may take to answer."""
+
+
+def check_installed() -> None:
+    """Raises PlanError without Ray."""
+    if importlib.util.find_spec("ray") is None:
+        raise PlanError(
+            "workforce=ray, and Ray isn't installed",
+            expected="its package",
+            fix="run: pip install 'hotloop[ray]', or use workforce=processes",
+        )
+
+
+def ray_module() -> Any:
+    """The package, which takes a second to import; PlanError without it."""
+    check_installed()
+    import ray
+
+    return ray
+
+
+def connect(cores: int = 1) -> Any:
+    """Ray, connected to the cluster at `RAY_ADDRESS`, or one that runs on this machine, else to one of its own.
+
+    Args:
+        cores: at least so many one of its own is to count, which processes share where there are fewer.
+
+    Raises:
+        PlanError: Ray isn't installed, or isn't where `RAY_ADDRESS` says.
+    """
+    ray = ray_module()
+    _check_answers(os.environ.get("RAY_ADDRESS", ""))
+    quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
+    with _sigterm_kept():
+        try:
+            try:
+                ray.init(**quiet, num_cpus=max(cores, os.cpu_count() or 1), _node_ip_address="127.0.0.1")
+            except ValueError:  # how many cores there are can be said of one of its own alone
+                ray.init(**quiet)
+        except (ValueError, ConnectionError, RuntimeError) as error:
+            raise _unreachable(error) from None
+    return ray
+
+
+def _check_answers(address: str) -> None:
+    """Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWERS_S).close()
+    except (OSError, OverflowError) as error:
+        raise _unreachable(error) from None
+
+
+def _unreachable(error: Exception) -> PlanError:
+    return PlanError(
+        f"Ray can't be reached: {' '.join(str(error).split())}",
+        expected="a cluster where RAY_ADDRESS says, or none",
+        fix="check RAY_ADDRESS, or unset it",
+    )
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray has a way of its own with SIGTERM, which isn't to save."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
