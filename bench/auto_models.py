@@ -4,8 +4,8 @@
     .venv-bench/bin/python -m bench.auto_models bert vit --seconds 20
 
 For each network, in a process of its own: `tune` looks for the fastest plan that is proven equal. Then the baseline, what
-the rules of `auto` say without any search, and what was found race once more, since the winner of a search owes a part
-of its figure to luck. What `tune` raced and left out stands below each. A network, or a plan of that last race, that fails
+`auto` takes for itself (by its rules, and what it compiles, races and proves), and what was found race once more, since
+the winner of a search owes a part of its figure to luck. What `tune` raced and left out stands below each. A network, or a plan of that last race, that fails
 is named, and so is one that is slower than the baseline; then the exit code is 1.
 """
 
@@ -105,7 +105,7 @@ def markdown(measured: Sequence[Row]) -> str:
         cells.append([row["model"], f"{base['step_ms']:.3g} ms", _run(base), *_cells(row, RULES), *_cells(row, FOUND)])
     means = ["**geometric mean**", "", ""]
     means += [_text(geometric_mean(done, RULES)), "", "", _text(geometric_mean(done, FOUND)), "", ""]
-    head = ("network", "baseline's step", "run", "auto's rules", "run", "plan", "found by tune", "run", "plan")
+    head = ("network", "baseline's step", "run", "auto", "run", "plan", "found by tune", "run", "plan")
     about = (
         "Times as fast as the baseline, by the step alone, with 99 % intervals. A run is all of its steps with what it"
         " takes to start and compile. What failed is in no mean.\n"

@@ -3,6 +3,7 @@
     make bench                                  sets up .venv-bench, then: python -m bench.speed
     python -m bench.speed W1 W4                 a part of the workloads, within their share of the half hour
     python -m bench.speed --peers tutorial,lightning --plans auto/baseline
+    python -m bench.speed --search              what hotloop searches, races and proves beforehand, as long as it takes
     python -m bench.speed --full                several sessions each, longer; Ctrl-C, and the same command goes on
     python -m bench.speed --whole-run 120       whole runs that take the tutorial's loop 120 s, everything included
     python -m bench.speed --table FILE          the tables of what was measured before
@@ -11,39 +12,36 @@
 Each peer is a process of its own, with the threads that the machine gives it (OMP_NUM_THREADS stays as it is, unset for
 a figure worth quoting). All peers of a workload are in memory together and train in turn, a window of the same steps
 each, so that every ratio is of two windows that lie side by side. Needs a quiet machine.
+
+Who searches for a fast plan, or compiles, does so alone and before, into a cache of its own in .bench/, and is measured
+with what it keeps there; how long that took is shown as its `cold` start. Half an hour has time for the searches of small
+networks. Where there is none left, hotloop is measured without, which is said; --search has them made ahead, --full
+makes all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import os
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from bench.claim import write_claim
-from bench.speed.caching import caches, note_filled, own_cache, state
-from bench.speed.data import lay_down, samples
+from bench.speed.data import lay_down
 from bench.speed.journal import Journal
 from bench.speed.lanes import OURS, PEERS, TUTORIAL, Lane, ours
 from bench.speed.limits import limit_of
 from bench.speed.picture import draw
-from bench.speed.running import Peer, command
+from bench.speed.sessions import STEPS, Bench, absent, searches, sessions
 from bench.speed.summary import Summary, summary
 from bench.speed.table import markdown
-from bench.speed.turns import Begin, Session, grouped, in_turns
 from bench.speed.whole import lanes_of, whole_runs, whole_table
-from bench.speed.workloads import HOME, WORKLOADS, Workload
+from bench.speed.workloads import HOME, WORKLOADS
 from hotloop.errors import HotloopError
 from hotloop.files import write_atomic
-from hotloop.measuring.load import Used, cores_of_others
 from hotloop.plan import BASELINE
 from hotloop.probe import machine
 
@@ -51,9 +49,8 @@ FULL_SESSIONS = 5
 FULL_BUDGET = 3.0
 """Times the short bench's."""
 
-STEPS = 1_000_000
-"""Of the run that hotloop's `auto` is asked to plan: a long one, since its steady state is compared; the bench ends it
-before. What it plans for a run of minutes shows in `--whole-run`."""
+MOST_S = 28 * 60.0
+"""Of a short bench, which ends within half an hour."""
 
 AUTO = "auto"
 """hotloop's plan where nothing else is asked for."""
@@ -75,9 +72,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--plans",
         help="of hotloop: auto, tune, baseline or axis=value,...; separated by /; default auto",
     )
+    parser.add_argument(
+        "--search", action="store_true", help="search and compile ahead of a bench, and measure nothing"
+    )
     parser.add_argument("--full", action="store_true", help=f"{FULL_SESSIONS} sessions of each workload, resumable")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier --full or --whole-run measured")
-    parser.add_argument("--minutes", type=float, help="for all workloads asked for; default 28 for all nine")
+    parser.add_argument("--minutes", type=float, help="of a session of all workloads asked for; default at most 28")
     parser.add_argument("--rounds", type=int, help="of windows, or of whole runs")
     parser.add_argument("--whole-run", type=float, metavar="SECONDS", help="of the tutorial's loop")
     parser.add_argument("--journal", type=Path, help="where to keep what was measured; default .bench/<kind>.jsonl")
@@ -98,80 +98,21 @@ def chosen_peers(names: str | None, default: Sequence[str]) -> list[Lane]:
     return [peer for peer in PEERS if peer.name in asked]
 
 
-def absent(lane: Lane) -> str:
-    lacking = [name for name in lane.needs if importlib.util.find_spec(name) is None]
-    return f"{', '.join(lacking)} isn't installed: pip install -e .[bench]" if lacking else ""
-
-
 def own_lanes(plans: str | None) -> list[Lane]:
     """hotloop's lanes; the first is what the others are compared with."""
     asked = (plans or AUTO).split("/")
     return [ours(plan, OURS if not number else f"{OURS}:{plan}") for number, plan in enumerate(asked)]
 
 
-def begins(workload: Workload, lanes: Mapping[str, Lane], kept: Mapping[str, Path]) -> Begin:
-    """Starts lanes by name, each with its own cache."""
-    epochs = math.ceil(STEPS * workload.batch / samples(workload.data))
-
-    def begin(name: str) -> Peer:
-        lane, cache = lanes[name], kept[name]
-        found_as = state(cache) if lane.compiles else None
-        peer = Peer(command(lane.module, workload.name, lane.options, epochs), caches(cache))
-        peer.marked.cache = found_as
-        return peer
-
-    return begin
-
-
-def measure(
-    workload: Workload, lanes: Sequence[Lane], session: Session, number: int, journal: Journal, short: bool
-) -> None:
-    """One session of a workload, in as many groups as memory needs, of those that weren't in it yet."""
-    which = {"kind": "session", "workload": workload.name, "session": number}
-    before = journal.of(**which)
-    known = {name for row in before for name in row["lanes"]}
-    able = [lane for lane in lanes if not (lane.missing(workload, short=short) or absent(lane))]
-    # Who compiles starts last, when it's known how much time the others left.
-    by_name = {lane.name: lane for lane in sorted(able, key=lambda lane: lane.compiles)}
-    if known >= by_name.keys():
-        return
-    kept = {name: own_cache(HOME, workload.name, lane.module, *lane.options) for name, lane in by_name.items()}
-    due = [name for name in by_name if name == OURS or name not in known]
-    groups = grouped(due, workload.together(psutil.virtual_memory().available), OURS)
-    parts = {name: lane.parts for name, lane in by_name.items()}
-    until = time.monotonic() + session.budget_s
-    for place, group in enumerate(groups):
-        told(f"{workload.name}: {workload.title} ({', '.join(group)})")
-        used = Used.now()
-        budget_s = (until - time.monotonic()) / (len(groups) - place)
-        found = in_turns(group, begins(workload, by_name, kept), replace(session, budget_s=budget_s), told, parts)
-        others = cores_of_others(used, Used.now())
-        for name, marked in found.items():
-            if marked.startup_s:
-                note_filled(kept[name])
-        journal.add(
-            {**which, "group": len(before) + place},
-            lanes={name: asdict(marked) for name, marked in found.items()},
-            cores_of_others=round(others, 2),
-        )
-
-
-def sessions(
-    workloads: Sequence[Workload], lanes: Sequence[Lane], options: argparse.Namespace, journal: Journal
-) -> None:
-    share = 1.0
+def seconds_of(options: argparse.Namespace, bench: Bench) -> tuple[float | None, float]:
+    """Of a session of all workloads, and the share of their own budgets that this leaves them."""
+    windows_s = sum(workload.budget_s for workload in bench.workloads)
     if options.minutes:
-        share = 60 * options.minutes / sum(workload.budget_s for workload in workloads)
-    elif options.full:
-        share = FULL_BUDGET
-    for number in range(FULL_SESSIONS if options.full else 1):
-        over_s = 0.0  # what those before left over, or took too much of
-        for workload in workloads:
-            budget_s = share * workload.budget_s + over_s
-            began, measured = time.monotonic(), len(journal.rows)
-            measure(workload, lanes, Session(budget_s, rounds_of(options)), number, journal, is_short(options))
-            if len(journal.rows) > measured:
-                over_s = budget_s - (time.monotonic() - began)
+        return 60 * options.minutes, min(1.0, 60 * options.minutes / windows_s)
+    if options.full:
+        return None, FULL_BUDGET
+    searches_s = sum(lane.search_s(one) for one in bench.workloads for lane in bench.able(one) if lane.compiles)
+    return min(MOST_S, windows_s + searches_s), 1.0
 
 
 def rounds_of(options: argparse.Namespace) -> int:
@@ -196,7 +137,7 @@ def summarised(journal: Journal, lanes: Sequence[Lane], short: bool) -> Summary:
 
 
 def opened(options: argparse.Namespace) -> Journal:
-    kind = "whole" if options.whole_run else "full" if options.full else "quick"
+    kind = "whole" if options.whole_run else "search" if options.search else "full" if options.full else "quick"
     path = options.table or options.journal or HOME / f"{kind}.jsonl"
     if options.table:
         if not path.is_file():
@@ -212,7 +153,7 @@ def opened(options: argparse.Namespace) -> Journal:
     if not options.whole_run:  # of whole runs more may be asked for: each counts by itself
         peers = chosen_peers(options.peers, [peer.name for peer in PEERS])
         setup |= {"peers": [peer.name for peer in peers], "rounds": rounds_of(options), "minutes": options.minutes}
-    journal = Journal(path, resume=kind != "quick" and not options.fresh, setup=setup)
+    journal = Journal(path, resume=kind in ("whole", "full") and not options.fresh, setup=setup)
     if journal.rows:
         told(f"going on with {path}, {len(journal.rows)} measured before; --fresh begins anew")
     return journal
@@ -257,19 +198,24 @@ def main() -> int:
     own = own_lanes(options.plans)
     peers = chosen_peers(options.peers, WHOLE_PEERS if options.whole_run else [peer.name for peer in PEERS])
     lanes = [peers[0], *own, *peers[1:]]
+    bench = Bench(workloads, lanes, journal, told, is_short(options))
     try:
         if not options.table:
             for workload in workloads:
                 lay_down(workload.data)
         if options.whole_run:
-            whole = lanes_of(peers, (options.plans or "tune").split("/"))
+            whole = lanes_of(peers, (options.plans or AUTO).split("/"))
             for workload in workloads:
-                whole_runs(workload, whole, options.whole_run, options.rounds or 3, HOME / "cache", journal, told)
+                whole_runs(workload, whole, options.whole_run, options.rounds or 3, HOME, journal, told)
+        elif options.search:
+            searches(bench)
+            return 1 if bench.failed else 0
         elif not options.table:
-            sessions(workloads, lanes, options, journal)
+            seconds, share = seconds_of(options, bench)
+            sessions(bench, rounds_of(options), FULL_SESSIONS if options.full else 1, seconds, share)
     except KeyboardInterrupt:
         told(f"stopped; what was measured is in {journal.path}")
-        if options.full or options.whole_run:
+        if options.full or options.whole_run or options.search:
             told("the same command goes on")
         return 130
     found = summarised(journal, lanes, is_short(options)) if journal.of(kind="session") else None

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_FILLED = "filled"
+from hotloop.files import write_atomic
+from hotloop.probe import machine
+
+_FILLED = "filled.json"
 """A file that says that a start went through with this cache."""
+
+_SOURCES = ("data", "job", "marks", "models", "tasks", "workloads")
+"""What `tasks.py` is, and imports of the bench."""
 
 
 def caches(folder: Path) -> dict[str, str]:
@@ -26,12 +35,42 @@ def own_cache(home: Path, workload: str, *script: str) -> Path:
 
 
 def state(folder: Path) -> str:
-    """`cold` if it's empty, `warm` if a start filled it, else `half-warm`: a start was cut off."""
-    if (folder / _FILLED).exists():
+    """`cold` if it's empty, `warm` if a start with these versions filled it, else `half-warm`: a start was cut off."""
+    if filled(folder) is not None:
         return "warm"
     return "half-warm" if any(path.is_file() for path in folder.rglob("*")) else "cold"
 
 
-def note_filled(folder: Path) -> None:
+@dataclass(frozen=True)
+class Filled:
+    """The start that filled a cache.
+
+    Attributes:
+        seconds: from the process's start to the end of its first step.
+        cache: what it found: `cold` or `half-warm`.
+    """
+
+    seconds: float
+    cache: str
+
+
+def filled(folder: Path) -> Filled | None:
+    """The start that filled it; None if none did, or what it was asked, or with what, has changed since."""
+    try:
+        kept = json.loads((folder / _FILLED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return Filled(**kept["start"]) if kept["by"] == _asked() else None
+
+
+def note_filled(folder: Path, start: Filled) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / _FILLED).touch()
+    write_atomic(folder / _FILLED, json.dumps({"by": _asked(), "start": asdict(start)}))
+
+
+def _asked() -> str:
+    """What a plan that was found depends on, besides the machine: versions, and the sources that make the Task."""
+    digest = hashlib.sha256(repr(machine.versions(None)).encode())
+    for name in _SOURCES:
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()

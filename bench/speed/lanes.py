@@ -9,6 +9,9 @@ from bench.speed.workloads import Workload
 OURS = "hotloop"
 TUTORIAL = "tutorial"
 
+COMPILE_S = 30.0
+"""What torch.compile takes for a small network whose cache is empty."""
+
 
 @dataclass(frozen=True)
 class Lane:
@@ -22,8 +25,8 @@ class Lane:
         written: which workloads it has a spelling of: `all`, `images`, or `small` for those on Fashion-MNIST.
         short: the workloads in which it takes part in a short bench, all if None: large networks have steps of seconds, and
             torch.compile takes more than its share of half an hour to compile most of them.
-        parts: of the time for starting that it gets, see `turns.py`. Of more than one if it compiles: such a peer starts
-            after the others, and how long that takes depends on what its cache keeps.
+        compiles: whether it searches or compiles before its first step, and keeps what came of it: such a peer gets a start
+            of its own before it is measured, see `searching.py`.
     """
 
     name: str
@@ -32,11 +35,16 @@ class Lane:
     needs: tuple[str, ...] = ()
     written: str = "all"
     short: tuple[str, ...] | None = None
-    parts: float = 1.0
+    compiles: bool = False
+
+    def search_s(self, workload: Workload) -> float:
+        """What its first start takes on two cores, roughly."""
+        return workload.search_s if self.module == "with_hotloop" else COMPILE_S
 
     @property
-    def compiles(self) -> bool:
-        return self.parts > 1
+    def goes_on_unsearched(self) -> bool:
+        """Whether it can run where there was no search: hotloop's `auto` makes none for a short run."""
+        return self.options == ("auto",)
 
     def missing(self, workload: Workload, *, short: bool = False) -> str:
         """Why the peer doesn't run that workload; empty if it does."""
@@ -61,11 +69,11 @@ PEERS = (
     Lane("skorch", "with_skorch", needs=("skorch",), short=_SMALL),
     Lane("keras-torch", "with_keras", ("torch",), needs=("keras",), written="small"),
     Lane("transform", "transform", written="images", short=_SMALL),
-    Lane("torch.compile", "compiled", short=("W1", "W4", "W8"), parts=2.5),
+    Lane("torch.compile", "compiled", short=("W1", "W4", "W8"), compiles=True),
 )
 """The tutorial's loop is the first, since it says how long windows are."""
 
 
 def ours(plan: str, name: str = OURS) -> Lane:
     """hotloop under a plan, see `bench/peers/with_hotloop.py`."""
-    return Lane(name, "with_hotloop", (plan,), parts=1.0 if plan == "baseline" else 6.0)
+    return Lane(name, "with_hotloop", (plan,), compiles=plan != "baseline")

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from bench.speed.caching import Filled
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -29,6 +31,8 @@ class Marked:
     Attributes:
         startup_s: from the process's start to the end of its first step.
         cache: `cold`, `half-warm` or `warm`, of a peer that keeps what it compiled; see `caching.py`.
+        first_start: the start that filled its cache, before it was measured.
+        unsearched: why there was none, and it runs what needs none.
         windows: steps and seconds of each window that counts.
         steps: trained in all.
         peak_bytes: the most memory it held until training ended.
@@ -50,6 +54,8 @@ class Marked:
     said: list[str] = field(default_factory=list)
     failure: str | None = None
     cache: str | None = None
+    first_start: Filled | None = None
+    unsearched: str = ""
 
 
 class Peer:

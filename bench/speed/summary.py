@@ -36,6 +36,7 @@ class Line:
         plan: what hotloop ran.
         missing: why there are no figures.
         failed: what went wrong after those that there are.
+        unsearched: why it runs what needs no search.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Line:
     plan: str | None = None
     missing: str = ""
     failed: tuple[str, ...] = ()
+    unsearched: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,15 @@ def _raw(rows: Sequence[Row], name: str) -> Line | None:
         test_accuracy=last["test_accuracy"],
         plan=last["plan"],
         failed=tuple(dict.fromkeys(one["failure"] for one in marked if one["failure"])),
+        unsearched=last.get("unsearched") or "",
     )
 
 
 def _startups(marked: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Those that searched or compiled beforehand are among them, each once."""
     begun = [(one.get("cache") or "", one["startup_s"]) for one in marked if one["startup_s"]]
+    first = {(start["cache"], start["seconds"]) for one in marked if (start := one.get("first_start"))}
+    begun += sorted(first)
     return {cache: statistics.median(s for which, s in begun if which == cache) for cache in sorted(dict(begun))}
 
 

@@ -32,8 +32,9 @@ def markdown(found: Summary) -> str:
 def _caches(found: Summary) -> Iterator[str]:
     if any(cache for lines in found.lines.values() for line in lines for cache in line.startup_s):
         yield (
-            "A peer that keeps what it compiled started `cold` where its cache was empty, `warm` where a start before had "
-            "filled it, and `half-warm` where that start was cut off.\n"
+            "A peer that keeps what it found and compiled started `cold` where its cache was empty, alone and before it was "
+            "measured: to search, compile, race and prove takes that long. It started `warm` where that start had filled "
+            "the cache, and `half-warm` where one was cut off.\n"
         )
 
 
@@ -49,6 +50,8 @@ def _workload(found: Summary, workload: str) -> Iterator[str]:
         for failure in line.failed:
             judged = "" if line.train_loss is not None else "; whether its result is that of the others isn't known"
             yield f"- **failed** meanwhile: {line.name}: {failure}{judged}"
+        if line.unsearched:
+            yield f"- {line.name} runs what `auto` takes without a search: {line.unsearched}"
         if line.other_result:
             yield f"- **another result**: the loss of {line.name} is far above that of the tutorial's loop"
     yield from (f"- {line.name} ran `{line.plan}`" for line in lines if line.plan)

@@ -56,23 +56,21 @@ def in_turns(
     begin: Begin,
     session: Session,
     tell: Tell = lambda line: None,
-    parts: Mapping[str, float] | None = None,
 ) -> dict[str, Marked]:
     """What each peer reached, by name.
 
     Args:
         names: they start in this order; the first says how many steps a window has.
-        parts: of the time for starting, by name, default 1.
     """
     until = time.monotonic() + session.budget_s
     peers: dict[str, Peer] = {}
     found: dict[str, Marked] = {}
     try:
         steps = 0
-        kept = _kept_for_later(names, _STARTING * session.budget_s, parts or {})
-        for name in names:
+        own_s = _STARTING * session.budget_s / len(names)
+        for place, name in enumerate(names, 1):
             left_s = until - time.monotonic() - (1 - _STARTING) * session.budget_s
-            limit_s = max(left_s - kept[name], min(left_s, _START_S))
+            limit_s = max(left_s - own_s * (len(names) - place), min(left_s, _START_S))
             if limit_s <= 0:
                 found[name] = Marked(failure="no time left to start it")
                 continue
@@ -96,12 +94,6 @@ def in_turns(
     return found
 
 
-def _kept_for_later(names: Sequence[str], seconds: float, parts: Mapping[str, float]) -> dict[str, float]:
-    """By name: the seconds that those who start later may count on."""
-    own = [parts.get(name, 1.0) for name in names]
-    return {name: seconds * sum(own[place + 1 :]) / sum(own) for place, name in enumerate(names)}
-
-
 def _tried(name: str, peers: dict[str, Peer], act: Callable[[], T]) -> T | None:
     """What comes of it; a peer that failed leaves, and its figures say why."""
     try:
@@ -120,10 +112,15 @@ def _begun(peer: Peer, limit_s: float, steps: int, session: Session, until: floa
 
 
 def _steps_of(peer: Peer, session: Session, until: float) -> int:
-    """How many steps the first peer does in a window."""
-    steps, seconds = peer.window(1, until - time.monotonic())
+    """How many steps the first peer does in a window, by the faster of two, since either may be disturbed."""
+
+    def faster(steps: int) -> tuple[int, float]:
+        each = [peer.window(steps, until - time.monotonic()) for _ in range(2)]
+        return min(each, key=lambda window: window[1] / window[0])
+
+    steps, seconds = faster(1)
     while seconds < session.window_s / 4:
-        steps, seconds = peer.window(4 * steps, until - time.monotonic())
+        steps, seconds = faster(4 * steps)
     return max(1, round(steps * session.window_s / seconds))
 
 

@@ -3,12 +3,13 @@ and a cold cache, in turn."""
 
 from __future__ import annotations
 
+import shutil
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from bench.speed.caching import caches
+from bench.speed.caching import Filled, caches, filled, note_filled, own_cache, state
 from bench.speed.data import samples
 from bench.speed.journal import Journal, Row
 from bench.speed.lanes import OURS, TUTORIAL, Lane, ours
@@ -23,19 +24,19 @@ Tell = Callable[[str], None]
 LONGEST = 20.0
 """Times what the tutorial's loop should take, after which a run is ended."""
 
-COLD = "cold"
+COLD, WARM = "cold", "warm"
 
 
 def lanes_of(peers: Sequence[Lane], plans: Sequence[str]) -> list[Lane]:
-    """hotloop twice for each plan, with caches that are empty, and that a run before has filled."""
-    return [*peers, *(ours(plan, f"{OURS} {plan}, {state}") for plan in plans for state in (COLD, "warm"))]
+    """hotloop twice for each plan, with a cache that is empty, and with the one that such a run has filled."""
+    return [*peers, *(ours(plan, f"{OURS} {plan}, {state}") for plan in plans for state in (COLD, WARM))]
 
 
-def epochs_for(workload: Workload, seconds: float, cache: Path) -> int:
+def epochs_for(workload: Workload, seconds: float, home: Path) -> int:
     """So many that the tutorial's loop takes that long here."""
 
     def begin(name: str) -> Peer:
-        return Peer(command(name, workload.name, (), 1000), caches(cache))
+        return Peer(command(name, workload.name, (), 1000), caches(own_cache(home, workload.name, name)))
 
     marked = in_turns([TUTORIAL], begin, Session(60.0, rounds=4))[TUTORIAL]
     if not marked.windows:
@@ -45,35 +46,43 @@ def epochs_for(workload: Workload, seconds: float, cache: Path) -> int:
 
 
 def whole_runs(
-    workload: Workload, lanes: Sequence[Lane], seconds: float, rounds: int, cache: Path, journal: Journal, tell: Tell
+    workload: Workload, lanes: Sequence[Lane], seconds: float, rounds: int, home: Path, journal: Journal, tell: Tell
 ) -> None:
     """Runs each lane so many times, and writes each run to the journal as it ends."""
     known = journal.of(kind="whole", workload=workload.name)
-    epochs = known[0]["epochs"] if known else epochs_for(workload, seconds, cache)
+    epochs = known[0]["epochs"] if known else epochs_for(workload, seconds, home)
     tell(f"{workload.name}: {epochs} epochs")
     for number in range(rounds):
         for lane in lanes[:: -1 if number % 2 else 1]:
             key = {"kind": "whole", "workload": workload.name, "lane": lane.name, "round": number}
             if lane.missing(workload) or journal.has(key):
                 continue
-            if lane.name.endswith("warm") and not journal.has({**key, "round": 0}):
-                _run(workload, lane, epochs, cache, LONGEST * seconds)
-            marked = _run(workload, lane, epochs, cache, LONGEST * seconds)
-            journal.add(key, epochs=epochs, **vars(marked))
+            folder = own_cache(home, workload.name, "whole", lane.module, *lane.options, f"{epochs} epochs")
+            if lane.name.endswith(WARM) and filled(folder) is None:  # by another bench, or not at all
+                _run(workload, lane, epochs, _emptied(folder), LONGEST * seconds)
+            cold = lane.name.endswith(COLD)
+            marked = _run(workload, lane, epochs, _emptied(folder) if cold else folder, LONGEST * seconds)
+            journal.add(key, epochs=epochs, **asdict(marked))
             tell(f"{workload.name} {lane.name}: {marked.failure or f'{marked.total_s:.1f} s'}")
 
 
-def _run(workload: Workload, lane: Lane, epochs: int, cache: Path, limit_s: float) -> Marked:
-    with tempfile.TemporaryDirectory(prefix="cold-") as empty:
-        place = Path(empty) if lane.name.endswith(COLD) else cache
-        peer = Peer(command(lane.module, workload.name, lane.options, epochs), caches(place), in_turns=False)
-        try:
-            peer.begin(limit_s)
-            peer.end(limit_s, ordered=False)
-        except Failed as error:
-            peer.marked.failure = str(error)
-        finally:
-            peer.close()
+def _emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def _run(workload: Workload, lane: Lane, epochs: int, folder: Path, limit_s: float) -> Marked:
+    found_as = state(folder)
+    peer = Peer(command(lane.module, workload.name, lane.options, epochs), caches(folder), in_turns=False)
+    try:
+        peer.begin(limit_s)
+        peer.end(limit_s, ordered=False)
+        if found_as != WARM:
+            note_filled(folder, Filled(peer.marked.startup_s or 0.0, found_as))
+    except Failed as error:
+        peer.marked.failure = str(error)
+    finally:
+        peer.close()
     return peer.marked
 
 

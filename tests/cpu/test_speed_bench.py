@@ -17,18 +17,21 @@ import pytest
 
 from bench import auto_models
 from bench.speed import __main__ as bench
+from bench.speed import sessions as bench_sessions
 from bench.speed import turns
-from bench.speed.caching import caches, note_filled, own_cache, state
+from bench.speed.caching import Filled, caches, filled, note_filled, own_cache, state
 from bench.speed.data import ALPHABET, Data, lay_down, load
 from bench.speed.job import Job
 from bench.speed.journal import Journal
-from bench.speed.lanes import OURS, PEERS, TUTORIAL, Lane
+from bench.speed.lanes import OURS, PEERS, TUTORIAL, Lane, ours
 from bench.speed.limits import work_of
 from bench.speed.marks import Marks
 from bench.speed.ratios import geometric_mean, ratio
 from bench.speed.running import Marked, Peer
+from bench.speed.sessions import Bench
 from bench.speed.summary import summary
 from bench.speed.table import markdown
+from bench.speed.timetable import Timetable
 from bench.speed.turns import WARMING, Session, grouped, in_turns
 from bench.speed.whole import whole_runs, whole_table
 from bench.speed.workloads import WORKLOADS
@@ -94,21 +97,22 @@ def test_who_breaks_or_never_starts_is_left_out_and_named() -> None:
     assert found["plain"].windows and found["plain"].failure is None
 
 
-def test_who_takes_long_to_start_takes_it_off_no_other() -> None:
-    """What those before leave over is added to what is its own."""
-    kept = turns._kept_for_later(["quick", "ours", "other"], 100, {"ours": 6, "other": 3})
-    assert kept == {"quick": 90, "ours": 30, "other": 0}
-    assert sum(lane.parts for lane in PEERS) < 13 and [lane.name for lane in PEERS if lane.compiles] == [
-        "torch.compile"
-    ]
-
-
 def test_a_peer_that_never_starts_leaves_the_others_their_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "_START_S", 0.0)
-    asked = Session(12, rounds=4, window_s=0.01)
-    found = in_turns(["plain", "never", "other"], begun, asked, parts={"other": 4})
+    found = in_turns(["plain", "never", "other"], begun, Session(12, rounds=4, window_s=0.01))
     assert "first step within" in (found["never"].failure or "")
     assert all(found[name].windows and not found[name].failure for name in ("plain", "other"))
+
+
+def test_searches_that_fit_beside_everybodys_windows_are_made_and_others_left_out() -> None:
+    searches = {("W1", OURS): 40.0, ("W6", OURS): 900.0, ("W8", OURS): 15.0}
+    table = Timetable(200, {"W1": 50, "W6": 50, "W8": 30}, searches)
+    assert table.left_out == {("W6", OURS): 900.0}
+    assert table.search_s("W1", OURS) == pytest.approx(200 - 130 - 15, abs=1)
+    assert table.session_s("W1") == 75  # of what is left over not all, lest one peer that hangs takes it
+    assert table.session_s("W6") == 75 and table.session_s("W8") == 45
+    free = Timetable(None, {"W6": 50}, searches)
+    assert not free.left_out and free.search_s("W6", OURS) is None and free.session_s("W6") == 50
 
 
 def test_some_windows_are_measured_where_starting_took_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +292,7 @@ def test_starts_with_an_empty_and_a_filled_cache_are_told_apart() -> None:
     assert "run of 2 min: tutorial" not in text  # 121 s
 
 
-def test_a_cache_is_warm_when_a_start_went_through_with_it(tmp_path: Path) -> None:
+def test_a_cache_is_warm_when_a_start_went_through_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = own_cache(tmp_path, "W1", "with_hotloop", "compile=step,threads=1")
     assert state(folder) == "cold"
     caches(folder)
@@ -296,8 +300,11 @@ def test_a_cache_is_warm_when_a_start_went_through_with_it(tmp_path: Path) -> No
     (folder / "inductor").mkdir()
     (folder / "inductor" / "kernel.so").touch()
     assert state(folder) == "half-warm"
-    note_filled(folder)
-    assert state(folder) == "warm" and state(own_cache(tmp_path, "W2", "with_hotloop", "tune")) == "cold"
+    note_filled(folder, Filled(60.0, "half-warm"))
+    assert state(folder) == "warm" and filled(folder) == Filled(60.0, "half-warm")
+    assert state(own_cache(tmp_path, "W2", "with_hotloop", "tune")) == "cold"
+    monkeypatch.setattr("bench.speed.caching._asked", lambda: "of another version")
+    assert state(folder) == "half-warm"
 
 
 def test_nothing_is_behind_where_hotloop_is_ahead() -> None:
@@ -308,7 +315,7 @@ def test_nothing_is_behind_where_hotloop_is_ahead() -> None:
 def test_the_length_of_the_run_that_hotloop_planned_for_stands_above_the_table(tmp_path: Path) -> None:
     found = summary([row(tutorial=4e-3, hotloop=1e-3)], {}, {}, OURS)
     journal = Journal(tmp_path / "journal.jsonl", resume=False)
-    assert bench.tables(found, journal).startswith("hotloop planned for a run of 1,000,000 steps")
+    assert bench.tables(found, journal).startswith("hotloop planned for a run of 10,000,000 steps")
     assert bench.tables(None, journal) == whole_table([])  # whole runs are planned for as long as they are
 
 
@@ -359,11 +366,10 @@ def measured(names: list[str], journal: Journal, together: int, monkeypatch: pyt
         seen.append(group)
         return {name: Marked() for name in group}
 
-    monkeypatch.setattr(bench, "in_turns", in_turns_)
-    monkeypatch.setattr(bench, "samples", lambda data: 60_000)
+    monkeypatch.setattr(bench_sessions, "in_turns", in_turns_)
     monkeypatch.setattr(type(WORKLOADS["W4"]), "together", lambda self, free: together)
-    lanes = [Lane(name, name, parts=8 if name == OURS else 1) for name in names]
-    bench.measure(WORKLOADS["W4"], lanes, Session(60), 0, journal, short=False)
+    made = Bench([WORKLOADS["W4"]], [Lane(name, name) for name in names], journal, lambda line: None)
+    bench_sessions.sessions(made, rounds=4, count=1, seconds=None, share=1.0)
     return seen
 
 
@@ -372,28 +378,67 @@ def test_no_peer_is_lost_where_a_session_goes_on_with_more_memory(
 ) -> None:
     names = [TUTORIAL, OURS, "a", "b", "c"]
     journal = Journal(tmp_path / "journal.jsonl", resume=True)
-    assert measured(names, journal, 3, monkeypatch) == [[TUTORIAL, "a", OURS], ["b", "c", OURS]]
+    assert measured(names, journal, 3, monkeypatch) == [[TUTORIAL, OURS, "a"], [OURS, "b", "c"]]
     stopped = Journal(tmp_path / "stopped.jsonl", resume=True)
     stopped.add(journal.rows[0])
-    assert measured(names, stopped, 9, monkeypatch) == [["b", "c", OURS]]
+    assert measured(names, stopped, 9, monkeypatch) == [[OURS, "b", "c"]]
     assert measured(names, stopped, 9, monkeypatch) == []
     assert [row["group"] for row in stopped.rows] == [0, 1]
 
 
-def test_what_a_workload_leaves_over_is_the_next_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budgets = []
+def searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, *, lane: str = "auto", seconds: float | None = None
+) -> tuple[Bench, list[tuple[str, int]]]:
+    """A bench of W4 with the tutorial's loop and a lane that searches, whose process is of that kind; with the epochs of
+    each process that was begun."""
+    begun_with: list[tuple[str, int]] = []
 
-    def measure(workload: object, lanes: object, session: Session, number: int, journal: Journal, short: bool) -> None:
-        budgets.append(session.budget_s)
-        if len(budgets) > 1:
-            journal.add({"session": number})
+    def command(module: str, workload: str, options: object, epochs: int) -> list[str]:
+        begun_with.append((module, epochs))
+        alone = kind if module == "with_hotloop" and sum(one == module for one, _ in begun_with) == 1 else "plain"
+        return [sys.executable, "-c", PEER, workload, alone]
 
-    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench_sessions, "HOME", tmp_path)
+    monkeypatch.setattr(bench_sessions, "samples", lambda data: 60_000)
+    for module in ("sessions", "searching"):
+        monkeypatch.setattr(f"bench.speed.{module}.command", command)
+    monkeypatch.setattr("bench.speed.searching.LONGEST_S", 4.0)
     journal = Journal(tmp_path / "journal.jsonl", resume=True)
-    three = [WORKLOADS[name] for name in ("W1", "W2", "W3")]
-    bench.sessions(three, [], bench.parsed(["W1", "W2", "W3"]), journal)
-    # The first was measured before; the second took no time of its own.
-    assert budgets == [180, 190, pytest.approx(410, abs=5)]
+    made = Bench([WORKLOADS["W4"]], [Lane(TUTORIAL, "tutorial"), ours(lane)], journal, lambda line: None)
+    bench_sessions.sessions(made, rounds=3, count=1, seconds=seconds, share=0.2)
+    return made, begun_with
+
+
+def test_a_search_fills_the_cache_that_is_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, begun_with = searched(tmp_path, monkeypatch, "plain")
+    long = math.ceil(bench_sessions.STEPS * 64 / 60_000)
+    assert begun_with == [("with_hotloop", long), ("tutorial", long), ("with_hotloop", long)]
+    one = made.journal.rows[0]["lanes"][OURS]
+    assert one["windows"] and one["cache"] == "warm" and one["first_start"]["cache"] == "cold"
+    found = summary(made.journal.rows, {}, {}, OURS).line("W4", OURS)
+    assert found is not None and found.startup_s.keys() == {"cold", "warm"}
+    again = Bench(made.workloads, made.lanes, Journal(tmp_path / "other.jsonl", resume=True), lambda line: None)
+    bench_sessions.searches(again)
+    assert len(begun_with) == 3  # it's there
+
+
+def test_a_search_that_is_cut_off_leaves_a_measurement_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, begun_with = searched(tmp_path, monkeypatch, "never")
+    assert begun_with[-1] == ("with_hotloop", 1)  # so short a run that `auto` makes no search
+    one = made.journal.rows[0]["lanes"][OURS]
+    assert one["windows"] and "first step within 4 s" in one["unsearched"]
+    text = markdown(summary(made.journal.rows, {}, {}, OURS))
+    assert "hotloop runs what `auto` takes without a search: its search came to nothing" in text
+
+
+def test_who_cannot_go_without_a_search_is_left_out_where_there_is_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, begun_with = searched(tmp_path, monkeypatch, "plain", lane="tune", seconds=40)
+    assert [module for module, _ in begun_with] == ["tutorial"]
+    assert "left to --search" in made.journal.rows[0]["lanes"][OURS]["failure"]
 
 
 def test_whole_runs_go_on_where_they_were_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,13 +450,13 @@ def test_whole_runs_go_on_where_they_were_stopped(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("bench.speed.whole.command", command)
     journal = Journal(tmp_path / "journal.jsonl", resume=True)
-    peers = [Lane(TUTORIAL, "tutorial"), Lane("hotloop auto, warm", "ours")]
+    peers = [Lane(TUTORIAL, "tutorial"), *(Lane(f"hotloop auto, {state}", "ours") for state in ("cold", "warm"))]
     key = {"kind": "whole", "workload": "W4", "lane": TUTORIAL, "round": 0}
     journal.add(key, epochs=3, **asdict(Marked(total_s=1.0, startup_s=0.5, test_accuracy=0.9)))
     whole_runs(WORKLOADS["W4"], peers, 1.0, 1, tmp_path, journal, lambda line: None)
-    assert begun_runs == ["ours", "ours"]  # once to fill the cache, once for the figure
-    assert [one["lane"] for one in journal.rows] == [TUTORIAL, "hotloop auto, warm"]
-    assert journal.rows[1]["total_s"] > 0 and journal.rows[1]["test_accuracy"] == 0.9
+    assert begun_runs == ["ours", "ours"]  # the cold run fills the cache of the warm one
+    assert [one["lane"] for one in journal.rows] == [TUTORIAL, "hotloop auto, cold", "hotloop auto, warm"]
+    assert journal.rows[2]["total_s"] > 0 and journal.rows[2]["test_accuracy"] == 0.9
     assert "hotloop auto, warm" in whole_table(journal.rows)
 
 
@@ -454,7 +499,9 @@ def test_each_workload_names_who_cannot_run_it() -> None:
     assert skorch.missing(WORKLOADS["W6"], short=True) and not skorch.missing(WORKLOADS["W6"])
     assert jax.missing(WORKLOADS["W6"]) and not jax.missing(WORKLOADS["W1"])
     assert WORKLOADS["W9"].together(17e9) == 4 and WORKLOADS["W9"].together(1e9) == 2
-    assert sum(workload.budget_s for workload in WORKLOADS.values()) < 28 * 60
+    small = [workload for workload in WORKLOADS.values() if workload.grey]
+    needs_s = sum(one.budget_s for one in WORKLOADS.values()) + sum(one.search_s for one in small)
+    assert needs_s <= bench.MOST_S == 28 * 60
 
 
 def timing(name: str, plan: dict, ratio: float | None, width: float = 0.1) -> dict:
