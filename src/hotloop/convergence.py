@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from scipy import stats
 
 from hotloop.errors import PlanError
 from hotloop.evaluation import evaluate
@@ -54,6 +53,8 @@ def compared(
     baseline: Sequence[float], plan: Sequence[float], *, what: str, epochs: int, seeds: Sequence[int]
 ) -> Convergence:
     """The test on figures that belong together seed by seed; one that isn't finite is never equivalent."""
+    from scipy import stats  # takes half a second and 50 MB, which no training shall pay for
+
     ours, theirs = np.asarray(plan), np.asarray(baseline)
     apart = ours - theirs
     mean, error = float(apart.mean()), float(stats.sem(apart))

@@ -142,6 +142,12 @@ def test_what_needs_no_torch_brings_none(names: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_training_that_races_nothing_pays_for_no_statistics() -> None:
+    code = "import sys, hotloop.api, hotloop.settling\nsys.exit('scipy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_version_is_that_of_the_package() -> None:
     from importlib.metadata import version
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.special import bdtr
 
 from hotloop.verdicts import FAR_BEHIND, FAR_SLOWER, FIRST_PAIRS, MARGIN
 
@@ -63,6 +62,8 @@ def ratio_of(baseline: Sequence[float], own: Sequence[float], confidence: float 
     Args:
         baseline, own: seconds of a step in each pair, above zero; pairs beyond the shorter of the two don't count.
     """
+    from scipy.special import bdtr  # takes a while, and a training that races nothing does without
+
     count = min(len(baseline), len(own))
     ratios = np.sort(np.asarray(baseline[:count]) / np.asarray(own[:count]))
     median = float(np.median(ratios))

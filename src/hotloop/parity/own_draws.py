@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from hotloop.data.tree import map_tensors
@@ -144,6 +143,8 @@ def _drawn(program: Program, batch: Any) -> list[tuple[str, Tensor]]:
 
 def _chance_that_alike(some: dict[int, Tensor], others: dict[int, Tensor]) -> float:
     """That two samples of one distribution differ so much."""
+    from scipy import stats  # takes half a second and 50 MB, which no training shall pay for
+
     one, other = (torch.cat([each[step] for step in sorted(each)]).numpy() for each in (some, others))
     return float(stats.ks_2samp(one, other, method="asymp").pvalue)
 
@@ -158,6 +159,8 @@ def _chance_that_independent(some: Sequence[Tensor], others: Sequence[Tensor]) -
 
     Numbers of two values by Fisher's exact test, others by the correlation of their ranks.
     """
+    from scipy import stats
+
     pairs = [(a[: len(b)], b[: len(a)]) for a, b in zip(some, others, strict=False)]
     if not pairs:
         return 1.0
