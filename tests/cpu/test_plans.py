@@ -17,6 +17,7 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.state import State, differences
 from tests.cpu.families import FAMILIES, family
 from tests.cpu.killing import train
+from tests.cpu.more_families import another_family
 from tests.cpu.programs import advance, through_file
 from tests.resuming import disagreements
 
@@ -114,6 +115,13 @@ def test_switching_plans_twice_keeps_order_and_result() -> None:
         state = after(program, steps)
     assert state is not None
     assert_equal_within_rounding(state, baseline("cnn"))
+
+
+def test_what_is_flattened_behind_a_convolution_is_compiled_in_any_layout() -> None:
+    """Where channels come last a flattening copies, and a graph that was captured with a view can't."""
+    task = another_family("cnn")
+    plan = Plan(compile="step", layout="channels_last")
+    assert_equal_within_rounding(after(hotloop.lower(task, plan), 3), after(hotloop.lower(task), 3))
 
 
 @pytest.mark.parametrize("plan", [Plan(compile="step"), Plan(layout="channels_last", optimizer="foreach")], ids=changed)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 import random
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,12 @@ class Captured:
     examples: Sequence[Tensor]
     scalars: tuple[str, ...]
     gradients: tuple[str, ...]
+
+    def traced_again(self, run: Callable[..., Any], *further: Tensor) -> GraphModule:
+        """What `run` does with the examples, and with further ones of their kind, as a graph; in the capture's own way."""
+        mode = self.examples[0].fake_mode  # type: ignore[attr-defined]
+        with mode, _tracing(self.examples[0].device), torch.no_grad():
+            return make_fx(run)(*self.examples, *further)
 
 
 def step_tensors(step: EagerStep, hyper: dict[str, Tensor], *, whole: bool) -> Values:
@@ -112,15 +118,10 @@ class _Tracer:
         examples = [mode.from_tensor(leaf, static_shapes=True) for leaf in leaves]
         before = _attributes(self.step.parts.model)
         drawn = _drawn()
-        # oneDNN's fused layers, such as its LSTM, are operations that the compiler doesn't know.
-        on_cpu = self.step.parts.device.type == "cpu"
-        plain = torch.backends.mkldnn.flags(enabled=False) if on_cpu else nullcontext()
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
-                with mode, plain:
-                    run = make_fx(lambda *flat: self.run(*pytree.tree_unflatten(list(flat), spec)), _WRITTEN_OUT)
-                    graph = run(*examples)
+            with mode, _tracing(self.step.parts.device):
+                run = make_fx(lambda *flat: self.run(*pytree.tree_unflatten(list(flat), spec)), _WRITTEN_OUT)
+                graph = run(*examples)
         except PlanError:
             raise
         except Exception as error:
@@ -215,6 +216,15 @@ class _Tracer:
                 value.grad = None
         if values["average"]:
             step.update_average(list(values["average"].values()), [parameters[name] for name in values["average"]])
+
+
+@contextmanager
+def _tracing(device: torch.device) -> Iterator[None]:
+    """Without oneDNN: its fused layers are operations that the compiler doesn't know, others lay out results their way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
+        with torch.backends.mkldnn.flags(enabled=False) if device.type == "cpu" else nullcontext():
+            yield
 
 
 def _spell_out_factors(graph: GraphModule) -> None:

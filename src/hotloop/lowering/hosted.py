@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from hotloop.errors import PlanError
 from hotloop.lowering.capture import Captured
@@ -158,11 +157,10 @@ def _rounded(value: float) -> float:
 
 
 def _fed(captured: Captured, walk: _Walk) -> Captured:
-    mode = captured.examples[0].fake_mode  # type: ignore[attr-defined]
-    with mode, torch.no_grad():
-        examples = [*captured.examples, torch.zeros(len(walk.slots), dtype=torch.float64)]
-        graph = make_fx(lambda *flat: _Feeding(captured.graph, walk, flat[-1]).run(*flat[:-1]))(*examples)
-    return replace(captured, graph=graph, examples=examples)
+    with captured.examples[0].fake_mode:  # type: ignore[attr-defined]
+        cells = torch.zeros(len(walk.slots), dtype=torch.float64)
+    graph = captured.traced_again(lambda *flat: _Feeding(captured.graph, walk, flat[-1]).run(*flat[:-1]), cells)
+    return replace(captured, graph=graph, examples=[*captured.examples, cells])
 
 
 class _Feeding(Lifting):

@@ -18,7 +18,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.capture import Captured
@@ -30,10 +29,8 @@ def lift(captured: Captured) -> Captured:
     Raises:
         PlanError: it does something with a number that has no form for tensors.
     """
-    mode = captured.examples[0].fake_mode  # type: ignore[attr-defined]
     try:
-        with mode, torch.no_grad():
-            graph = make_fx(lambda *flat: Lifting(captured.graph).run(*flat))(*captured.examples)
+        graph = captured.traced_again(lambda *flat: Lifting(captured.graph).run(*flat))
     except PlanError:
         raise
     except Exception as error:
