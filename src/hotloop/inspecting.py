@@ -15,7 +15,7 @@ from hotloop.choosing import consider, known, placed
 from hotloop.contests import PROVE, Prove, raced
 from hotloop.counting import limits_of, with_limit_shares
 from hotloop.diagnosing import diagnose
-from hotloop.errors import PlanError
+from hotloop.errors import DeviceError, PlanError
 from hotloop.feasible import violations
 from hotloop.launch import launch, ranks_of
 from hotloop.lowering.telling import Say
@@ -217,14 +217,23 @@ def inspected(
 def _diagnosed(seen: Profile, progress: Progress) -> Profile:
     if seen.step_ms is None and not seen.operators:
         return seen.model_copy(update={"machine": machine_name(), "versions": speed_versions() | seen.versions})
-    limits, notes = _limits(seen.device, progress)
-    known = {
-        "limits": limits,
-        "threads": _crowded(seen.threads) if seen.engine == "eager" else seen.threads,
+    known, notes = _measured(seen, progress)
+    known |= {
         "machine": machine_name(),
         "versions": speed_versions() | seen.versions,
     }
     return diagnose(with_limit_shares(seen.model_copy(update={**known, "notes": [*seen.notes, *notes]})))
+
+
+def _measured(seen: Profile, progress: Progress) -> tuple[dict[str, Any], list[str]]:
+    """What this machine reaches, and notes on that; without it what was seen stands all the same."""
+    try:
+        limits, notes = _limits(seen.device, progress)
+        return {"limits": limits, "threads": _crowded(seen.threads) if seen.engine == "eager" else seen.threads}, notes
+    except DeviceError:
+        return {}, [f"limits of {seen.device} aren't known: hotloop can't measure such a device"]
+    except KeyboardInterrupt:
+        return {}, ["limits of this machine aren't known: Ctrl-C ended the measuring of them"]
 
 
 def _limits(device: str, progress: Progress) -> tuple[Limits, list[str]]:

@@ -19,7 +19,7 @@ class Patches:
         before = vars(owner).get(name, _ABSENT)
         mine = make(getattr(owner, name) if before is _ABSENT else before)
         self._put.append((owner, name, before, mine))
-        setattr(owner, name, mine)
+        _set(owner, name, mine)
 
     def undo(self) -> None:
         """Puts everything back; what somebody else has replaced since is left alone."""
@@ -28,6 +28,15 @@ class Patches:
             if vars(owner).get(name) is not mine:
                 continue
             if before is _ABSENT:
-                delattr(owner, name)
+                _delete(owner, name)
             else:
-                setattr(owner, name, before)
+                _set(owner, name, before)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """On the owner itself: what stands around another object, as around a stream, may hand its attributes on to that one."""
+    (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, value)
+
+
+def _delete(owner: Any, name: str) -> None:
+    (delattr if isinstance(owner, type) else object.__delattr__)(owner, name)

@@ -16,7 +16,7 @@ from hotloop.errors import PlanError
 from hotloop.hardware import Figure, Speed
 from hotloop.measuring.crowding import crowding
 from hotloop.plan import BASELINE, Plan
-from hotloop.probe import here
+from hotloop.probe import here, probe
 from hotloop.profiles import GroupTime, OptimizerUse, Profile, Threads
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import Timing, Verdict
@@ -175,3 +175,21 @@ def test_threads_are_as_before_after_they_were_tried() -> None:
     before = torch.get_num_threads()
     assert crowding(before + 3, before) >= 1
     assert torch.get_num_threads() == before
+
+
+def interrupted(device: str, progress: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_what_was_seen_on_a_device_that_cannot_be_measured_is_kept(monkeypatch) -> None:
+    watched_as(monkeypatch, seen(device="hpu:0"))
+    monkeypatch.setattr(inspecting, "probe", probe)
+    found = hotloop.profile(task(), progress=False)
+    assert found.phases and "limits of hpu:0 aren't known: hotloop can't measure such a device" in found.notes
+
+
+def test_what_was_seen_is_kept_where_ctrl_c_ends_the_measuring_of_the_machine(monkeypatch) -> None:
+    watched_as(monkeypatch, seen())
+    monkeypatch.setattr(inspecting, "probe", interrupted)
+    found = hotloop.profile(task(), progress=False)
+    assert found.phases and "limits of this machine aren't known: Ctrl-C ended the measuring of them" in found.notes

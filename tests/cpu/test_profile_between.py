@@ -14,6 +14,7 @@ from torch import nn
 from hotloop.profiling.early import early_steps
 from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.hooks import mark_ms
+from hotloop.profiling.observing import observers
 from hotloop.profiling.phases import HostClock, Instant, Timeline, durations
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.steps import Event
@@ -168,3 +169,44 @@ def test_copies_between_devices_are() -> None:
             optimizer.step()
 
     assert watched(loop).phases["copy"] > 0
+
+
+def now_and_then(every: int, work: Callable[[nn.Module], None]) -> Callable[[], None]:
+    def loop() -> None:
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for number in range(200):
+            net(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+            if number % every == 0:
+                work(net)
+
+    return loop
+
+
+def validates(net: nn.Module) -> None:
+    net.eval()
+    samples(net)
+    net.train()
+
+
+def samples(net: nn.Module) -> None:
+    """As a rollout does, in training mode."""
+    with torch.no_grad():
+        for _ in range(100):
+            net(torch.ones(3, 4))
+
+
+def plots(net: nn.Module) -> None:
+    time.sleep(0.05)
+
+
+@pytest.mark.parametrize("work", [validates, samples, plots])
+@pytest.mark.parametrize("every", [5, 6])
+def test_what_is_done_every_some_steps_is_no_part_of_operators_and_lines(
+    every: int, work: Callable[[nn.Module], None]
+) -> None:
+    profile = watched(now_and_then(every, work), observers=lambda watch: observers(watch, None))
+    assert any(one.name == "aten::addmm" for one in profile.operators)
+    assert not [one for one in profile.operators if "3x4" in one.shapes or (one.line_runs or 0) > 2]
+    assert not {line.function for line in profile.lines} & {"validates", "samples", "plots"}

@@ -51,7 +51,7 @@ class Quiet:
     def flags(self) -> list[str]:
         return []
 
-    def end(self) -> None: ...
+    def end(self, *, usual: bool = True) -> None: ...
     def anew(self) -> None: ...
     def between(self) -> None: ...
 
@@ -341,6 +341,52 @@ def test_data_sets_caches_and_threads_are_as_before(end: Callable[[Watch], None]
     if end is not abandoned:  # that happens in a fork, which has no threads
         assert sampling == []
     watch._course.close()
+
+
+def gone_on(steps: int | None, kind: Kind) -> Watch:
+    """A watch with a step of that kind on, after enough others, while the script has gone on to another loop."""
+    watch = Watch(steps, Sites(), lambda facts: None, lambda watch: observers(watch, None))
+    watch.install()
+    net, other = nn.Linear(4, 1), nn.Linear(4, 2)
+    optimizer, second = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (net, other))
+    while watch._course.measured() < course.SETTLED or watch._course.step is None or watch._course.step.kind != kind:
+        plain(net, optimizer)
+    for _ in range(course._STRAYED):
+        other(torch.randn(8, 4)).pow(2).mean().backward()
+        second.step()
+    return watch
+
+
+@pytest.mark.parametrize("kind", ["clocked", "instrumented", "sampled"])
+@pytest.mark.parametrize("steps", [None, STEPS])
+def test_a_script_that_goes_on_to_another_loop_is_not_watched_closely_there(steps: int | None, kind: Kind) -> None:
+    call = nn.Module.__call__
+    watch = gone_on(steps, kind)
+    assert nn.Module.__call__ is call and watch.closed == (steps is None)
+    closed(watch)
+
+
+@pytest.mark.parametrize("kind", ["habits", "instrumented", "sampled", "traced"])
+def test_a_step_that_never_ends_is_watched_closely_no_more(kind: Kind, monkeypatch) -> None:
+    call = nn.Module.__call__
+    watch = in_an_evaluation(kind)
+    net = nn.Linear(4, 1).eval()
+    net(torch.ones(2, 4))
+    assert nn.Module.__call__ is not call
+    monkeypatch.setattr(course, "_LOST_S", -1.0)
+    monkeypatch.setattr(course, "_LOST", 0.0)
+    with torch.no_grad():
+        net(torch.ones(2, 4))
+        assert (nn.Module.__call__ is call) and sys.gettrace() is None
+    step = watch._course.step
+    assert not watch.closed, watch.facts.notes
+    assert step is not None and step.kind == "settling"
+    monkeypatch.undo()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    while not watch.closed:
+        plain(net, optimizer)
+    watch.remove()
+    assert watch._course.measured() == STEPS and nn.Module.__call__ is call
 
 
 def test_facts_that_cannot_be_written_are_none_of_the_loops_trouble(monkeypatch) -> None:

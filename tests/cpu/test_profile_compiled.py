@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotloop
 from hotloop.lowering import lower
@@ -228,3 +229,26 @@ def test_a_compiled_module_is_split_over_the_modules_inside() -> None:
     assert "acts.1" in tracer.fused()["acts.0"]
     modules = tree(with_compiled(clock.own(), operators, tracer.inside()), namer.kinds, None)
     assert {one.name for one in modules} >= {"", "first", "acts", "acts.0", "acts.1", "last"}
+
+
+def made(function: Any, mode: str) -> list[fx.Node]:
+    """Nodes of a graph of a function of a matrix."""
+    graph = make_fx(function, tracing_mode=mode)(torch.ones(6, 8)).graph
+    return [one for one in graph.nodes if one.op == "call_function"]
+
+
+def sized(x: Tensor) -> Tensor:
+    return torch.cat([(x @ x.T).relu(), x.sum(1, keepdim=True)], 1)
+
+
+def test_sizes_that_may_change_are_counted_as_they_are_now_and_stay_free() -> None:
+    nodes = made(sized, "symbolic")
+    shapes = next(one.meta["val"] for one in nodes if isinstance(one.meta["val"], Tensor)).fake_mode.shape_env
+    before = len(shapes.guards)
+    assert parts_of(nodes) == parts_of(made(sized, "fake")) and len(shapes.guards) == before
+    assert any(isinstance(size, torch.SymInt) for one in nodes for size in getattr(one.meta["val"], "shape", ()))
+
+
+def test_sizes_that_nobody_knows_yet_are_not_counted() -> None:
+    nodes = made(lambda x: x.nonzero().float().exp().sum(), "symbolic")
+    assert [part.share for part in parts_of(nodes)] == [1.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hotloop.probe.limits import CgroupLimits
 from hotloop.profiling import habits, usage
+from hotloop.profiling.sites import Sites
+from hotloop.profiling.watcher import Watch
 from tests.cpu.watching import watched
 
 Step = Callable[[nn.Module, Tensor], Tensor]
@@ -187,3 +190,68 @@ def test_what_a_checkpoint_computes_again_in_a_backward_is_no_forward_in_vain() 
             optimizer.step()
 
     assert watched(loop).habits == []
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    values: Tensor
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, batch: Tensor) -> Output:
+        return Output(self.body(batch), torch.zeros(4))
+
+
+def acting(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(20):
+        net.eval()
+        net(torch.randn(8, 4))
+        net.train()
+        net(torch.randn(8, 4)).logits.pow(2).mean().backward()
+        optimizer.step()
+
+
+def test_outputs_whose_values_are_no_mappings_are_no_error() -> None:
+    net = ActorCritic()
+    assert watched(lambda: acting(net, torch.optim.SGD(net.parameters(), lr=0.01))).steps > 0
+
+
+def test_an_error_in_the_midst_of_an_evaluation_is_none_of_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(value: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(habits, "_tensors", broken)
+    watch = Watch(24, Sites(), lambda facts: None, lambda watch: [])
+    watch.install()
+    net = ActorCritic()
+    acting(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    watch.remove()
+    assert watch.closed and "ValueError: planted" in watch.facts.notes[0]
+
+
+def validating(net: nn.Module, evaluates: bool, graded: bool) -> None:
+    """As after an epoch, in a few batches."""
+    net.train(not evaluates)
+    with torch.set_grad_enabled(graded):
+        for _ in range(23):
+            net(torch.ones(16, 4))
+    net.train()
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("every", [5, 6, 9])
+def test_what_is_done_once_in_an_epoch_is_no_habit(every: int, evaluates: bool, graded: bool) -> None:
+    taken = iter(range(1000))
+
+    def step(net: nn.Module, batch: Tensor) -> Tensor:
+        if next(taken) % every == 0:
+            validating(net, evaluates, graded)
+        return net(batch).pow(2).mean()
+
+    assert set(seen(step)) - {"autograd in evaluation"} == set()

@@ -100,6 +100,30 @@ def test_lines_fit_into_their_phases() -> None:
     assert fitting(seen.lines(), {"logging": 80.0}) == seen.lines()
 
 
+def test_a_backward_is_torchs_whoever_calls_it() -> None:
+    seen = sampler(lambda: "backward")
+    seen._steps, seen._since = 1, 0.0
+    engine = compiled("torch/autograd/graph.py", "def _engine_run_backward(then): then()")["_engine_run_backward"]
+    train, draw = compiled("script.py", SCRIPT)["train"], compiled("accelerate/accelerator.py", LIBRARY)["draw"]
+    train(draw, lambda: engine(lambda: seen.sample(sys._getframe(), 1.0)))
+    train(draw, lambda: seen.sample(sys._getframe(), 3.0))
+    assert {(line.library, line.own_ms) for line in seen.lines() if line.function == "helper"} == {
+        ("torch", 1000.0),
+        ("accelerate", 2000.0),
+    }
+
+
+def test_a_step_that_is_dropped_is_forgotten() -> None:
+    seen = StackSampler(is_own, lambda file, line: f"{file}:{line}", lambda: "logging")
+    seen._thread = threading.current_thread()  # so that none of its own looks
+    for dropped in (False, True, True):
+        seen.begin()
+        now = seen._since
+        sampled(seen, iter([now + 1.0, now + (9.0 if dropped else 1.0)]))
+        seen.drop() if dropped else seen.end()
+    assert by_line(seen.lines())["script.py:6"] == ("helper", "painter", pytest.approx(1000.0), pytest.approx(1000.0))
+
+
 def test_what_watches_counts_for_nobody() -> None:
     seen = sampler()
     seen._steps, seen._since = 1, 0.0

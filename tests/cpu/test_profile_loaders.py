@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -190,3 +191,17 @@ def test_samples_that_lie_in_a_list_are_no_error() -> None:
 def test_what_a_sampler_calls_its_batch_size_is_told_if_it_is_a_number(size: Any, told: int | None) -> None:
     profile = watched(training(DataLoader(Single(), batch_sampler=Sized(size))))
     assert profile.loaders[0].batch_size == told and profile.samples_per_step == BATCH
+
+
+class Held(Single):
+    """Keeps what it reads from under a name that torch's own data sets use, too."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.datasets = dataset, iter("ab")
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(COUNT))])
+def test_what_a_data_set_of_ones_own_holds_may_be_anything(wrap: Callable[[Dataset], Dataset]) -> None:
+    held = Held(np.ones((4, 4)))
+    assert watched(training(DataLoader(wrap(held), BATCH))).loaders[0].dataset == "Held"
+    assert next(held.datasets) == "a"

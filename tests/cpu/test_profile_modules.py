@@ -446,3 +446,15 @@ def test_compiled_modules_are_not_compiled_again() -> None:
     step()
     assert dict(torch._dynamo.utils.counters["stats"]) == before
     assert {"inside", "compiled", "plain.twice"} <= set(found)
+
+
+def test_what_is_kept_of_a_step_that_goes_on_and_on_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotloop.profiling.modules._MOST_MADE", 10)
+    net, clock = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ModuleClock()
+    clock.begin()
+    for _ in range(20):
+        net(torch.ones(2, 4)).sum().backward()
+    assert all(len(numbers) == len(owners) <= 10 for numbers, owners in clock._made.values())
+    clock.end()
+    tanh = next(module for module in clock.times(None) if module.name == "1")
+    assert tanh.calls == 20 and tanh.backward_ms > 0

@@ -8,8 +8,9 @@ import inspect
 import json
 import subprocess
 import sys
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -27,9 +28,12 @@ from hotloop.profiling.events import Event, Reader, copied
 from hotloop.profiling.following import Follower
 from hotloop.profiling.matching import on_device, scaled, with_counts
 from hotloop.profiling.naming import Name
+from hotloop.profiling.observing import observers
 from hotloop.profiling.operators import Tracer
+from hotloop.profiling.sites import Sites
 from hotloop.profiling.trail import Mark, Trail
 from hotloop.profiling.tree import Own
+from hotloop.profiling.watcher import Watch
 
 
 class Scatter(torch.autograd.Function):
@@ -482,3 +486,66 @@ def test_the_trace_of_a_step_has_rows_for_modules_and_lines(tmp_path: Path) -> N
     found = {(rows[event["tid"]], event["name"]) for event in events if event["ph"] == "X"}
     assert {("modules", "conv"), ("modules backward", "conv"), ("lines", line("tanh"))} <= found
     assert ("operators", "aten::convolution") in found
+
+
+def training(watch: Watch) -> Iterator[str]:
+    """A step at a time; gives the kind of the one that is on."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        model(torch.randn(4, 1, 8, 8)).sum().backward()
+        optimizer.step()
+        yield watch._course.step.kind if watch._course.step is not None else ""
+
+
+@pytest.mark.parametrize("prepared", ["traced", "settling", "warm-up"])
+def test_a_profiler_of_the_scripts_own_may_start_at_any_time(prepared: str) -> None:
+    before = torch.autograd.profiler._enable_profiler
+    watch = Watch(12, Sites(), lambda facts: None, lambda watch: observers(watch, None))
+    watch.install()
+    steps = training(watch)
+    theirs = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1))
+    assert prepared in steps  # up to there
+    theirs.start()
+    while prepared == "warm-up" and next(steps) != "traced":
+        pass
+    theirs.step()
+    for _ in range(40):
+        next(steps)
+    theirs.stop()
+    watch.close()
+    watch.remove()
+    assert any(event.key == "aten::addmm" for event in theirs.key_averages())
+    assert watch.closed and any("a profiler of its own" in note for note in watch.facts.notes)
+    assert torch.autograd.profiler._enable_profiler is before
+
+
+def slowly_at(number: int, steps: int) -> Tracer:
+    """A tracer of some steps, of which one does much that the others don't."""
+    seen = tracer()
+    for step in range(steps):
+        seen.begin()
+        torch.ones(3).exp()
+        if step == number:
+            time.sleep(0.05)
+            torch.ones(3).tan()
+        seen.end()
+    seen.close()
+    return seen
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_operators_are_those_of_steps_that_are_like_the_others(number: int) -> None:
+    names = {one.name: one.calls for one in slowly_at(number, 3).operators()}
+    assert names["aten::exp"] == 1 and "aten::tan" not in names
+
+
+def test_a_step_that_is_dropped_leaves_nothing() -> None:
+    seen = tracer()
+    for wanted in (False, True):
+        seen.begin()
+        (torch.exp if wanted else torch.tan)(torch.ones(3))
+        seen.end() if wanted else seen.drop()
+    seen.close()
+    names = {one.name: one.calls for one in seen.operators()}
+    assert names["aten::exp"] == 1 and "aten::tan" not in names

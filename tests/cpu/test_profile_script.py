@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hotloop.errors import TaskError
@@ -263,6 +264,37 @@ def test_a_script_is_stopped_when_its_time_is_up(tmp_path: Path, capfd) -> None:
     profile = profile_script(script, stop_after_s=0.5)
     assert profile.exit_code == -signal.SIGINT
     assert profile.stopped == "the script was stopped after 0.5 s, as asked for"
+
+
+HOGWILD = """
+import multiprocessing, os, sys, time
+def train(): print("trains", os.getpid(), flush=True); time.sleep(600)
+if __name__ == "__main__":
+    others = [multiprocessing.get_context("fork").Process(target=train) for _ in range(2)]
+    for one in others: one.start()
+    for one in others: one.join()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no fork")
+@pytest.mark.parametrize("ignores", [False, True])
+def test_processes_that_a_script_has_started_are_stopped_with_it(tmp_path: Path, monkeypatch, ignores: bool) -> None:
+    script, out = tmp_path / "hogwild.py", tmp_path / "out"
+    script.write_text(HOGWILD)
+    monkeypatch.setattr(host, "GRACE_S", 2.0 if ignores else 60.0)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignores else signal.default_int_handler)
+    try:
+        with out.open("w") as file:
+            profile = profile_script(script, stop_after_s=2.0, stdout=file.fileno())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ("went on" in profile.stopped) == ignores
+    started = [int(line.split()[1]) for line in out.read_text().splitlines()]
+    assert len(started) == 2
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=10)
+    for one in alive:
+        one.kill()
+    assert not alive
 
 
 def test_a_script_that_goes_on_after_ctrl_c_is_ended_and_that_is_said(tmp_path: Path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm.contrib import DummyTqdmFile
 
 from hotloop.patches import Patches
 from hotloop.profiling import watcher
@@ -378,6 +380,29 @@ def test_patches_are_taken_back_in_any_order() -> None:
     assert Derived().said() == "base" and "said" not in vars(Derived)
     first.put(sys, "flags", lambda before: before)
     first.undo()
+
+
+@pytest.mark.parametrize("steps", range(1, 10))
+def test_as_many_steps_are_measured_as_were_asked_for(steps: int) -> None:
+    kinds = order(steps)
+    assert kinds.count("clean") + kinds.count("instrumented") == steps and "instrumented" in kinds
+
+
+def test_output_that_a_progress_bar_has_redirected_arrives_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", DummyTqdmFile(stream))
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for step in range(30):
+            model(torch.randn(8, 4)).sum().backward()
+            optimizer.step()
+            print(step)
+
+    assert watched(loop).phases["logging"] > 0
+    assert stream.getvalue().split() == [str(step) for step in range(30)]
+    assert "write" not in vars(stream) and "write" not in object.__getattribute__(sys.stdout, "__dict__")
 
 
 def test_where_no_step_is_found_a_while_of_training_is_watched_as_a_whole() -> None:

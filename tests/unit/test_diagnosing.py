@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hotloop.diagnosing import diagnose
-from hotloop.profiles import Habit, Limits, ModuleTime, Profile, Threads
+from hotloop.profiles import Apart, Habit, Limits, ModuleTime, Profile, Threads
 from tests.unit.made_steps import (
     STEP_MS,
     adam,
@@ -474,3 +474,30 @@ def test_a_script_has_no_plan_and_gets_no_axes() -> None:
     fault = FAULTS["a for-loop optimizer"][0]
     assert first(fault).axes == {}
     assert first(fault.model_copy(update={"plan": "baseline"})).axes == {"optimizer": "fused"}
+
+
+@pytest.mark.parametrize("phase", ["python", "loss", "update"])
+def test_what_a_library_does_that_trains_is_its_own_work(phase: str) -> None:
+    """As in `trainer.fit(model)`, which calls backward and update from the script's one line."""
+    fit = dict(where="train.py:30", function="main")
+    lines = [line("backward", 4.0, library="torch", **fit), line(phase, 3.0, library="lightning", **fit)]
+    (found,) = remedies(seen({phase: 3.0}, lines=lines))
+    assert found.cause == "lightning's own work in each step" and "less often" not in found.remedy
+
+
+def test_a_library_that_the_loop_calls_beside_is_called_at_each_step() -> None:
+    lines = [line("backward", 4.0, library="torch", where="train.py:29"), line("python", 3.0, library="wandb")]
+    assert first(seen({"python": 3.0}, lines=lines)).cause == "wandb is called at each step"
+
+
+@pytest.mark.parametrize("kernel", ["cpp_fused_add_relu_3", "triton_poi_fused_add_0"])
+def test_what_is_compiled_is_not_to_be_compiled(kernel: str) -> None:
+    small = [operator("add", 0.005 * 600, 600, phase="forward", where="")]
+    profile = seen({"forward": 5.0}, operators=small)
+    assert any("compile" in one.remedy for one in remedies(profile))
+    joined = small[0].model_copy(update={"name": kernel, "calls": 1.0, "ms": 0.1})
+    for compiled in (
+        profile.model_copy(update={"operators": [*profile.operators, joined]}),
+        profile.model_copy(update={"apart": Apart(compile_s=3.0)}),
+    ):
+        assert not any("compile" in one.remedy for one in remedies(compiled))

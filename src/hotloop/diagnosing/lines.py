@@ -10,6 +10,8 @@ from hotloop.profiles import LineTime, Phase, Remedy
 _ASIDE: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
 """Phases whose lines are the user's own work between the parts of training."""
 
+_REDUCE = "look what it is asked for at each step (callbacks, logging, checks), and leave out what isn't needed"
+
 _ARRAYS = ("numpy", "scipy", "cupy", "pandas")
 
 
@@ -35,13 +37,23 @@ def inside(step: Step) -> Iterator[Remedy]:
         spent = {line.where: line.own_ms - step.worked_at(line.where, line.phase) for line in ones}
         hottest = max(ones, key=lambda line: spent[line.where])
         plain = sum(ms for ms in spent.values() if ms > 0)
+        cause = f"Python code within the {hottest.phase}" + (f" ({hottest.library})" if hottest.library else "")
+        remedy = "write it with operations on whole tensors, or do it once before the loop"
+        if _drives(step, hottest):
+            cause, remedy = f"{hottest.library}'s own work in each step", _REDUCE
         yield Remedy(
-            cause=f"Python code within the {hottest.phase}" + (f" ({hottest.library})" if hottest.library else ""),
+            cause=cause,
             where=hottest.where,
-            remedy="write it with operations on whole tensors, or do it once before the loop",
+            remedy=remedy,
             gain=step.share(plain),
             evidence=f"{_called(hottest)} takes {plain:.2f} ms of each step of {step.ms:.2f} ms beside torch's operations",
         )
+
+
+def _drives(step: Step, line: LineTime) -> bool:
+    """Whether a line hands the training itself to a library, which then calls backward and update."""
+    trains = {one.where for one in step.profile.lines if one.phase == "backward" and one.library == "torch"}
+    return line.library not in ("", "torch", *_ARRAYS) and line.where in trains | {step.profile.step_where}
 
 
 def _users(step: Step, lines: list[LineTime]) -> Iterator[LineTime]:
@@ -86,6 +98,8 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
             f"waiting in the loop, at each step: the thread doesn't run in {_called(hottest)}",
             "do what it waits for less often, outside of the loop, or in another thread or process",
         )
+    if _drives(step, hottest):
+        return f"{hottest.library}'s own work in each step", _REDUCE
     if library in _ARRAYS:
         return (
             f"a tensor moved back and forth: {library} works on it in the loop",

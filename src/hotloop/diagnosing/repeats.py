@@ -13,6 +13,9 @@ _LOOP = 8
 
 _COMPILED: tuple[Phase, ...] = ("forward", "backward")
 
+_JOINED = ("cpp_fused", "triton_")
+"""How the names of kernels begin that torch's compiler makes."""
+
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
 
@@ -87,10 +90,12 @@ def _named(step: Step, where: str, ones: Sequence[OperatorTime], rounds: float) 
 
 
 def starting(step: Step) -> Iterator[Remedy]:
-    """The cost of starting operations one by one, wherever they are; compiling takes it away.
+    """The cost of starting operations one by one, wherever they are; compiling takes it away, unless it has done so already.
 
     Of a script it's the model that is compiled, without loss and update, and products are started one by one still.
     """
+    if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_JOINED)):
+        return
     ones = step.operators(lambda one: one.phase in COMPUTING)
     spared = ones if step.profile.plan else [one for one in ones if one.phase in _COMPILED and not is_product(one)]
     calls = sum(one.calls for one in spared)

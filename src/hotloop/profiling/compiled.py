@@ -17,7 +17,7 @@ from functools import partial, wraps
 from operator import getitem
 from typing import Any
 
-from torch import Tensor, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
 from torch._C._profiler import _RecordFunctionFast
 from torch.utils._pytree import tree_leaves
 
@@ -211,9 +211,19 @@ def _give_away(found: dict[tuple[int | None, Phase | None], list[tuple[float, fl
 
 
 def _size(node: Any) -> float:
-    """Numbers that a node makes."""
-    values = node.meta.get("val")
-    return float(sum(one.numel() for one in tree_leaves(values) if isinstance(one, Tensor)))
+    """Numbers that a node makes, as far as they are known."""
+    shapes = [_shape(one) for one in tree_leaves(node.meta.get("val")) if isinstance(one, Tensor)]
+    return float(sum(math.prod(shape) for shape in shapes if shape is not None))
+
+
+def _shape(tensor: Tensor) -> list[int] | None:
+    shape = [_hint(size) for size in tensor.shape]
+    return None if None in shape else shape
+
+
+def _hint(size: Any) -> Any:
+    """Of a size that may change the one that it has now, if that is known; to ask for an int would compile for it alone."""
+    return size.node.hint if isinstance(size, SymInt | SymFloat | SymBool) else size
 
 
 def _sum(work: Sequence[tuple[float, float | None, Any]]) -> float:
@@ -230,9 +240,11 @@ def _flops(node: Any) -> float | None:
     if schema is None:
         return None
     values = [getattr(value, "meta", {}).get("val", value) for value in node.args]
-    shapes = [list(value.shape) if isinstance(value, Tensor) else [] for value in values]
+    shapes = [_shape(value) if isinstance(value, Tensor) else [] for value in values]
+    if None in shapes:
+        return None
     dtypes = [str(value.dtype) if isinstance(value, Tensor) else "Scalar" for value in values]
-    counts = operator_counts(schema.name, shapes, dtypes, [None if isinstance(v, Tensor) else v for v in values])
+    counts = operator_counts(schema.name, shapes, dtypes, [None if isinstance(v, Tensor) else _hint(v) for v in values])
     return None if counts is None else counts.flops
 
 

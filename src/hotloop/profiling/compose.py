@@ -21,12 +21,9 @@ from hotloop.profiles import (
     Threads,
 )
 from hotloop.profiling.facts import Facts, StepFact
-from hotloop.profiling.middle import middle_mean
+from hotloop.profiling.middle import SEVERAL, middle_mean
 from hotloop.profiling.refining import refined
 from hotloop.profiling.turning import turned
-
-_SEVERAL = 3.0
-"""A step that takes so many times the median was held up by something that isn't of every step."""
 
 _FEW = 8
 _CONFIDENCE = 0.95
@@ -83,7 +80,7 @@ def _regular(steps: Sequence[StepFact], kind: str, usual: set[str]) -> list[Step
     regular = [step for step in of_kind if usual.issuperset(step.flags)] or of_kind
     if not regular:
         return []
-    limit = _SEVERAL * median(step.ms for step in regular)
+    limit = SEVERAL * median(step.ms for step in regular)
     return [step for step in regular if step.ms <= limit]
 
 
@@ -128,7 +125,7 @@ def _apart(facts: Facts, steps: Sequence[StepFact], usual: set[str], step_ms: fl
     for step in steps:
         excess = max(0.0, step.ms - (step_ms or 0.0))
         unusual = set(step.flags) - usual
-        if not unusual and excess <= (_SEVERAL - 1) * (step_ms or 0.0):
+        if not unusual and excess <= (SEVERAL - 1) * (step_ms or 0.0):
             continue
         for what in ("checkpoint", "evaluation"):
             taken = min(excess, step.apart_ms.get(what, 0.0)) if what in unusual else 0.0

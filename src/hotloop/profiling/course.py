@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from hotloop.profiles import Phase
 from hotloop.profiling.early import early_steps
 from hotloop.profiling.facts import Facts, StepFact
+from hotloop.profiling.middle import SEVERAL
 from hotloop.profiling.phases import HostClock, Timeline, durations
 from hotloop.profiling.protocols import Observer, Stage
 from hotloop.profiling.schedule import CLOSE, DEFAULT_STEPS, Kind, order
@@ -39,9 +41,15 @@ _AWAITED = 400
 _DISTURBING: tuple[Kind, ...] = (*CLOSE, "clocked")
 """Steps for which functions are replaced, so that Python's caches are cold after them."""
 
+_LIKE_CLEAN: tuple[Kind, ...] = ("clocked", "sampled")
+"""Of those, the ones that take hardly longer than a clean one."""
+
 _SETTLED_MS = 10.0
 _MOST_SETTLING = 4
 """So long, and so many steps at most, until they are as warm as before; a longer step is no hundredth longer for it."""
+
+_LOST_S, _LOST = 30.0, 20.0
+"""So long, and so many times the median, and a step will hardly end any more as the others do."""
 
 SETTLED = 8
 """So many steps measured are kept, whatever loop comes next."""
@@ -92,7 +100,7 @@ class Course:
         self._began: Any = None
         self._first_s: float | None = None
         self._warm = self._strayed = self._awaited = self._steps_sought = self._rehearsals = 0
-        self._since = 0.0
+        self._since = self._step_since = 0.0
         self._pending: list[tuple[StepFact, list[tuple[Any, Phase]]]] = []
         self._first: Event | None = None
         self._early: list[tuple[Event, StepFact]] = []
@@ -192,7 +200,11 @@ class Course:
         """Notices when the script trains in another loop now, or an optimizer steps where backwards were taken for steps."""
         assert self._anchor is not None
         by_hand = self._anchor.what == "backward"
-        if event.what != "update" or (self.measured() >= SETTLED and not by_hand):
+        if event.what != "update":
+            return
+        if self.measured() >= SETTLED and not by_hand:
+            self._strayed += 1
+            self.over = self._limited and self._strayed >= _STRAYED
             return
         if not self._strayed and not by_hand:
             self._finder = Finder()
@@ -289,6 +301,29 @@ class Course:
         """Steps whose times count."""
         return sum(step.kind in ("clean", "instrumented") for step in self.facts.steps)
 
+    def is_lost(self) -> bool:
+        """Whether the step that is watched closely will hardly end any more: the script has gone on to something else."""
+        if self.step is None or self.step.kind not in _DISTURBING or self._anchor is None:
+            return False
+        strays = self._anchor.what == "update" and self._strayed >= _STRAYED
+        passed_s = time.perf_counter() - self._step_since
+        return strays or (passed_s > _LOST_S and not self._in_step and self._is_held_up(_LOST))
+
+    def relieve(self) -> None:
+        """The step that is on is watched closely no more, and counts for nothing; the next one is, in its place."""
+        assert self.step is not None
+        if self.timeline.on:
+            self._began = self.timeline.end()[0][0]
+        self.end_close_watch()
+        self._left.insert(0, self.step.kind)
+        self.step.kind = "settling"
+
+    def _is_held_up(self, times: float) -> bool:
+        """Whether the step that is on has taken so many times what others take, as far as they are known."""
+        passed_ms = (time.perf_counter() - self._step_since) * 1e3
+        known = [step.ms for step in self.facts.steps if step.kind in ("clean", "instrumented") and step.ms]
+        return bool(known) and passed_ms > times * median(known)
+
     def _next_step(self, kind: Kind) -> None:
         self.step = StepFact(kind)
         ground = self._stage.begin(kind)
@@ -301,6 +336,7 @@ class Course:
             self.timeline.begin(ground)
         else:
             self._began = self.timeline.instant()
+        self._step_since = time.perf_counter()
 
     def _end_step(self, at: Any = None) -> None:
         step = self.step
@@ -310,18 +346,20 @@ class Course:
         marks = self.timeline.end(at) if self.timeline.on else whole
         step.cpu_ms = self.cores.end(clean=step.kind == "clean")
         step.flags += self._stage.flags()
-        self.end_close_watch(drop=step.kind in _DISTURBING and step.kind != "whole" and not self._is_usual(step))
+        usual = self._is_usual(step)
+        self.end_close_watch(drop=step.kind in _DISTURBING and step.kind != "whole" and not usual)
         if step.kind in CLOSE:  # asking takes the system's time
             step.memory = held_memory(self.facts.device)
-        self._stage.end()
+        self._stage.end(usual=usual)
         self._pending.append((step, marks))
         self.facts.steps.append(step)
         self.step = None
 
     def _is_usual(self, step: StepFact) -> bool:
         """Whether nothing happened in it but what happens in half of the steps or more."""
-        before = self.facts.steps
-        return all(2 * sum(flag in other.flags for other in before) >= len(before) for flag in step.flags)
+        before, held_up = self.facts.steps, step.kind in _LIKE_CLEAN and self._is_held_up(SEVERAL)
+        seldom = [flag for flag in step.flags if 2 * sum(flag in other.flags for other in before) < len(before)]
+        return not seldom and not held_up
 
     def end_close_watch(self, *, drop: bool = True) -> None:
         """Ends what watches the step that is on, and forgets what it saw of it if asked to."""

@@ -8,16 +8,17 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median_low
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hotloop.patches import Patches
-from hotloop.profiling.hooks import around
+from hotloop.profiling.hooks import around, safe
 from hotloop.profiling.sites import Sites
 
 _FORWARD, _RETAINED, _LOSS = "hotloop forward", "hotloop retained", "hotloop loss"
@@ -64,22 +65,27 @@ class _Forward:
 class Graphs:
     """Looks at the graphs of a few steps.
 
+    Args:
+        fail: is told of an error of its own in the midst of the script's evaluation.
+
     Attributes:
         on: whether the step that is on is looked at.
     """
 
-    def __init__(self, sites: Sites) -> None:
-        self.on = False
+    def __init__(self, sites: Sites, fail: Callable[[Exception], Any]) -> None:
+        self.on, self.fail = False, fail
         self._sites = sites
-        self._step = self._looked = self._followed = self._around = 0
+        self._step = self._around = 0
+        self._looked: list[int] = []
+        self._followed: list[int] = []
         self._first_node = 0
         self._forwards: list[_Forward] = []
         self._ungraded: list[_Forward] = []
         self._before: list[_Forward] | None = None
         self._retained: list[Mark] = []
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
-        self._found: Counter[tuple[Any, str]] = Counter()
-        self._seconds: defaultdict[tuple[Any, str], float] = defaultdict(float)
+        self._found: defaultdict[tuple[Any, str], Counter[int]] = defaultdict(Counter)
+        self._seconds: defaultdict[tuple[Any, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._evaluating = Patches()
         self._graded: list[Mark] = []
         self._evaluated = self._depth = 0
@@ -121,8 +127,9 @@ class Graphs:
         """Whether a node was made in this step; what was made before may be shared by all, and parameters are."""
         return bool(node.next_functions) and node._sequence_nr() >= self._first_node
 
-    def step_done(self) -> None:
-        """A step has ended."""
+    def step_done(self, *, usual: bool = True) -> None:
+        """A step has ended; one that was not like the others is none of which habits are told."""
+        self.on = self.on and usual
         if self.on or self._losses or self._retained or self._before is not None:
             self._look_back()
         self._step += 1
@@ -131,14 +138,14 @@ class Graphs:
     def _look_back(self) -> None:
         """What has become of the graphs of this step and of those before it."""
         if self.on:
-            self._looked += 1
+            self._looked.append(self._step)
             trained = [one for one in self._forwards if one.mark.walked]
             for one in (one for one in self._forwards if not one.mark.walked):
                 is_trained = any(one.module == other.module for other in trained)
                 self._count("wasted forward" if is_trained else "unused graph", [one.mark])
             self._count("evaluation", (one.mark for one in self._ungraded if _evaluates(one, trained)))
             if self._before is not None:  # what comes after the update counts with the next step
-                self._followed += 1
+                self._followed.append(self._step)
                 late = (one for one in self._ungraded if not _evaluates(one, trained) and _is_again(one, self._before))
                 self._count(_AFTERWARDS, (one.mark for one in late))
             self._before = trained
@@ -148,20 +155,20 @@ class Graphs:
         old = [mark for mark in self._retained if mark.step < self._step]
         self._count("retained graph", (mark for mark in old if not mark.walked))
         self._retained = [mark for mark in self._retained if mark.step >= self._step]
-        for _, where, _ in (loss for loss in self._losses if loss[0] == self._step - _LATER and loss[2]() is not None):
-            self._found["kept graph", where] += 1
+        for step, where, _ in (one for one in self._losses if one[0] == self._step - _LATER and one[2]() is not None):
+            self._found["kept graph", where][step] += 1
         self._losses = [loss for loss in self._losses if loss[0] > self._step - _LATER]
 
     def _count(self, what: str, marks: Iterable[Mark]) -> None:
         for mark in marks:
-            self._found[what, mark.where] += 1
-            self._seconds[what, mark.where] += mark.seconds
+            self._found[what, mark.where][mark.step] += 1
+            self._seconds[what, mark.where][mark.step] += mark.seconds
 
     def look_around(self, where: str) -> None:
         """A backward begins: notes what is on that costs time in every operation, for it alone or all the time."""
         self._around += 1
         if torch.is_anomaly_enabled():
-            self._found["hook", where] += 1
+            self._found["hook", where][self._around] += 1
 
     def begin_evaluation(self) -> None:
         """The network was put into evaluation mode: are graphs built for it?"""
@@ -174,10 +181,12 @@ class Graphs:
     def _few(self) -> bool:
         return self._evaluated < _MOST_EVALUATED
 
+    @safe
     def _enter(self, args: tuple, kwargs: dict) -> float:
         self._depth += 1
         return time.perf_counter()
 
+    @safe
     def _leave(self, began: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._depth -= 1
         if self._depth:
@@ -192,20 +201,41 @@ class Graphs:
             node.register_prehook(partial(_walked, mark))
 
     def records(self) -> list[dict[str, Any]]:
-        """As `profiles.Habit`."""
-        steps = {"autograd in evaluation": self._step, "hook": self._around, _AFTERWARDS: self._followed}
-        counts, seconds = self._found.copy(), self._seconds.copy()
-        for mark in self._graded:
-            if not mark.walked:
-                counts["autograd in evaluation", mark.where] += 1
-                seconds["autograd in evaluation", mark.where] += mark.seconds
+        """As `profiles.Habit`: what happens in more than half of the steps that were looked at.
+
+        A validation of many batches that one of them holds is none of every step; evaluation with graphs is told anyway.
+        """
+        steps: dict[str, Sequence[int]] = {
+            "hook": range(1, self._around + 1),
+            "kept graph": [step for step in self._looked if step < self._step - _LATER],
+            _AFTERWARDS: self._followed,
+        }
         found = []
-        for (what, where), count in counts.items():
-            over = max(1, steps.get(what, self._looked))
-            spent = seconds[what, where]
-            ms = spent * 1e3 / over if spent else None
-            found.append({"what": what.removeprefix("late "), "where": where, "per_step": count / over, "ms": ms})
-        return found
+        for (what, where), counts in self._found.items():
+            over = steps.get(what, self._looked)
+            seconds = self._seconds[what, where]
+            found.append(_habit(what, where, _usual(counts, over), _usual(seconds, over)))
+        return [habit for habit in found if habit["per_step"]] + self._with_graphs()
+
+    def _with_graphs(self) -> list[dict[str, Any]]:
+        """Evaluations that built graphs nobody went through, in all steps."""
+        vain = [mark for mark in self._graded if not mark.walked]
+        over = max(1, self._step)
+        return [
+            _habit("autograd in evaluation", where, len(marks) / over, sum(mark.seconds for mark in marks) / over)
+            for where in dict.fromkeys(mark.where for mark in vain)
+            for marks in [[mark for mark in vain if mark.where == where]]
+        ]
+
+
+def _habit(what: str, where: str, per_step: float, seconds: float) -> dict[str, Any]:
+    ms = seconds * 1e3 if seconds else None
+    return {"what": what.removeprefix("late "), "where": where, "per_step": per_step, "ms": ms}
+
+
+def _usual(amounts: Mapping[int, float], steps: Sequence[int]) -> float:
+    """The middle one of the amounts in some steps, the lower one of two."""
+    return float(median_low([amounts.get(step, 0) for step in steps])) if steps else 0.0
 
 
 def _walk(roots: list[Any]) -> Iterator[Any]:
@@ -259,7 +289,7 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
     elif depth and isinstance(value, list | tuple):
         for part in value:
             yield from _tensors(part, depth - 1)
-    elif depth and hasattr(value, "values"):
+    elif depth and isinstance(value, Mapping):
         for part in value.values():
             yield from _tensors(part, depth - 1)
 

@@ -11,10 +11,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import psutil
 
 from hotloop.errors import TaskError
 from hotloop.profiles import Profile
@@ -93,13 +95,33 @@ def _wait(process: subprocess.Popen, stop_after_s: float | None) -> str:
         pass
     said = f"the script was stopped after {stop_after_s:g} s, as asked for"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        process.send_signal(number)
+        _send(process, number)
         try:
             process.wait(GRACE_S)
             break
         except subprocess.TimeoutExpired:
             said += f"; it went on for {GRACE_S:g} s after {number.name}"
     return said
+
+
+def _send(process: subprocess.Popen, number: signal.Signals) -> None:
+    """To the script and to the processes that it has started, as a terminal sends Ctrl-C to its whole group."""
+    started: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        started = psutil.Process(process.pid).children(recursive=True)  # nobody knows them once the script has ended
+    together = [one for one in started if _group(one.pid) == _group(process.pid)]
+    process.send_signal(number)
+    for one in together:
+        with suppress(psutil.Error):
+            one.send_signal(number)
+
+
+def _group(pid: int) -> int | None:
+    """Of processes; None where there is none, or no such process any more."""
+    try:
+        return os.getpgid(pid)
+    except (OSError, AttributeError):
+        return None
 
 
 @contextmanager

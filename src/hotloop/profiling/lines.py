@@ -24,8 +24,13 @@ _OF_STEPS = ("torch", "numpy", "contextlib", "array_api_compat", "cupy", "random
 
 _SHOWN = 500
 """Lines that are given at most, those that take longest."""
+_BACKWARD = "_engine_run_backward"
 _AROUND = ("call", "heard", "epoch")
 """Functions of the watch's inside of which the script goes on."""
+
+
+def _no_time() -> list[float]:
+    return [0.0, 0.0]
 
 
 class Seen(NamedTuple):
@@ -64,17 +69,19 @@ class StackSampler:
         self._is_own, self._place, self._phase, self._interval_s = is_own, place, current_phase, interval_s
         self._turn = turn
         self._own: dict[CodeType, bool] = {}
-        self._seconds: dict[Seen, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._seconds: dict[Seen, list[float]] = defaultdict(_no_time)
         self._lock = threading.Lock()
         self._on, self._closed = threading.Event(), False
         self._thread: threading.Thread | None = None
         self._sampled = 0
         self._steps, self._since = 0, 0.0
+        self._before: dict[Seen, list[float]] = {}
 
     def begin(self) -> None:
         """A step starts, on this thread."""
         self._sampled, self._since = threading.get_ident(), time.perf_counter()
         self._steps += 1
+        self._before = {seen: list(spent) for seen, spent in self._seconds.items()}
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hotloop-sampler", daemon=True)
             self._thread.start()
@@ -85,6 +92,13 @@ class StackSampler:
         self._on.clear()
         with self._lock:
             pass
+
+    def drop(self) -> None:
+        """The step has ended, and wasn't like the others: what was seen in it is forgotten."""
+        if self._on.is_set():
+            self.end()
+            self._seconds = defaultdict(_no_time, self._before)
+            self._steps -= 1
 
     def close(self) -> None:
         """Stops for good; what was seen stays."""
@@ -140,18 +154,19 @@ class StackSampler:
 
         In a Task nothing from its step outwards, and no line of torch's own: the step is hotloop's to write.
         """
-        called, found = "", False
+        called, found, backward = "", False, False
         frame: FrameType | None = innermost
         instead: FrameType | None = None
         while frame is not None:
             if self._owns(frame.f_code):
                 yield frame.f_code, frame.f_lineno, called
-                called, found = "", True
+                called, found, backward = "", True, False
             elif is_step(frame.f_code):
                 found, innermost = found or instead is None, instead or innermost
                 break
             elif (library := library_of(frame)) != "hotloop":
-                called = library
+                backward = backward or (library == "torch" and frame.f_code.co_name == _BACKWARD)
+                called = "torch" if backward else library  # whoever calls the backward, torch computes it
                 instead = instead if instead is not None or library in _OF_STEPS else frame
             frame = frame.f_back
         if not found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from types import FunctionType
 from typing import Any
@@ -164,12 +164,19 @@ class Loaders:
 def _innermost(dataset: Any) -> Any:
     """The data set that makes the samples, inside of subsets and the like."""
     for _ in range(10):
-        inside = getattr(dataset, "dataset", None) or next(iter(getattr(dataset, "datasets", [])), None)
-        own = type(dataset).__module__.startswith("torch.utils.data")
-        if inside is None or not own:
+        inside = _inside(dataset)
+        if inside is None:
             break
         dataset = inside
     return dataset
+
+
+def _inside(dataset: Any) -> Any:
+    """What one of torch's own data sets is made of; in anybody else's, attributes of these names may be anything."""
+    if not type(dataset).__module__.startswith("torch.utils.data"):
+        return None
+    several = getattr(dataset, "datasets", None)
+    return getattr(dataset, "dataset", several[0] if isinstance(several, list | tuple) and several else None)
 
 
 def _gives_batches(dataset: Any) -> bool:
@@ -204,5 +211,5 @@ def _rows(batch: Any) -> int | None:
     """Of the first tensor in a batch."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else None
-    parts = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, list | tuple) else ()
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     return next((rows for rows in map(_rows, parts) if rows is not None), None)

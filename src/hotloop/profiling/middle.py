@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from statistics import fmean
 
+SEVERAL = 3.0
+"""A step that takes so many times what others do was held up by something that isn't of every step."""
+
 _CUT = 0.25
 
 

@@ -41,6 +41,8 @@ _LEAF = 2**64 - 1
 """The number of the nodes that accumulate gradients."""
 _STEPS = 512
 """Of so many steps at most are the times of a module kept."""
+_MOST_MADE = 1_000_000
+"""Changes of the owner within a step that are kept at most."""
 
 
 @unseen
@@ -210,6 +212,8 @@ class ModuleClock:
         if numbers and numbers[-1] == number:
             owners[-1] = owner
         else:
+            if len(numbers) >= _MOST_MADE:  # the step goes on and on; of the oldest nodes hardly one is alive
+                del numbers[: _MOST_MADE // 2], owners[: _MOST_MADE // 2]
             numbers.append(number)
             owners.append(owner)
         self._owner = owner

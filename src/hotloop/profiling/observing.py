@@ -43,7 +43,7 @@ class Lines:
         turn = Turning(sites, watch.facts).phase
         self._sampler = StackSampler(sites.is_own, sites.place, lambda: watch.timeline.current, turn=turn)
         self.begin, self.end, self.close = self._sampler.begin, self._sampler.end, self._sampler.close
-        self.drop = self.end
+        self.drop = self._sampler.drop
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
         return {"lines": [line.model_dump() for line in fitting(self._sampler.lines(), _phases(self._watch))]}
@@ -84,8 +84,7 @@ class _Inside:
             watch.compilations,
             Turning(sites, watch.facts).phase,
         )
-        self.begin, self.end = self._tracer.begin, self._tracer.end
-        self.drop = self.end
+        self.begin, self.end, self.drop = self._tracer.begin, self._tracer.end, self._tracer.drop
 
     def close(self) -> None:
         self._tracer.close()

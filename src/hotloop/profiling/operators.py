@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from statistics import median
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import ProfilerActivity, ProfilerConfig, ProfilerState
 
 from hotloop.counting import Counts, operator_counts
+from hotloop.patches import Patches
 from hotloop.profiles import OperatorTime, Phase
 from hotloop.profiling.chrome import Span, spans_of, write_trace
 from hotloop.profiling.compiled import Compilations, Launch
 from hotloop.profiling.events import Event, Operator, Reader, copied, walked
 from hotloop.profiling.following import Line
 from hotloop.profiling.naming import LOSS, Name, Namer
+from hotloop.profiling.traced import Key, Traced, together
 from hotloop.profiling.trail import Trail, Turn
 from hotloop.profiling.tree import spelled, upwards
 
@@ -32,37 +36,8 @@ _SHOWN = 1000
 """Records that are given at most, those that take longest."""
 
 
-class _Key(NamedTuple):
-    """What makes calls of operators one record."""
-
-    name: str
-    phase: Phase
-    module: Name | None
-    line: Line | None
-    shapes: tuple[str, ...]
-    dtype: str
-    device: str
-    copies: str
-    used: bool | None
-
-
-class _Sum:
-    """What the calls of one record come to, over all steps traced."""
-
-    def __init__(self) -> None:
-        self.calls, self.ns = 0, 0.0
-        self.flops: float | None = 0.0
-        self.bytes: float | None = 0.0
-
-    def add(self, ns: float, flops: float | None, bytes_: float | None) -> None:
-        self.calls += 1
-        self.ns += ns
-        self.flops = None if flops is None or self.flops is None else self.flops + flops
-        self.bytes = None if bytes_ is None or self.bytes is None else self.bytes + bytes_
-
-
 class Tracer:
-    """Traces the steps between `begin()` and `end()`; in between nothing of it is installed.
+    """Traces the steps between `begin()` and `end()`; in between it only hears of a profiler of the script's own.
 
     Attributes:
         notes: what it couldn't see, in sentences.
@@ -90,23 +65,20 @@ class Tracer:
         self._place, self._namer = place, namer or Namer()
         self._compilations = compilations or Compilations()
         self._trail = Trail(is_own, current_phase, turn)
-        self._sums: dict[_Key, _Sum] = defaultdict(_Sum)
-        self._walls: dict[tuple[Name | None, Phase], int] = defaultdict(int)
-        self._traced: dict[Phase, int] = defaultdict(int)
-        self._grounds: list[dict[tuple[Phase, Phase], int]] = []
-        self._line_runs: Counter[Line] = Counter()
-        self._alike: dict[Name, int] = {}
-        self._steps = 0
-        self._fused: dict[Name, set[Name | None]] = defaultdict(set)
-        self._around: dict[Name, Name | None] = {}
-        self._compiled_ns: dict[Phase, float] = defaultdict(float)
+        self._steps: list[Traced] = []
         self._spans: list[Span] = []
+        self._joined: tuple[int, Traced] | None = None
         self._given: tuple[int, list[OperatorTime]] | None = None
-        self._on = False
+        self._on = self._theirs = False
+        self._thread, self._began = 0, 0.0
+        self._others = Patches()
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            self._others.put(torch.autograd.profiler, name, self._giving_way)
 
     def begin(self) -> None:
-        """A step starts, on this thread; one under a profiler of the script's own is not traced."""
-        if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
+        """A step starts, on this thread; none is traced once the script has a profiler of its own."""
+        running = torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
+        if self._theirs or running:
             self._note("The script runs a profiler of its own, so no operators were traced under it.")
             return
         with _quiet():
@@ -114,7 +86,7 @@ class Tracer:
             torch.autograd._enable_profiler(_config(), _activities())
         self._compilations.begin()
         self._trail.begin()
-        self._on = True
+        self._on, self._thread, self._began = True, threading.get_ident(), time.perf_counter()
         if not self._trail.lines:
             self._note("A debugger or a coverage tool traces the script, so operators have no lines.")
 
@@ -122,40 +94,68 @@ class Tracer:
         """The step has ended: its operators are read, and everything is taken away again."""
         if not self._on:
             return
-        self._on = False
-        self._trail.end()
-        self._compilations.end()
-        events = [_event(raw) for raw in torch.autograd._disable_profiler().events()]
+        ms = (time.perf_counter() - self._began) * 1e3
+        events = [_event(raw) for raw in self._stop().events()]
         if self._trail.full:
             self._note("A traced step ran too many lines; what came last in it has no module and no line of its own.")
         self._namer.name([mark.place for mark in self._trail.marks if mark.place is not None])
         reader = Reader(self._trail.marks, _counts, self._compilations.graphs)
         operators = reader.operators(events)
         backward = walked(events)
+        step = Traced(ms, line_runs=Counter(self._trail.runs), steps=1)
         for operator in operators:
-            self._add(operator, backward)
-        self._line_runs.update(self._trail.runs)
+            self._add(step, operator, backward)
         for place, many in self._trail.alike:
             if place.name is not None:
-                self._alike[place.name] = max(many, self._alike.get(place.name, 0))
-        self._note_walls(reader, events)
+                step.alike[place.name] = max(many, step.alike.get(place.name, 0))
+        _note_walls(step, reader, events)
         self._spans += spans_of(reader, events, self._place)
-        self._steps += 1
+        self._steps.append(step)
+
+    def drop(self) -> None:
+        """The step has ended, and wasn't like the others: it's forgotten, and everything is taken away again."""
+        if self._on:
+            self._stop()
 
     def close(self) -> None:
         """Stops for good; what was traced stays."""
         self.end()
+        self._others.undo()
+
+    def _stop(self) -> Any:
+        self._on = False
+        self._trail.end()
+        self._compilations.end()
+        return torch.autograd._disable_profiler()
+
+    def _giving_way(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        """There can be but one profiler, and the script's own comes first."""
+
+        @wraps(start)
+        def started(*args: Any, **kwargs: Any) -> Any:
+            self._theirs = True
+            if threading.get_ident() == self._thread:
+                self.drop()
+            return start(*args, **kwargs)
+
+        return started
+
+    @property
+    def _all(self) -> Traced:
+        """All steps so far that were like the others."""
+        if self._joined is None or self._joined[0] != len(self._steps):
+            self._joined = len(self._steps), together(self._steps)
+        return self._joined[1]
 
     def operators(self) -> list[OperatorTime]:
         """Per step of those traced, the longest first. Their times are as the profiler saw them: see `matching`."""
-        if (
-            self._given is None or self._given[0] != self._steps
-        ):  # it is asked for again and again while the script runs
-            self._given = self._steps, self._records()
+        many = len(self._steps)
+        if self._given is None or self._given[0] != many:  # it is asked for again and again while the script runs
+            self._given = many, self._records()
         return self._given[1]
 
     def _records(self) -> list[OperatorTime]:
-        steps, place = max(1, self._steps), cache(self._place)
+        steps, place = max(1, self._all.steps), cache(self._place)
         found = [
             OperatorTime(
                 name=key.name,
@@ -174,53 +174,53 @@ class Tracer:
                 copies=key.copies,
                 alike=self._alike_of(key.module),
             )
-            for key, total in self._sums.items()
+            for key, total in self._all.sums.items()
         ]
         return sorted(found, key=lambda operator: -operator.ms)[:_SHOWN]
 
     def _runs_of(self, line: Line | None) -> float | None:
         """Per step."""
-        return self._line_runs[line] / max(1, self._steps) if line is not None and line in self._line_runs else None
+        seen = self._all
+        return seen.line_runs[line] / max(1, seen.steps) if line is not None and line in seen.line_runs else None
 
     def _alike_of(self, module: Name | None) -> int:
-        return max((self._alike.get(name, 0) for name in upwards(module)), default=0) if module is not None else 0
+        return max((self._all.alike.get(name, 0) for name in upwards(module)), default=0) if module is not None else 0
 
     def walls(self) -> dict[tuple[str, Phase], float]:
         """Milliseconds that each module took forward and backward in a traced step by itself, and each phase without."""
-        steps = max(1, self._steps)
+        steps = max(1, self._all.steps)
         return {
             ("" if module is None else spelled(module, alone=self.alone), phase): ns / steps / 1e6
-            for (module, phase), ns in self._walls.items()
+            for (module, phase), ns in self._all.walls.items()
         }
 
     def phases(self) -> dict[Phase, float]:
         """Milliseconds that each phase took in a traced step, with all that lies between its operators."""
-        return {phase: ns / max(1, self._steps) / 1e6 for phase, ns in self._traced.items()}
+        return {phase: ns / max(1, self._all.steps) / 1e6 for phase, ns in self._all.phases.items()}
 
     def turned(self) -> list[tuple[Phase, Phase, float]]:
         """As `Facts.turned`: the median over the steps, since few are traced and one may be held up."""
-        pairs = {pair for step in self._grounds for pair in step if pair[0] != pair[1]}
-        shares = [
-            (ground, phase, median(_share(step, ground, phase) for step in self._grounds)) for ground, phase in pairs
-        ]
+        grounds = self._all.grounds
+        pairs = {pair for step in grounds for pair in step if pair[0] != pair[1]}
+        shares = [(ground, phase, median(_share(step, ground, phase) for step in grounds)) for ground, phase in pairs]
         return sorted(one for one in shares if one[2])
 
     def fused(self) -> dict[str, list[str]]:
         """Modules that compiled kernels compute for, with those that share a kernel with them."""
         return {
             spelled(name, alone=self.alone): sorted(spelled(other, alone=self.alone) for other in others if other)
-            for name, others in self._fused.items()
+            for name, others in self._all.fused.items()
         }
 
     def inside(self) -> dict[str, Name]:
         """Those of them that lie inside of a compiled module, or step, by the name that operators give."""
-        return {spelled(name, alone=self.alone): name for name, around in self._around.items() if name != around}
+        return {spelled(name, alone=self.alone): name for name, around in self._all.around.items() if name != around}
 
     def compiled_shares(self) -> dict[Phase, float]:
         """Of the time outside of all modules and phases in which a compiled step ran, the shares of its kernels' phases."""
-        wall = self._walls.get((None, "unattributed"), 0)
-        total = max(wall, sum(self._compiled_ns.values()))
-        return {phase: ns / total for phase, ns in self._compiled_ns.items()} if wall else {}
+        wall = self._all.walls.get((None, "unattributed"), 0)
+        total = max(wall, sum(self._all.compiled_ns.values()))
+        return {phase: ns / total for phase, ns in self._all.compiled_ns.items()} if wall else {}
 
     def write(self, path: Path) -> Path | None:
         """Writes what was traced as a Chrome trace; returns its path, None if nothing was traced."""
@@ -229,26 +229,16 @@ class Tracer:
     @property
     def alone(self) -> bool:
         """Whether there is but one model."""
-        return len({key.module.model for key in self._sums if key.module and not key.module.is_part}) <= 1
+        return len({key.module.model for key in self._all.sums if key.module and not key.module.is_part}) <= 1
 
-    def _note_walls(self, reader: Reader, events: list[Event]) -> None:
-        self._grounds.append(defaultdict(int))
-        for mark, start, end in reader.segments():
-            self._traced[mark.ran] += end - start
-            if not mark.deep:
-                self._walls[mark.module, mark.ran] += end - start
-                self._grounds[-1][mark.ground, mark.phase] += end - start
-        for maker, node in reader.nodes(events):
-            self._walls[(maker.module if maker is not None else None) or LOSS, "backward"] += node.end - node.start
-
-    def _add(self, operator: Operator, backward: set[int]) -> None:
+    def _add(self, step: Traced, operator: Operator, backward: set[int]) -> None:
         module = operator.mark.module if operator.mark is not None else None
         if operator.phase == "backward":
             module = module or LOSS
         event, kernels = operator.event, operator.kernels
         first, last = operator.made
         used = any(number in backward for number in range(first, last)) if last > first and backward else None
-        key = _Key(
+        key = Key(
             _name_of(event),
             operator.phase,
             module,
@@ -263,20 +253,20 @@ class Tracer:
         counts = operator.counts
         if operator.launch is None or not operator.launch.parts:
             known = (None, None) if counts is None else (counts.flops, counts.bytes)
-            self._sums[key].add(ns, *known)
+            step.sums[key].add(ns, *known)
         else:
-            self._add_parts(key, operator.launch, ns)
+            self._add_parts(step, key, operator.launch, ns)
 
-    def _add_parts(self, key: _Key, launch: Launch, ns: float) -> None:
+    def _add_parts(self, step: Traced, key: Key, launch: Launch, ns: float) -> None:
         """A compiled kernel counts for each of its modules by its share of the arithmetic."""
         names = [self._namer.name_of(part.module) or key.module for part in launch.parts]
         for part, name in zip(launch.parts, names, strict=True):
             mine = key._replace(module=name, phase=part.phase or key.phase, line=part.line or key.line)
-            self._sums[mine].add(ns * part.share, part.flops, None)
-            self._compiled_ns[mine.phase] += ns * part.share
+            step.sums[mine].add(ns * part.share, part.flops, None)
+            step.compiled_ns[mine.phase] += ns * part.share
             if name is not None:
-                self._fused[name].update(other for other in names if other not in (None, name))
-                self._around[name] = key.module
+                step.fused[name].update(other for other in names if other not in (None, name))
+                step.around[name] = key.module
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
@@ -294,7 +284,19 @@ _FLOATS = {
 """The profiler's words for floating-point dtypes."""
 
 
-def _share(step: dict[tuple[Phase, Phase], int], ground: Phase, phase: Phase) -> float:
+def _note_walls(step: Traced, reader: Reader, events: list[Event]) -> None:
+    grounds: Counter[tuple[Phase, Phase]] = Counter()
+    for mark, start, end in reader.segments():
+        step.phases[mark.ran] += end - start
+        if not mark.deep:
+            step.walls[mark.module, mark.ran] += end - start
+            grounds[mark.ground, mark.phase] += end - start
+    for maker, node in reader.nodes(events):
+        step.walls[(maker.module if maker is not None else None) or LOSS, "backward"] += node.end - node.start
+    step.grounds.append(grounds)
+
+
+def _share(step: Mapping[tuple[Phase, Phase], int], ground: Phase, phase: Phase) -> float:
     """Of the time in which a traced step's timeline was in a phase: what the lines say was another."""
     total = sum(ns for (around, _), ns in step.items() if around == ground)
     return step.get((ground, phase), 0) / total if total else 0.0

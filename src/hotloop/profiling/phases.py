@@ -173,7 +173,7 @@ class Timeline:
         """Ends the step, at a mark of the clock's or now: the marks, each with the phase that began there; the last is the end."""
         self._marks.append((self.instant() if at is None else at, "unattributed"))
         self.on = False
-        marks, self._marks = self._marks, []
+        marks, self._marks, self._grounds = self._marks, [], []
         return marks
 
     def instant(self) -> Any:

@@ -39,8 +39,8 @@ class Stage(Protocol):
     def again(self) -> None:
         """The step begins anew: what has happened in it so far is forgotten."""
 
-    def end(self) -> None:
-        """It has ended."""
+    def end(self, *, usual: bool = True) -> None:
+        """It has ended; whether nothing happened in it but what happens in most."""
 
     def anew(self) -> None:
         """The script trains in another loop: what was seen of the one before is forgotten."""

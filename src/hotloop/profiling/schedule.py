@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Literal
 
 Kind = Literal[
@@ -38,15 +39,15 @@ _LOOKS: list[Kind] = [*_HABITS * 2, *_TRACED * 2, *_SAMPLED, *_CLOCKED, "settlin
 
 
 def order(steps: int) -> list[Kind]:
-    """The kinds of all steps to come after the warm-up, `steps` of them clean or instrumented.
+    """The kinds of all steps to come after the warm-up, `steps` of them clean or instrumented; an odd one is instrumented.
 
     It goes by no clock, so that ranks which take the same steps watch them alike.
     """
-    pairs = max(1, steps // 2)
-    found = [*_pair(0), *_FIRST, *(_pair(1) if pairs > 1 else []), *_LOOKS]
-    for number in range(2, pairs):
-        found += [*_pair(number), *(_CLOCKED, _SAMPLED)[number % 2]]
-    return found
+    pairs, odd = divmod(steps, 2)
+    measured = [_pair(number) for number in range(pairs)] + [["instrumented"]] * odd
+    looks = [_FIRST, _LOOKS, *((_CLOCKED, _SAMPLED)[number % 2] for number in range(2, len(measured)))]
+    nothing: list[Kind] = []
+    return [kind for both in zip_longest(measured, looks, fillvalue=nothing) for kinds in both for kind in kinds]
 
 
 def _pair(number: int) -> list[Kind]:

@@ -72,13 +72,12 @@ class Watch(Listener):
         self._publish = publish
         self._always, self._closely = Always(self), Closely(self, self.timeline)
         self._compiling = Compiling(self._closely.away, self._closely.back)
-        self._loaders, self._optimizers, self._graphs = Loaders(sites), Optimizers(sites), Graphs(sites)
+        self._loaders, self._optimizers, self._graphs = Loaders(sites), Optimizers(sites), Graphs(sites, self.fail)
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
         self._thread: int | None = None
         self._backwards = self._forwards = 0
         self._close = self._busy = self._updates_inside = False
-        self._hears = True
-        self._calls = Calls()
+        self._hears, self._calls = True, Calls()
         self._published = float("inf") if in_step else time.monotonic()  # work of one holds up others
 
     # What the outside calls
@@ -148,14 +147,17 @@ class Watch(Listener):
     def _take_away(self, end_step: Callable[[], None]) -> None:
         """Takes away whatever is put for some steps alone: what was put last goes first, whatever fails at that."""
         with ExitStack() as ways:
-            for way in (self.compilations.remove, self._loaders.remove, self._closely.remove, end_step):
+            last = [self.compilations.remove] if self.closed else []
+            for way in (*last, self._loaders.remove, self._closely.remove, end_step, self._graphs.end_evaluation):
                 ways.callback(way)
-            ways.callback(self._graphs.end_evaluation)
             ways.callback(self._compiling.remove)
 
     def _after_boundary(self) -> None:
         if self._course.over:
             self.close("enough was seen" if not self._course.measured() else "enough steps were seen")
+        elif self._course.is_lost():  # it may well be the script's last
+            self._close = self._graphs.on = False
+            self._take_away(self._course.relieve)
 
     def _collect(self, *, wait: bool = False) -> Facts:
         """All facts so far."""
@@ -204,7 +206,7 @@ class Watch(Listener):
         self._pauses.trains()
         self._loaders.forget()
 
-    def end(self) -> None:
+    def end(self, *, usual: bool = True) -> None:
         """A step has ended."""
         self._graphs.end_evaluation()
         self._closely.remove()
@@ -213,13 +215,13 @@ class Watch(Listener):
             self.facts.functional = self._calls.none
             if not self._calls.tells_samples:
                 self._loaders.rows = None
-        self._graphs.step_done()
+        self._graphs.step_done(usual=usual)
 
     def anew(self) -> None:
         """The script trains in another loop."""
         self.facts.batch, self.facts.notes, self.facts.trace = [], [], None
         self._optimizers.forget()
-        self._loaders, self._graphs = Loaders(self.sites), Graphs(self.sites)
+        self._loaders, self._graphs = Loaders(self.sites), Graphs(self.sites, self.fail)
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
 
     def between(self) -> None:
@@ -267,6 +269,7 @@ class Watch(Listener):
     def backward_began(self, args: tuple, kwargs: dict) -> Any:
         self._trains()
         self._backwards += 1
+        self._after_boundary()
         self.timeline.enter("backward")
         if self._backwards == 1 and not self._optimizers.inside:
             self._calls.backward()
@@ -352,6 +355,7 @@ class Watch(Listener):
         self._forwards += 1
         if self._forwards > 1:
             return None
+        self._after_boundary()
         if not self._backwards and self._calls.called(id(args[0])):
             self.timeline.unless("loss", "python")  # the same network is called again before any backward
         self.timeline.enter("loss" if is_loss(args[0]) else "forward")

@@ -1,0 +1,100 @@
+"""What traced steps came to, each by itself and several together."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import NamedTuple
+
+from hotloop.profiles import Phase
+from hotloop.profiling.following import Line
+from hotloop.profiling.middle import SEVERAL
+from hotloop.profiling.naming import Name
+
+
+class Key(NamedTuple):
+    """What makes calls of operators one record."""
+
+    name: str
+    phase: Phase
+    module: Name | None
+    line: Line | None
+    shapes: tuple[str, ...]
+    dtype: str
+    device: str
+    copies: str
+    used: bool | None
+
+
+class Sum:
+    """What the calls of one record come to."""
+
+    def __init__(self) -> None:
+        self.calls, self.ns = 0, 0.0
+        self.flops: float | None = 0.0
+        self.bytes: float | None = 0.0
+
+    def add(self, ns: float, flops: float | None, bytes_: float | None, calls: int = 1) -> None:
+        self.calls += calls
+        self.ns += ns
+        self.flops = None if flops is None or self.flops is None else self.flops + flops
+        self.bytes = None if bytes_ is None or self.bytes is None else self.bytes + bytes_
+
+
+@dataclass
+class Traced:
+    """One step, or several.
+
+    Attributes:
+        ms: that it took.
+        sums: of its operators.
+        walls: nanoseconds of each module forward and backward, and of each phase without.
+        phases: nanoseconds of each, with all that lies between operators.
+        grounds: of each step, nanoseconds of each phase of the timeline in each that the lines say.
+        line_runs: how often Python ran each line.
+        alike: of how many modules that got the same input each was one.
+        fused, around: modules that kernels were compiled for: those that share one with them, and what was compiled.
+        compiled_ns: of compiled kernels, by phase.
+        steps: how many.
+    """
+
+    ms: float = 0.0
+    sums: dict[Key, Sum] = field(default_factory=lambda: defaultdict(Sum))
+    walls: Counter[tuple[Name | None, Phase]] = field(default_factory=Counter)
+    phases: Counter[Phase] = field(default_factory=Counter)
+    grounds: list[Counter[tuple[Phase, Phase]]] = field(default_factory=list)
+    line_runs: Counter[Line] = field(default_factory=Counter)
+    alike: dict[Name, int] = field(default_factory=dict)
+    fused: dict[Name, set[Name | None]] = field(default_factory=lambda: defaultdict(set))
+    around: dict[Name, Name | None] = field(default_factory=dict)
+    compiled_ns: dict[Phase, float] = field(default_factory=lambda: defaultdict(float))
+    steps: int = 0
+
+    def add(self, other: Traced) -> None:
+        for key, total in other.sums.items():
+            self.sums[key].add(total.ns, total.flops, total.bytes, total.calls)
+        self.walls.update(other.walls)
+        self.phases.update(other.phases)
+        self.line_runs.update(other.line_runs)
+        for name, many in other.alike.items():
+            self.alike[name] = max(many, self.alike.get(name, 0))
+        for name, others in other.fused.items():
+            self.fused[name] |= others
+        for phase, ns in other.compiled_ns.items():
+            self.compiled_ns[phase] += ns
+        self.grounds += other.grounds
+        self.around |= other.around
+        self.ms += other.ms
+        self.steps += other.steps
+
+
+def together(steps: Sequence[Traced]) -> Traced:
+    """All that were like the others: what a loop does now and then, such as sampling or a plot, makes a step longer."""
+    found = Traced()
+    limit = SEVERAL * median_low(step.ms for step in steps) if steps else 0.0
+    for step in steps:
+        if step.ms <= limit:
+            found.add(step)
+    return found
