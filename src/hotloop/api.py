@@ -21,6 +21,7 @@ from hotloop.inference import predict as answers_to
 from hotloop.launch import launch, ranks_of
 from hotloop.lowering import lower
 from hotloop.lowering.telling import Say
+from hotloop.parallel.forking import check_cuda
 from hotloop.plan import Plan
 from hotloop.probe import check_device
 from hotloop.records import Evaluation, Exported
@@ -90,6 +91,7 @@ def fit(
             expected="ranks of this machine; Ray starts those of `hotloop train`, from a file that all machines see",
             fix="use `hotloop train file.py` with this plan, or workforce=processes",
         )
+    check_cuda(ranked)
     trained, code = launch(ranks_of(ranked), train, display.say)
     if not trained or code:
         raise KeyboardInterrupt  # before there was anything to save, or by one that wouldn't wait for it

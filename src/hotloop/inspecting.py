@@ -21,6 +21,7 @@ from hotloop.launch import launch, ranks_of
 from hotloop.lowering.telling import Say
 from hotloop.measuring.crowding import crowding
 from hotloop.pacing import seconds
+from hotloop.parallel.forking import check_cuda
 from hotloop.parallel.joining import Seat
 from hotloop.parallel.world import World
 from hotloop.plan import Plan
@@ -92,8 +93,10 @@ def profile(
             found = inspected(loaded, chosen, steps=steps, trace=trace, progress=moved)
             return tried(loaded, found, chosen, time_limit=time_limit, progress=moved) if try_remedies else found
 
-    ranked = to_start(plan, {})
-    return inspect() if ranked is None else _of_forks(ranks_of(ranked), inspect)
+    if (ranked := to_start(plan, {})) is None:
+        return inspect()
+    check_cuda(ranked)
+    return _of_forks(ranks_of(ranked), inspect)
 
 
 @contextmanager

@@ -10,12 +10,10 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -30,6 +28,7 @@ from hotloop.choosing import placed
 from hotloop.errors import HotloopError, PlanError, RankLostError, TrainingError
 from hotloop.parallel.beats import Outside
 from hotloop.parallel.forking import put_threads_away
+from hotloop.parallel.forwarding import Forwarding
 from hotloop.parallel.joining import LAUNCHED, run_in
 from hotloop.plan import Plan
 from hotloop.probe import devices
@@ -85,17 +84,29 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, resta
         HotloopError: the error of the rank that failed first.
         TrainingError: ranks were killed, again and again if they may start again.
     """
-    with opened_store() as store, _quiet(), tempfile.TemporaryDirectory(prefix=LAUNCHED) as logs:
+    signals = Forwarding(say)
+    with (
+        signals.listening(),
+        opened_store() as store,
+        _quiet(),
+        tempfile.TemporaryDirectory(prefix=LAUNCHED) as logs,
+    ):
 
         def start(name: str) -> None:
-            with _forwarding() as forwards:
-                _start(_config(name, ranks, store.port, logs), entry, apart=forwards)
+            _start(_config(name, ranks, store.port, logs), entry, signals)
 
-        return until_done(start, ranks, store, logs, say, restarts=restarts)
+        return until_done(start, ranks, store, logs, say, restarts=restarts, heard=lambda: signals.heard)
 
 
 def until_done(
-    start: Callable[[str], None], ranks: int, store: dist.TCPStore, logs: str, say: Say, *, restarts: int = RESTARTS
+    start: Callable[[str], None],
+    ranks: int,
+    store: dist.TCPStore,
+    logs: str,
+    say: Say,
+    *,
+    restarts: int = RESTARTS,
+    heard: Callable[[], signal.Signals | None] = lambda: None,
 ) -> tuple[str, int]:
     """Starts ranks, and again if one is killed; see `launch`.
 
@@ -103,6 +114,7 @@ def until_done(
         start: runs them to their end, under the name that it is given; raises ChildFailedError of torch's agent.
         store: through which they find each other.
         logs: a folder where what rank r writes is in `*/attempt_*/r/stderr.log`.
+        heard: the last signal that was passed on to the ranks, if any was.
     """
     launched = LAUNCHED + uuid.uuid4().hex[:8]
     for attempt in range(restarts + 1):
@@ -113,9 +125,16 @@ def until_done(
             return run_in(store) or "", 0
         except ChildFailedError as failed:
             cause = _cause(failed.failures)
-            if cause[1].exitcode in STOPPED:
-                return run_in(store) or "", cause[1].exitcode
+            if (code := cause[1].exitcode) in STOPPED:
+                if run_in(store) is None and code == 128 + signal.SIGTERM:  # of Ctrl-C a rank tells by itself
+                    say("stopped (SIGTERM)")
+                return run_in(store) or "", code
             killed = _killed(*cause, logs)
+            if (
+                number := heard()
+            ) is not None:  # of which they died where they don't train yet, or were killed after it
+                say(f"stopped ({number.name})")
+                return run_in(store) or "", 128 + number
             if attempt == restarts:
                 again = f", after {restarts} new starts" if restarts else ""
                 raise TrainingError(f"{killed}{again}", fix="look for what kills it") from None
@@ -127,26 +146,29 @@ def _outside(store: dist.TCPStore, name: str, say: Say) -> Outside:
     return Outside(dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False), name, say)
 
 
-def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], *, apart: bool) -> None:
+def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals: Forwarding) -> None:
     """Runs the ranks to their end.
 
     Args:
-        apart: whether forks leave the terminal's group, since this process passes on what it hears.
+        signals: whether forks leave the terminal's group, since this process passes on what it hears; and what it heard
+            before they began.
     """
     if isinstance(entry, list):
         elastic_launch(config, entry[0])(*entry[1:])
         return
 
     def call() -> None:
-        if apart:
+        if signals.active:
             os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on: a second one has a meaning
         gc.freeze()
         gc.enable()
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # not the parent's way with them, until it trains
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # torch has SIGINT tell of the parent's death, once for each thread of it; and a second SIGINT means not to save.
         multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # not the parent's way with them, until it trains
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if signals.heard is not None:
+                os._exit(128 + signals.heard)  # at once, since more of them may come
             entry()
         except KeyboardInterrupt:  # torch takes it for a good end, and waits for what it never returned
             raise SystemExit(128 + signal.SIGINT) from None
@@ -206,30 +228,6 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
-
-
-@contextmanager
-def _forwarding() -> Iterator[bool]:
-    """Gives Ctrl-C and SIGTERM to the ranks, which save and end; the agent itself would end them in its own way.
-
-    Yields whether it does: only the main thread may set handlers, and whoever runs another hears the signals.
-    """
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for child in psutil.Process().children():
-            if child.pid not in others:
-                child.send_signal(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield False
-        return
-    others = {child.pid for child in psutil.Process().children()}
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield True
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

@@ -94,6 +94,7 @@ class _Loop:
         self._shown: tuple[EpochRecord, ...] = ()
         self._loss: float | None = None
         self._waits = Waits(self.world, self.run.log, self.say)
+        self.program.heed(self.interrupts.reason)
         self._begin_epoch()
 
     @property

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from hotloop.choosing import placed
 from hotloop.errors import HotloopError, PlanError, RankLostError
 from hotloop.parallel.joining import Joined, Seat, joined, threads_for
-from hotloop.parallel.world import is_loss
+from hotloop.parallel.world import loss_of
 from hotloop.plan import Plan
 from hotloop.wanted import Wanted
 
@@ -90,9 +90,7 @@ def _noted(seat: Seat) -> Iterator[None]:
     try:
         yield
     except Exception as raised:
-        error = raised
-        if not isinstance(error, HotloopError) and is_loss(error):
-            error = RankLostError(f"rank {seat.rank} lost another rank: {' '.join(str(raised).split())}")
+        error = loss_of(raised, seat.rank) or raised
         get_error_handler().record_exception(error)
         if isinstance(error, RankLostError) and seat.watched:
             _wait_for_the_agent()

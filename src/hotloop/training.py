@@ -15,7 +15,7 @@ from hotloop.asynchronous.recipe import Recipe
 from hotloop.continuing import check_overrides
 from hotloop.data.feed import peek
 from hotloop.data.tree import inputs_of
-from hotloop.errors import HotloopError, TaskError
+from hotloop.errors import HotloopError, RunError, TaskError
 from hotloop.launch import ranks_of
 from hotloop.loop import train_loop
 from hotloop.lowering import Program, lower
@@ -62,6 +62,12 @@ def start(
         if ranks.world.first:
             options |= dict(callbacks=callbacks, say=say, during=during)
         begun = ranks.begun() or (run if run is not None and ranks.cut_short(run) is not None else None)
+        if run is None and ranks.forgetful:
+            raise RunError(
+                "the run has no name, and torchrun has no store that outlives its ranks",
+                expected="a name, by which ranks that are started again find it",
+                fix="give --run (or run=), or unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+            )
         if begun is not None:
             return _go_on(Path(begun), loaded, wanted, ranks, **options)
         return _start(loaded, run, wanted, ranks, began, **options)

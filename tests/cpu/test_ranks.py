@@ -20,11 +20,13 @@ from hotloop.errors import PlanError, TaskError
 from hotloop.launch import ranks_of
 from hotloop.parallel.beats import Beats, Outside
 from hotloop.parallel.draws import Batchwise, Drawn, Pattern, Watching, WholeDraws
-from hotloop.parallel.joining import LAUNCHED, Joined, Seat
+from hotloop.parallel.forking import check_cuda
+from hotloop.parallel.joining import LAUNCHED, Joined, Seat, joined
 from hotloop.parallel.waiting import Meter, Spent, Waits
 from hotloop.parallel.world import ALONE, World, is_loss
 from hotloop.plan import Plan
 from hotloop.taking_part import taking_part
+from tests.multi.cases import images
 
 TORCHRUN = {
     "RANK": "3",
@@ -180,12 +182,12 @@ def test_a_seat_is_what_torchrun_says() -> None:
     assert Seat.here({}) is None
     seat = Seat.here(TORCHRUN)
     assert seat == Seat(
-        3, 4, 1, 2, "10.0.0.1", 29500, launch="mine/2", restarts=2, serves=False, elastic=True, watched=False
+        3, 4, 1, 2, "10.0.0.1", 29500, launch="mine/2", restarts=2, outlives=True, elastic=True, watched=False
     )
     own = Seat.here(TORCHRUN | {"TORCHELASTIC_RUN_ID": LAUNCHED + "1"})
     assert own is not None and own.watched
     without = Seat.here(TORCHRUN | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
-    assert without is not None and without.serves
+    assert without is not None and without.serves and without.forgetful and not seat.forgetful
     # Each machine's agent counts for itself, and in a store of their own nobody else's names are in the way.
     fresh = Seat.here(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert fresh is not None and fresh.launch == without.launch
@@ -234,6 +236,24 @@ def test_on_a_cpu_ranks_must_be_named() -> None:
     assert ranks_of(Plan(parallel="data", ranks=5)) == 5
     with pytest.raises(PlanError, match="how many, at most the cores"):
         ranks_of(Plan(parallel="data", device="cpu"))
+
+
+def test_ranks_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    seat = Seat.here(TORCHRUN)
+    assert seat is not None
+    with (
+        pytest.raises(PlanError, match=r"^2 ranks on a machine with 1 CUDA device; expected"),
+        joined(seat, "cuda", print),
+    ):
+        pass
+
+
+def test_forks_are_not_asked_to_use_cuda_that_their_parent_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(PlanError, match=r"has used CUDA already; .* restart the notebook's kernel"):
+        hotloop.fit(images(torch.float32), plan=Plan(parallel="data", ranks=2, device="cuda"), progress=False)
+    check_cuda(Plan(parallel="data", ranks=2, device="cpu"))
 
 
 @dataclass(frozen=True)

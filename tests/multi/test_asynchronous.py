@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -23,7 +24,7 @@ from hotloop.asynchronous.employing import alone, employed
 from hotloop.asynchronous.processes import ProcessCrew
 from hotloop.asynchronous.recipe import Recipe
 from hotloop.errors import HotloopError, PlanError, TrainingError
-from hotloop.lowering import Program, lower
+from hotloop.lowering import Program, lower, served
 from hotloop.lowering.served import ServedProgram
 from hotloop.parallel import cluster
 from hotloop.plan import Plan
@@ -116,6 +117,28 @@ def test_a_killed_and_a_stopped_worker_cost_no_sample_and_hold_nobody_up() -> No
         assert set(program.feed.ledger.counted.values()) == {2}
         assert any(line.startswith("worker 0 was killed by SIGKILL") for line in lines)
     assert not any(psutil.pid_exists(pid) and _lives(pid) for pid in pids.values())
+
+
+def test_a_signal_is_heard_though_all_workers_have_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "_PATIENCE_S", 0.5)
+    here, loss = os.getpid(), nn.MSELoss()
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        if os.getpid() != here:
+            (tmp_path / f"stopped-{os.getpid()}").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return cast(Tensor, loss(model(batch), batch))
+
+    def signalling() -> None:
+        while len(list(tmp_path.glob("stopped-*"))) < 2:
+            time.sleep(0.05)
+        os.kill(here, signal.SIGTERM)
+
+    thread = threading.Thread(target=signalling, daemon=True)
+    thread.start()
+    given = replace(task(), step=step)
+    with pytest.raises(TrainingError, match=r"^stopped \(SIGTERM\) without saving: no worker has answered for \d+s"):
+        hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="async", ranks=2), progress=False)
 
 
 def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

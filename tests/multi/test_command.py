@@ -102,6 +102,17 @@ def test_ranks_go_on_with_what_one_process_has_left(parallel: Any, tmp_path: Pat
     assert disagreements(run, alone) != []
 
 
+def test_ranks_alone_go_on_with_a_run_of_one_process_sharing_each_batch(
+    file: Path, run_cli: RunCli, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert run_cli("train", file, "--plan", "baseline", "--epochs", "1", "--run", run).returncode == 0
+    done = run_cli("train", "--resume", run, "--ranks", "2", "--epochs", "2")
+    assert done.returncode == 0, done.stderr
+    assert (Run.open(run).plan.parallel, Run.open(run).plan.ranks) == ("data", 2)
+    assert len(Run.open(run).epochs) == 2
+
+
 def nearly(one: Path, other: Path) -> bool:
     a, b = (last_checkpoint(Run.open(path)).state for path in (one, other))
     far = [float((a.parameters[name] - b.parameters[name]).abs().max()) for name in b.parameters]

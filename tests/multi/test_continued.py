@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hotloop
 from hotloop.checkpoint import Checkpoint, decode, encode
@@ -16,15 +18,44 @@ from tests.multi.cases import images
 from tests.multi.ranks import of_ranks
 from tests.multi.test_equal import distance
 
-WAYS = ("data", "sharded", "towers")
+ALL = ("data", "sharded", "towers")
+"""Take everything that looks at a batch as a whole; the others come to the result of one process without."""
+
+WAYS: dict[str, dict[str, Any]] = {
+    **{way: {} for way in ALL},
+    "tensor": {},
+    "stages": {"microbatches": 1, "split": "auto"},
+    "local": {"sync_every": 1},
+}
 STEPS = 3
 """Within the first epoch, of 4."""
 
 
 def task(way: str) -> hotloop.Task:
     """Batches that neither number of ranks divides, and an incomplete one."""
-    average = None if way == "sharded" else 0.9
-    return images(torch.float64, samples=100, batch_size=29, validation=None, average=average)
+    given: dict[str, Any] = dict(samples=100, batch_size=29, validation=None)
+    if way in ALL:
+        return images(torch.float64, **given, average=None if way == "sharded" else 0.9)
+    sgd = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+    return images(torch.float64, **given, average=None, clip_norm=None, model=layers, optimizer=sgd)
+
+
+def layers() -> nn.Module:
+    """Of which each of 2 or 3 ranks can have some, or a part of each."""
+    linear = [
+        nn.Linear(64, 12),
+        nn.ReLU(),
+        nn.Linear(12, 12),
+        nn.ReLU(),
+        nn.Linear(12, 12),
+        nn.ReLU(),
+        nn.Linear(12, 4),
+    ]
+    return nn.Sequential(nn.Flatten(), *linear).double()
+
+
+def plan_of(way: str, ranks: int) -> Plan:
+    return Plan(parallel=way, ranks=ranks, **WAYS[way])  # type: ignore[arg-type]
 
 
 def gone_on(plan: Plan, checkpoint: bytes | None) -> bytes:
@@ -40,7 +71,7 @@ def gone_on(plan: Plan, checkpoint: bytes | None) -> bytes:
 
 def by_ranks(folder: Path, ranks: int, begun: dict[str, bytes]) -> list[dict[str, bytes]]:
     def compute(world: World) -> dict[str, bytes]:
-        return {way: gone_on(Plan(parallel=way, ranks=ranks), begun.get(way)) for way in WAYS}  # type: ignore[arg-type]
+        return {way: gone_on(plan_of(way, ranks), begun.get(way)) for way in WAYS}
 
     return of_ranks(folder, Plan(parallel="data", ranks=ranks), compute)
 

@@ -15,9 +15,10 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.errors import HotloopError, NonFiniteError
+from hotloop.errors import HotloopError, NonFiniteError, PlanError
 from hotloop.launch import launch
 from hotloop.plan import Plan
 from hotloop.run import Run
@@ -138,6 +139,38 @@ def test_a_figure_that_is_none_ends_all_ranks_and_one_process_names_the_sample(t
         hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="data", ranks=2), progress=False)
     with pytest.raises(NonFiniteError, match="sample 11 of the validation data has NaN in its input"):
         hotloop.fit(given, run=tmp_path / "alone", plan=Plan(), progress=False)
+
+
+class OneOfNoClass(Samples):
+    """In the second batch of 8, among the rows of the second rank."""
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        x, y = super().__getitem__(place)
+        return x, 9 if place == 14 else y
+
+
+def test_a_wrong_sample_is_named_by_the_rank_that_has_it(tmp_path: Path) -> None:
+    given = task(data=OneOfNoClass(), validation=None, shuffle=False)
+    with pytest.raises(HotloopError, match=r"^rank 1: step 2 .* has label 9 in sample 14, but the model has 4 outputs"):
+        hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="data", ranks=2), progress=False)
+
+
+class Again(nn.Module):
+    """Computes its middle anew, in the way that is torch's default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.middle, self.first(x), use_reentrant=True))
+
+
+def test_a_reentrant_checkpoint_is_refused_before_training_where_torchs_engine_does_not_follow(tmp_path: Path) -> None:
+    given = task(model=Again, validation=None, epochs=1)
+    with pytest.raises(PlanError, match=r"^parallel=data, .* Use checkpoint\(..., use_reentrant=False\) there"):
+        hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="data", ranks=2), progress=False)
+    hotloop.fit(given, run=tmp_path / "towers", plan=Plan(parallel="towers", ranks=2), progress=False)
 
 
 SCRIPT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -124,6 +125,27 @@ def test_a_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_happened(
     assert "rank 1 was killed (SIGKILL): all 3 start again from the last checkpoint (1 of 3)" in capfd.readouterr().err
     events = [(event["event"], event.get("step")) for event in run.journal() if event["event"] in ("start", "resume")]
     assert events == [("start", 0), ("resume", 10)]
+    assert disagreements(whole.path, run.path) == []
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 4))
+
+
+def few_steps(*trouble: Any) -> hotloop.Task:
+    """Six of them, of a model that every way of sharing takes; trouble comes in the fifth."""
+    changes: dict[str, Any] = dict(model=layers, average=None, validation=None, batch_size=50, epochs=2)
+    return dataclasses.replace(task(*trouble, step=5), **changes)
+
+
+@pytest.mark.parametrize("way", ["sharded", "towers", "tensor", "local"])
+def test_each_way_goes_on_bit_by_bit_after_a_rank_was_killed(way: Any, tmp_path: Path) -> None:
+    plan = Plan(parallel=way, ranks=2, **{"sync_every": 2} if way == "local" else {})
+    common: dict[str, Any] = dict(plan=plan, checkpoint_every="2", progress=False)
+    whole = hotloop.fit(few_steps(), run=tmp_path / "whole", **common)
+    run = hotloop.fit(few_steps(kill, tmp_path / "killed"), run=tmp_path / "run", **common)
+    assert (tmp_path / "killed").exists()
+    assert [event["step"] for event in run.journal() if event["event"] == "resume"] == [4]
     assert disagreements(whole.path, run.path) == []
 
 

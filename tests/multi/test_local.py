@@ -123,8 +123,33 @@ def outer_steps(world: World) -> list[torch.Tensor]:
     return places
 
 
+def in_step(world: World, task: hotloop.Task) -> float:
+    """Loss of the first epoch, after which the ranks hold the same."""
+    program = hotloop.lower(task, Plan(parallel="local", ranks=RANKS, sync_every=2))
+    while not program.advance(1).ended:
+        pass
+    check_in_step(world, program.state())
+    sums = program.read_sums()
+    return sums["loss"] / sums["weight"]
+
+
+def normed() -> hotloop.Task:
+    """Of its last batch one rank has no row, and the others have one each."""
+    x, y = torch.randn(14, 3, generator=torch.Generator().manual_seed(5)), torch.zeros(14, 1)
+    model = lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))  # noqa: E731
+    return line(data=(x, y), model=model)
+
+
+def factored() -> hotloop.Task:
+    """Whose optimizer keeps what isn't shaped like its parameter."""
+    x, y = torch.randn(24, 3, generator=torch.Generator().manual_seed(5)), torch.zeros(24, 2)
+    return line(data=(x, y), model=lambda: nn.Linear(3, 2), optimizer=lambda p: torch.optim.Adafactor(p, lr=0.05))
+
+
 def compute(world: World) -> dict[str, Any]:
     return {
+        "normed": in_step(world, normed()),
+        "factored": in_step(world, factored()),
         "each step": each_step(world),
         "back": gone_back(SELDOM, replace(tokens_in_fp64(), batch_size=3)),
         "apart": apart(world),
@@ -152,6 +177,11 @@ def test_ranks_that_never_average_are_told(seen: list[Any]) -> None:
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize("case", ["normed", "factored"])
+def test_a_rank_with_a_single_row_and_an_optimizer_of_few_numbers_stay_in_step(seen: list[Any], case: str) -> None:
+    assert len({rank[case] for rank in seen}) == 1 and 0 < seen[0][case] < 10
 
 
 def test_between_meetings_ranks_go_their_own_ways(seen: list[Any]) -> None:

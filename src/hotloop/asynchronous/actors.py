@@ -9,7 +9,7 @@ from hotloop.asynchronous.host import Host
 from hotloop.asynchronous.recipe import Recipe
 from hotloop.errors import HotloopError, TrainingError, blame
 from hotloop.parallel.cluster import connect, ray_module
-from hotloop.parallel.crew import Answer, Lost, Ready
+from hotloop.parallel.crew import Answer, Look, Lost, Ready, nothing
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
 from hotloop.plan import Plan
@@ -51,12 +51,14 @@ class ActorCrew:
             self._weights = weights.version, self._ray.put(weights)  # once, however many workers get them
         self._pending[self._actors[worker].gradient.remote(work, self._weights[1])] = worker
 
-    def receive(self) -> tuple[int, Answer]:
+    def receive(self, look: Look = nothing) -> tuple[int, Answer]:
         if self._waiting:
             return self._waiting.popleft()
         done: list[Any] = []
         while not done:  # in pieces, so that Ctrl-C is heard
             done, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=0.2)
+            if not done:
+                look()
         worker = self._pending.pop(done[0])
         try:
             answer: Answer = self._ray.get(done[0])

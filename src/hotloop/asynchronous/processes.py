@@ -27,7 +27,7 @@ from torch.distributed import rpc
 from hotloop.asynchronous.host import Host
 from hotloop.asynchronous.recipe import Recipe
 from hotloop.errors import HotloopError, TrainingError, blame
-from hotloop.parallel.crew import Answer, Lost
+from hotloop.parallel.crew import Answer, Look, Lost, nothing
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
 from hotloop.plan import Plan
@@ -91,7 +91,7 @@ class ProcessCrew:
         if worker in self._processes:
             self._ask(worker, Host.gradient, work, weights)
 
-    def receive(self) -> tuple[int, Answer]:
+    def receive(self, look: Look = nothing) -> tuple[int, Answer]:
         while True:
             try:
                 worker, answer = self._answers.get_nowait()
@@ -103,6 +103,7 @@ class ProcessCrew:
                 try:
                     worker, answer = self._answers.get(timeout=_LOOK_S)
                 except queue.Empty:
+                    look()
                     continue
             if worker not in self._processes and not isinstance(answer, Lost):  # of one that died nothing else counts
                 continue

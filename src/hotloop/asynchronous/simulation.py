@@ -22,7 +22,7 @@ from hotloop.asynchronous.replica import Replica
 from hotloop.errors import PlanError, TrainingError
 from hotloop.lowering import lower
 from hotloop.lowering.served import ServedProgram, served
-from hotloop.parallel.crew import Answer, Lost, Ready
+from hotloop.parallel.crew import Answer, Look, Lost, Ready, nothing
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Policy, Weights
 from hotloop.plan import BASELINE, Plan
@@ -101,7 +101,7 @@ class VirtualCrew:
         elif done < math.inf:
             self._push(done, worker, (work, weights))
 
-    def receive(self) -> tuple[int, Answer]:
+    def receive(self, look: Look = nothing) -> tuple[int, Answer]:
         if not self._coming:
             raise TrainingError("no worker is left that would ever answer", fix="look at the times and the deaths")
         self.now, _, worker, what = heapq.heappop(self._coming)

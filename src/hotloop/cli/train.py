@@ -113,7 +113,7 @@ def train(
     from hotloop.wanted import Wanted
 
     wanted = Wanted.of(plan, on_top)  # and so does a wrong plan
-    if resume is None and shared(ranks, wanted.plan):
+    if shared(ranks, wanted.plan) and (resume is None or plan is not None or _was_of_one_process(resume)):
         on_top["parallel"] = "data"
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
@@ -173,6 +173,14 @@ def train(
         raise typer.Exit(130)
     if ended.reason == "SIGTERM":
         raise typer.Exit(143)
+
+
+def _was_of_one_process(run: Path) -> bool:
+    """Whether a run's own plan, which counts where none is given, is for a single process."""
+    from hotloop.plan import Plan
+
+    own = run / "plan.toml"
+    return own.is_file() and Plan.read(own).parallel == "none"
 
 
 def _found(loaded: Loaded, on_top: dict[str, Any], overrides: dict[str, Any], display: Display) -> Plan | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from hotloop.lowering.ingredients import Ingredients, counts_samples
 from hotloop.lowering.shared import SharedStep
 from hotloop.parallel.averaging import Average
+from hotloop.parallel.norms import OwnNorms
 from hotloop.parallel.summing import Own, Whole
 from hotloop.task import Computed
 
@@ -42,6 +44,11 @@ class LocalStep(SharedStep):
 
     def _engine(self, whole: Whole, parts: Ingredients) -> Own:
         return Own(whole)
+
+    @contextmanager
+    def _of_the_whole(self, *, in_order: bool = True) -> Iterator[None]:
+        with super()._of_the_whole(in_order=in_order), OwnNorms(bool(self._rows)):
+            yield
 
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
         loss = super().__call__(batch, samples, step)
@@ -81,7 +88,7 @@ class LocalStep(SharedStep):
         for holder, values in kept.items():
             if not isinstance(holder, Tensor):
                 continue
-            yield from (value for key, value in values.items() if key != "step" and _is_like(value, holder))
+            yield from (value for key, value in values.items() if key != "step" and _is_moving(value))
 
     def _begin(self) -> None:
         self._apart = False
@@ -111,5 +118,6 @@ class LocalStep(SharedStep):
         self.sums = whole
 
 
-def _is_like(value: Any, parameter: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
+def _is_moving(value: Any) -> bool:
+    """Whether it may follow the samples, in whatever shape: Adafactor keeps sums of rows and of columns."""
+    return isinstance(value, Tensor) and value.is_floating_point()

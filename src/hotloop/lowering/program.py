@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -143,6 +143,9 @@ class Program:
         with self._around():
             self._step.make_ready(batch, samples)
         self.restore(before)
+
+    def heed(self, reason: Callable[[], str | None]) -> None:
+        """Says how to ask why to stop, if there is a reason: for who may wait for others within a step. Nobody does here."""
 
     def seed_all(self) -> None:
         """From now on, seeds Python's and NumPy's generators at each step, drawn from or not."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from torch import Tensor
 
 from hotloop.data.order import Order
 from hotloop.data.tree import to_device
-from hotloop.errors import HotloopError, PlanError
+from hotloop.errors import HotloopError, PlanError, TrainingError
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.program import Program
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.telling import Say
-from hotloop.parallel.crew import Crew, Gradient, Lost
+from hotloop.parallel.crew import Answer, Crew, Gradient, Lost
 from hotloop.parallel.ledger import Ledger, Work
 from hotloop.parallel.server import Policy, Server, Weights
 from hotloop.state import State
+
+_PATIENCE_S = 5.0
+"""What workers have for an answer, once there is a reason to stop; or a multiple of the longest wait so far."""
 
 
 class ServedStep(EagerStep):
@@ -59,6 +64,7 @@ class GradientFeed:
         crew: the workers; None until somebody is employed.
         ledger: who has which batch.
         lost: workers that died, since the beginning.
+        heard: says why to stop, if there is a reason; asked while no worker answers.
     """
 
     def __init__(self, order: Order, server: Server, say: Say) -> None:
@@ -67,6 +73,8 @@ class GradientFeed:
         self.crew: Crew | None = None
         self.ledger = Ledger(server.policy.bound)
         self.lost = 0
+        self.heard: Callable[[], str | None] = lambda: None
+        self._longest_s = 0.0
         self._server, self._say = server, say
         self._free: list[int] = []
         self._given: dict[int, tuple[Work, Weights]] = {}
@@ -82,7 +90,7 @@ class GradientFeed:
         self.ledger.open(epoch, start, self.batches)
         while not self.ledger.done:
             self._hand_out(self.crew)
-            worker, answer = self.crew.receive()
+            worker, answer = self._received(self.crew)
             if isinstance(answer, HotloopError):
                 raise answer
             if isinstance(answer, Lost):
@@ -93,6 +101,29 @@ class GradientFeed:
                 _, weights = self._given.pop(worker)
                 if self.ledger.count(worker, answer.work):
                     yield (answer, weights), answer.samples
+
+    def _received(self, crew: Crew) -> tuple[int, Answer]:
+        """The next answer.
+
+        Raises:
+            TrainingError: there is a reason to stop, and no worker answers, though it has had the time for it. What is
+                out can't be waited for, so there is nothing to save.
+        """
+        began, since = time.monotonic(), math.inf
+
+        def look() -> None:
+            nonlocal since
+            reason, now = self.heard(), time.monotonic()
+            since = min(since, now) if reason else math.inf
+            if now - since > max(_PATIENCE_S, 3 * self._longest_s):
+                raise TrainingError(
+                    f"stopped ({reason}) without saving: no worker has answered for {now - began:.0f}s",
+                    fix="look for what holds them up, and go on from the last checkpoint",
+                )
+
+        answer = crew.receive(look)
+        self._longest_s = max(self._longest_s, time.monotonic() - began)
+        return answer
 
     def _hand_out(self, crew: Crew) -> None:
         waiting = []
@@ -143,6 +174,9 @@ class ServedProgram(Program):
     def staleness(self) -> dict[int, int]:
         """How many updates of each staleness there were."""
         return dict(self._step.staleness)
+
+    def heed(self, reason: Callable[[], str | None]) -> None:
+        self.feed.heard = reason
 
     def employ(self, crew: Crew) -> None:
         """From now on these workers compute the gradients, and any others are ended."""

@@ -55,6 +55,14 @@ class SharedStep(EagerStep):
         """What runs the model, and adds gradients up."""
         if parts.plan.parallel == "sharded":
             return Sharded(whole, parts.device)
+        if (
+            self._as_one.reentrant
+        ):  # parameters that the outer backward doesn't find are marked as unused, and so as ready
+            raise PlanError(
+                "parallel=data, and the model has parts computed anew by a reentrant torch.utils.checkpoint",
+                expected="a backward that torch's DistributedDataParallel can follow",
+                fix="use checkpoint(..., use_reentrant=False) there, or parallel=towers",
+            )
         return Summed(whole, parts.meter)
 
     def _backward(self, batch: Any, samples: int, step: int) -> Computed:
@@ -146,12 +154,14 @@ class Look:
         draws: how the model draws random numbers.
         redraws: whether backward draws some anew, as where parts of the forward pass are computed again.
         elsewhere: whether the forward pass draws from NumPy's or Python's generator.
+        reentrant: whether such parts run a backward of their own within backward.
     """
 
     norms: bool
     draws: Pattern
     redraws: bool = True
     elsewhere: bool = False
+    reentrant: bool = False
 
 
 def look(parts: Ingredients) -> Look:
@@ -164,7 +174,8 @@ def look(parts: Ingredients) -> Look:
         return Look(True, Pattern(odd=f"it couldn't be tried on {few} and {more} samples ({blame(error)})"))
     redraws = any(one.redraws for one in seen)
     pattern = Pattern.of(seen[0].drawn, seen[1].drawn, (few, more))
-    return Look(seen[0].norms, pattern, redraws, any(one.elsewhere for one in seen))
+    elsewhere, reentrant = any(one.elsewhere for one in seen), any(one.reentrant for one in seen)
+    return Look(seen[0].norms, pattern, redraws, elsewhere, reentrant)
 
 
 @dataclass
@@ -173,6 +184,7 @@ class _Seen:
     drawn: list[Drawn]
     redraws: bool
     elsewhere: bool
+    reentrant: bool
 
 
 def _watched(parts: Ingredients, samples: int) -> _Seen:
@@ -183,7 +195,18 @@ def _watched(parts: Ingredients, samples: int) -> _Seen:
     with Watching(parts.device) as draws, _Norms() as norms:
         loss = parts.compute(model, batch).loss
     elsewhere = streams.drawn("look")
-    return _Seen(norms.seen, draws.drawn, bool(draws.drawn) and _redraws(loss, parts.device), elsewhere)
+    reentrant = any(node.name() == "CheckpointFunctionBackward" for node in _nodes(loss))
+    return _Seen(norms.seen, draws.drawn, bool(draws.drawn) and _redraws(loss, parts.device), elsewhere, reentrant)
+
+
+def _nodes(loss: Tensor) -> set[Any]:
+    """Of the graph that backward goes through."""
+    found, ahead = set(), [loss.grad_fn]
+    while ahead:
+        if (node := ahead.pop()) is not None and node not in found:
+            found.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return found
 
 
 def _redraws(loss: Tensor, device: torch.device) -> bool:

@@ -16,6 +16,9 @@ _PATIENCE_S = 4.0
 """Without a sign for so long, a rank has stopped, or its machine is in trouble."""
 
 
+_LISTEN_S = 3 * _EVERY_S
+"""Whoever is alive gives a sign meanwhile."""
+
 _OVER = "over"
 """The last sign of a rank that leaves."""
 
@@ -69,8 +72,7 @@ class Beats:
         """Notes who has given a sign since the last look, and tells what has changed; `now` in seconds."""
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for rank in others:
-            key = self._key(rank)
-            beat = self._store.get(key).decode() if self._store.check([key]) else ""
+            beat = _read(self._store, self._key(rank))
             if rank not in self._seen or self._seen[rank][0] != beat:
                 self._seen[rank] = beat, now
         silent = {rank for rank in others if now - self._seen[rank][1] > _PATIENCE_S}
@@ -120,7 +122,7 @@ class Outside:
 
     def look(self, now: float) -> None:
         """Tells what has changed since the last look; `now` in seconds. Before its first sign it may do what it likes."""
-        beat = self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+        beat = _read(self._store, self._key)
         if beat != self._beat:
             self._beat, self._since = beat, now
         silent = beat not in ("", _OVER) and now - self._since > _PATIENCE_S
@@ -129,6 +131,21 @@ class Outside:
         elif self._silent and not silent:
             self._tell("rank 0 goes on")
         self._silent = silent
+
+
+def silent(store: dist.Store, launch: str, ranks: int) -> list[int]:
+    """The ranks that give no sign of life within some seconds from now, and haven't said that they leave."""
+
+    def signs() -> list[str]:
+        return [_read(store, _key(launch, rank)) for rank in range(ranks)]
+
+    before = signs()
+    time.sleep(_LISTEN_S)
+    return [rank for rank, (then, now) in enumerate(zip(before, signs(), strict=True)) if then == now != _OVER]
+
+
+def _read(store: dist.Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def _key(launch: str, rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,14 +50,24 @@ Answer = Ready | Gradient | Lost | HotloopError
 """An error is what kept the worker from computing its batch: it ends the training."""
 
 
+Look = Callable[[], None]
+
+
+def nothing() -> None:
+    """Looks at nothing."""
+
+
 class Crew(Protocol):
     """Workers, by number from 0; each computes one batch at a time."""
 
     def give(self, worker: int, work: Work, weights: Weights) -> None:
         """Hands out a batch to a worker that is ready or has answered; does not wait."""
 
-    def receive(self) -> tuple[int, Answer]:
+    def receive(self, look: Look = nothing) -> tuple[int, Answer]:
         """Waits for the next answer, and says whose it is.
+
+        Args:
+            look: called now and then while none comes; what it raises ends the wait.
 
         Raises:
             TrainingError: all workers are gone.

@@ -1,4 +1,4 @@
-"""What a process puts away before it forks ranks: threads of OpenMP, which a fork has no more, and yet waits for."""
+"""What a process sees to before it forks ranks: CUDA, which forks can't use, and OpenMP's threads, which they wait for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,25 @@ from pathlib import Path
 
 import torch
 
-from hotloop.errors import TrainingError
+from hotloop.errors import PlanError, TrainingError
+from hotloop.plan import Plan
 
 _SOFT = 1
 """OpenMP's `omp_pause_soft`: threads are given back, and all settings stay."""
+
+
+def check_cuda(plan: Plan) -> None:
+    """CUDA can't be used in a fork of a process that has used it.
+
+    Raises:
+        PlanError: this one has, and the plan's ranks would compute on it.
+    """
+    if torch.cuda.is_initialized() and ("device" not in plan.model_fields_set or plan.device.startswith("cuda")):
+        raise PlanError(
+            f"parallel={plan.parallel} on CUDA starts forks of this process, which has used CUDA already",
+            expected="a process that hasn't, since CUDA can't be used in its forks",
+            fix="train from a script or by `hotloop train`, or restart the notebook's kernel and train first",
+        )
 
 
 def put_threads_away() -> None:

@@ -16,9 +16,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hotloop.errors import PlanError, TrainingError
-from hotloop.parallel.beats import Beats
-from hotloop.parallel.world import ALONE, World
+from hotloop.errors import PlanError, RankLostError, TrainingError
+from hotloop.parallel.beats import Beats, silent
+from hotloop.parallel.world import ALONE, World, loss_of
 
 LAUNCHED = "hotloop-"
 """How the name of a launch of hotloop's own begins; under the user's torchrun it is another."""
@@ -39,7 +39,7 @@ class Seat:
         host, port: of the store through which the ranks find each other.
         launch: a name for this set of processes, the same for all; in a store that outlives them a restart changes it.
         restarts: how often this machine's agent has started its processes again; it may differ between machines.
-        serves: whether this process must open the store, since no agent does.
+        outlives: whether an agent holds the store, so that it outlives the ranks; else the first rank opens it.
         elastic: whether torchrun's agent, or hotloop's own, has started it.
         watched: whether an agent of hotloop's own tells the user what happens.
     """
@@ -52,7 +52,7 @@ class Seat:
     port: int
     launch: str
     restarts: int
-    serves: bool
+    outlives: bool
     elastic: bool
     watched: bool
 
@@ -86,10 +86,20 @@ class Seat:
             port,
             launch=f"{launch}/{restarts if outlives else 0}",
             restarts=restarts,
-            serves=rank == 0 and not outlives,
+            outlives=outlives,
             elastic=bool(launch),
             watched=launch.startswith(LAUNCHED),
         )
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process must open the store."""
+        return self.rank == 0 and not self.outlives
+
+    @property
+    def forgetful(self) -> bool:
+        """Whether torchrun may start the ranks again, and nothing would tell them of the run that they were in."""
+        return self.elastic and not self.watched and not self.outlives
 
 
 @dataclass(frozen=True)
@@ -100,12 +110,14 @@ class Joined:
         restarts: how often this machine's agent has started its processes again after a loss; not counted are those times
             when machines came or went.
         started: when this machine's torchrun began, and when this process did, in s since 1970; None without torchrun.
+        forgetful: see `Seat`.
     """
 
     world: World = ALONE
     store: dist.Store | None = None
     restarts: int = 0
     started: tuple[float, float] | None = None
+    forgetful: bool = False
 
     def begun(self) -> str | None:
         """The run of ranks that were started before, and cut short; None if these are the first."""
@@ -164,7 +176,12 @@ def joined(seat: Seat, device: str, say: Callable[[str], None]) -> Iterator[Join
     Args:
         device: the kind that the plan computes on: `cpu` or `cuda`.
         say: is told of ranks that give no sign of life.
+
+    Raises:
+        PlanError: this machine has fewer GPUs than ranks.
     """
+    if device == "cuda":
+        _check_gpus(seat)
     store = dist.TCPStore(seat.host, seat.port, is_master=seat.serves, wait_for_workers=False, timeout=_WAITS)
     if seat.watched or seat.host in ("127.0.0.1", "localhost"):
         _keep_to_way(seat.host, seat.port)
@@ -180,12 +197,27 @@ def joined(seat: Seat, device: str, say: Callable[[str], None]) -> Iterator[Join
     own = store.clone()  # type: ignore[attr-defined]  # so that no thread waits for the other
     beats = Beats(own, seat.launch, seat.rank, seat.ranks, say)
     try:
-        with beats.beating():
+        with beats.beating(), _naming(seat, store):
             check_sums(World(seat.rank, seat.ranks), device)
-            yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _started(seat))
+            yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _started(seat), seat.forgetful)
             dist.barrier()  # whoever is ready first stays until the last word of the others has come through
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _naming(seat: Seat, store: dist.Store) -> Iterator[None]:
+    """Says which ranks were lost, where no agent of hotloop's own will."""
+    try:
+        yield
+    except Exception as error:
+        if seat.watched or (loss := loss_of(error, seat.rank)) is None:
+            raise
+        try:
+            names = ", ".join(f"rank {rank}" for rank in silent(store, seat.launch, seat.ranks))
+        except RuntimeError:
+            names = "the machine that holds torchrun's store" if seat.outlives else "rank 0"
+        raise RankLostError(f"{loss.given}: {names} gives no sign of life" if names else loss.given) from error
 
 
 def _started(seat: Seat) -> tuple[float, float] | None:
@@ -213,6 +245,18 @@ def check_sums(world: World, device: str) -> None:
                 expected=f"{expected.tolist()}, the sum over {world.ranks} ranks",
                 fix="use another version of torch, or parallel=none",
             )
+
+
+def _check_gpus(seat: Seat) -> None:
+    gpus = torch.cuda.device_count()
+    if seat.local_ranks > gpus:
+        raise PlanError(
+            f"{seat.local_ranks} ranks on a machine with {gpus} CUDA device{'' if gpus == 1 else 's'}",
+            expected="one of its own for each rank",
+            fix=f"use --ranks {gpus} (--nproc-per-node of torchrun)"
+            if gpus > 1
+            else "use one process, or --device cpu",
+        )
 
 
 def _keep_to_way(host: str, port: int) -> None:

@@ -60,6 +60,40 @@ class WholeNorms(TorchFunctionMode):
         return (normal if bias is None else normal + bias.view(shape)).to(x.dtype)
 
 
+class OwnNorms(TorchFunctionMode):
+    """Has `F.batch_norm` in training take its running statistics where the rank's rows have none of their own.
+
+    That is where they hold a single value for each channel, which has no variance, or where they belong to another rank.
+
+    Args:
+        counts: see `WholeNorms`.
+    """
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.batch_norm:
+            return function(*args, **(kwargs or {}))
+        return self._batch_norm(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        has_own = self.counts and x.numel() > x.shape[1]
+        training = training and (has_own or running_mean is None)
+        return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
 def moments(x: Tensor, counts: bool, meter: Meter) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance (channels,) of x (rows, channels, ...) over all ranks, and what they are means over, 0-dim."""
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hotloop.errors import HotloopError, PlanError
+from hotloop.errors import HotloopError, PlanError, RankLostError
 from hotloop.plan import Plan
 
 T = TypeVar("T")
@@ -115,3 +115,12 @@ def is_loss(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def loss_of(error: Exception, rank: int) -> RankLostError | None:
+    """An error of a rank as what it says of another one that is gone; None where it says something else."""
+    if isinstance(error, RankLostError):
+        return error
+    if isinstance(error, HotloopError) or not is_loss(error):
+        return None
+    return RankLostError(f"rank {rank} lost another rank ({' '.join(str(error).split())})")

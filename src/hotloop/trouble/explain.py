@@ -18,7 +18,7 @@ from hotloop.lowering import Program
 from hotloop.trouble import devices, dtypes
 from hotloop.trouble.memory import exhausted
 from hotloop.trouble.place import batch_at, local_at, module_at, named, saved, step_under_way, stray_at
-from hotloop.trouble.samples import user_numbers
+from hotloop.trouble.samples import own_numbers
 
 
 def explained(error: Exception, program: Program, saved_step: int | None, during: str = "") -> HotloopError:
@@ -133,7 +133,7 @@ def _sample_with(trouble: _Trouble, label: int) -> str:
     if trouble.during or not isinstance(order, Order) or not isinstance(target, Tensor) or target.ndim == 0:
         return ""
     rows = (target.reshape(len(target), -1) == label).any(dim=1).nonzero().flatten()
-    numbers = user_numbers(trouble.program, position)
+    numbers = own_numbers(trouble.program, position)
     return f" in sample {int(numbers[rows[0]])}" if len(rows) and numbers is not None else ""
 
 

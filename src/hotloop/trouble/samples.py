@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotloop.data.feed import Treatment, open_feed
-from hotloop.data.order import split
+from hotloop.data.order import part, split
 from hotloop.data.source import Stream
 from hotloop.lowering import Program
 from hotloop.state import Position
@@ -29,6 +29,15 @@ def user_numbers(program: Program, position: Position) -> Tensor | None:
         return index
     training, _ = split(roles.order.samples + len(roles.validation), share, roles.seed)
     return training[index]
+
+
+def own_numbers(program: Program, position: Position) -> Tensor | None:
+    """Of these the rank's own: int64 (rows,); a rank without rows computes the first."""
+    numbers, world = user_numbers(program, position), program.parts.dealt
+    if numbers is None:
+        return None
+    first, last = part(len(numbers), world.rank, world.ranks)
+    return numbers[first:last] if first < last else numbers[:1]
 
 
 def parts_of(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
