@@ -94,11 +94,13 @@ def proofs(name: str, seed: int, plans: list[dict[str, Any]]) -> Iterator[dict[s
     """All honest plans of one family with one seed, and how far each was off."""
     task = another_family(name, seed=seed)
     programs = list(lowered(task, [Plan(**axes) for axes in plans if "accumulation" not in axes or name not in DRAWS]))
-    seen: list[dict[str, float]] = []
+    seen: dict[str, dict[str, float]] = {}
     judged = judging.judged
 
     def noting(account: Account, evidence: Evidence, free: Freely | None, **options: Any) -> dict[str, Any]:
-        seen.append(ratios(account, evidence, free))
+        seen[account.name] = ratios(
+            account, evidence, free
+        )  # what fails beside one baseline is judged again beside all
         return judged(account, evidence, free, **options)
 
     began = time.monotonic()
@@ -106,8 +108,8 @@ def proofs(name: str, seed: int, plans: list[dict[str, Any]]) -> Iterator[dict[s
         verdicts: list[Parity] = parity.prove_programs(task, programs)
     for program in programs:
         program.close()
-    for verdict, found in zip(verdicts, seen, strict=True):
-        row = {"family": name, "seed": seed, "plan": verdict.plan, "parity": verdict.parity, **found}
+    for verdict in verdicts:
+        row = {"family": name, "seed": seed, "plan": verdict.plan, "parity": verdict.parity, **seen[verdict.plan]}
         row |= {"reason": verdict.reason, "first": verdict.first}
         print(*(f"{key}={value}" for key, value in row.items()), flush=True)
         yield row

@@ -117,9 +117,10 @@ def test_switching_plans_twice_keeps_order_and_result() -> None:
     assert_equal_within_rounding(state, baseline("cnn"))
 
 
-def test_what_is_flattened_behind_a_convolution_is_compiled_in_any_layout() -> None:
-    """Where channels come last a flattening copies, and a graph that was captured with a view can't."""
-    task = another_family("cnn")
+@pytest.mark.parametrize("name", ["cnn", "batchnorm"])
+def test_what_follows_a_convolution_is_compiled_in_any_layout(name: str) -> None:
+    """Where channels come last those of a convolution's result do, and a flattening copies."""
+    task = another_family(name)
     plan = Plan(compile="step", layout="channels_last")
     assert_equal_within_rounding(after(hotloop.lower(task, plan), 3), after(hotloop.lower(task), 3))
 

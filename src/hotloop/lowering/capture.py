@@ -55,7 +55,7 @@ class Captured:
     def traced_again(self, run: Callable[..., Any], *further: Tensor) -> GraphModule:
         """What `run` does with the examples, and with further ones of their kind, as a graph; in the capture's own way."""
         mode = self.examples[0].fake_mode  # type: ignore[attr-defined]
-        with mode, _tracing(self.examples[0].device), torch.no_grad():
+        with mode, _tracing(self.examples), torch.no_grad():
             return make_fx(run)(*self.examples, *further)
 
 
@@ -119,7 +119,7 @@ class _Tracer:
         before = _attributes(self.step.parts.model)
         drawn = _drawn()
         try:
-            with mode, _tracing(self.step.parts.device):
+            with mode, _tracing(examples):
                 run = make_fx(lambda *flat: self.run(*pytree.tree_unflatten(list(flat), spec)), _WRITTEN_OUT)
                 graph = run(*examples)
         except PlanError:
@@ -219,11 +219,16 @@ class _Tracer:
 
 
 @contextmanager
-def _tracing(device: torch.device) -> Iterator[None]:
-    """Without oneDNN: its fused layers are operations that the compiler doesn't know, others lay out results their way."""
+def _tracing(examples: Sequence[Tensor]) -> Iterator[None]:
+    """Without oneDNN's fused layers, such as its LSTM, which the compiler doesn't know.
+
+    Its convolutions stay where channels come last: only they know that those of the result do then, too.
+    """
+    channels_last = any(one.ndim >= 4 and not one.is_contiguous() for one in examples)
+    fused = channels_last or examples[0].device.type != "cpu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
-        with torch.backends.mkldnn.flags(enabled=False) if device.type == "cpu" else nullcontext():
+        with nullcontext() if fused else torch.backends.mkldnn.flags(enabled=False):
             yield
 
 
