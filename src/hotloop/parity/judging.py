@@ -81,9 +81,7 @@ def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -
     """The class `broken`, with the first tensor and step that went wrong."""
     off = {(one.what, one.name) for one in table if one.ratio > TYPICAL}
     limit = REDUCED if evidence.peers else ANYWHERE
-    usual = {key: error for key, error in _medians(evidence.rounding).items() if error != float("inf")}
-    for step, errors, here in zip(evidence.steps, account.errors, evidence.rounding, strict=True):
-        floor = worst([here, usual])  # errors of a single number, such as a loss, may cancel at a state by chance
+    for step, errors, floor in zip(evidence.steps, account.errors, floors(evidence.rounding), strict=True):
         far = {key for key, error in errors.items() if ratio(error, floor.get(key)) > limit}
         wrong = far | {key for key in off if ratio(errors.get(key, 0.0), floor.get(key)) > TYPICAL}
         if wrong:
@@ -97,6 +95,12 @@ def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -
         first = f"{what} {name!r} at step {evidence.steps[0] + 1}"
         return {"parity": "broken", "reason": f"the typical error of the {what} {name!r} is too large", "first": first}
     return None
+
+
+def floors(rounding: Sequence[Errors]) -> list[Errors]:
+    """At each state what rounding does there, and no less than usual: of a single number, such as a loss, it may cancel."""
+    usual = {key: error for key, error in _medians(rounding).items() if error != float("inf")}
+    return [worst([here, usual]) for here in rounding]
 
 
 def typical(account: Account, judges: Sequence[Account], rounding: Sequence[Errors]) -> list[TensorError]:
