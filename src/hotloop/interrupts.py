@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from hotloop.handlers import INTERRUPTING, handled
 
 REASONS = (None, "stop-after", "SIGTERM", "SIGINT")
 """Why to stop: what several ranks have heard comes down to the last of these."""
@@ -29,9 +30,6 @@ class Terminated(KeyboardInterrupt):
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
     """SIGTERM raises Terminated, as Ctrl-C raises KeyboardInterrupt."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     owner = os.getpid()
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -39,11 +37,8 @@ def sigterm_raises() -> Iterator[None]:
             os._exit(128 + number)
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, hear)
-    try:
+    with handled(hear, signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class Interrupts:
@@ -61,15 +56,8 @@ class Interrupts:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Notes SIGINT and SIGTERM instead of dying of them; a second SIGINT does interrupt."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may set handlers; whoever runs the thread hears the signals
-            return
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with handled(self._hear, *INTERRUPTING):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None and number == signal.SIGINT:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hotloop.errors import PlanError
+from hotloop.handlers import INTERRUPTING, handled
 from hotloop.launch import LOOPBACK, Say, opened_store, until_done
 from hotloop.parallel.cluster import connect
 from hotloop.parallel.keeper import Keeper, Seen
@@ -285,15 +286,8 @@ def _not_started(why: str) -> PlanError:
 def _heard() -> Iterator[list[int]]:
     """Notes Ctrl-C and SIGTERM, which are for the ranks: they save and end."""
     heard: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: heard.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
+    with handled(lambda number, frame: heard.append(number), *INTERRUPTING):
         yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _show(seen: Seen) -> None:

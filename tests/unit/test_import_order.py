@@ -23,6 +23,7 @@ SRC = Path(__file__).parents[2] / "src" / "hotloop"
 ORDER = (
     "errors",
     "patches",
+    "handlers",
     "plan",
     "hardware",
     "records",

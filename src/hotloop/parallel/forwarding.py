@@ -13,6 +13,8 @@ from types import FrameType
 
 import psutil
 
+from hotloop.handlers import INTERRUPTING, handled
+
 _PATIENCE_S = 5.0
 """What ranks have for their end after a second Ctrl-C; one that has stopped, or waits within C++, hears neither."""
 
@@ -42,18 +44,12 @@ class Forwarding:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Passes signals on until the end, in a thread of its own: the main one may be within a wait of the agent's."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self.active = True
         thread = threading.Thread(target=self._pass_on, name="hotloop-forwarding", daemon=True)
         thread.start()
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield
+            with handled(self._hear, *INTERRUPTING) as self.active:
+                yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             self._came.put(None)
             thread.join()
 

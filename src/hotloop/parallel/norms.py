@@ -14,7 +14,18 @@ from torch.overrides import TorchFunctionMode
 from hotloop.parallel.waiting import Meter
 
 
-class WholeNorms(TorchFunctionMode):
+class _Norms(TorchFunctionMode):
+    """Has `_batch_norm`, of the same arguments, stand for `F.batch_norm`."""
+
+    _batch_norm: Callable[..., Tensor]
+
+    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.batch_norm:
+            return function(*args, **(kwargs or {}))
+        return self._batch_norm(*args, **(kwargs or {}))
+
+
+class WholeNorms(_Norms):
     """Has `F.batch_norm` in training normalise over the whole batch, of which this rank has some rows.
 
     torch's own SyncBatchNorm replaces modules, and works on GPUs alone. Here mean and variance are sums over the ranks,
@@ -29,11 +40,6 @@ class WholeNorms(TorchFunctionMode):
     def __init__(self, samples: int, counts: bool, meter: Meter) -> None:
         super().__init__()
         self.samples, self.counts, self.meter = samples, counts, meter
-
-    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not F.batch_norm:
-            return function(*args, **(kwargs or {}))
-        return self._batch_norm(*args, **(kwargs or {}))
 
     def _batch_norm(
         self,
@@ -60,7 +66,7 @@ class WholeNorms(TorchFunctionMode):
         return (normal if bias is None else normal + bias.view(shape)).to(x.dtype)
 
 
-class OwnNorms(TorchFunctionMode):
+class OwnNorms(_Norms):
     """Has `F.batch_norm` in training take its running statistics where the rank's rows have none of their own.
 
     That is where they hold a single value for each channel, which has no variance, or where they belong to another rank.
@@ -72,11 +78,6 @@ class OwnNorms(TorchFunctionMode):
     def __init__(self, counts: bool) -> None:
         super().__init__()
         self.counts = counts
-
-    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not F.batch_norm:
-            return function(*args, **(kwargs or {}))
-        return self._batch_norm(*args, **(kwargs or {}))
 
     def _batch_norm(
         self,

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 
 from hotloop.errors import TaskError
+from hotloop.handlers import INTERRUPTING, handled
 from hotloop.profiles import Profile
 from hotloop.profiling.compose import profile_of
 from hotloop.profiling.facts import Facts
@@ -127,20 +127,13 @@ def _group(pid: int) -> int | None:
 @contextmanager
 def _signals_to(process: subprocess.Popen) -> Iterator[None]:
     """Hands Ctrl-C and SIGTERM on to the script, and goes on waiting for it; in the main thread alone, as signals go."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT or not _in_foreground():
             process.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(hand_on, *INTERRUPTING):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _in_foreground() -> bool:
