@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -153,11 +154,28 @@ def test_a_loop_that_goes_elsewhere_early_is_followed() -> None:
     assert watched(loop).step_where.endswith(line_of("the loop that counts"))
 
 
+def test_an_evaluation_counts_in_whatever_step_it_falls() -> None:
+    """Also in those that are looked at, and in those that go by before a clean one."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for step in range(400):
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+            if step in range(30, 100, 10):
+                model.eval()
+                time.sleep(0.01)
+                model.train()
+
+    assert watched(loop).apart.evaluation_s > 7 * 0.01
+
+
 @pytest.mark.parametrize("many", [5, 8, 40])
 def test_many_backwards_to_an_update_are_one_step(many: int) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = DataLoader(TensorDataset(torch.randn(7200, 4)), batch_size=2)
+    data = DataLoader(TensorDataset(torch.randn(20_000, 4)), batch_size=2)
 
     def loop() -> None:
         for step, (inputs,) in enumerate(data):

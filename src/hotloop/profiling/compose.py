@@ -120,7 +120,7 @@ def _growth(what: str, steps: Sequence[StepFact]) -> float | None:
 
 
 def _apart(facts: Facts, steps: Sequence[StepFact], usual: set[str], step_ms: float | None) -> Apart:
-    """What the irregular steps took beyond a regular one."""
+    """What the irregular steps took beyond a regular one, and what the others are known to have taken beside."""
     spent = {"evaluation": 0.0, "checkpoint": 0.0, "other": 0.0}
     for step in steps:
         excess = max(0.0, step.ms - (step_ms or 0.0))
@@ -133,6 +133,9 @@ def _apart(facts: Facts, steps: Sequence[StepFact], usual: set[str], step_ms: fl
             excess -= taken
         loaded = any(flag.startswith("loader") for flag in unusual)
         spent["evaluation" if loaded else "other"] += excess
+    for what in {"evaluation", "checkpoint"} - usual:  # in steps that count for nothing else, as far as it was seen
+        looked_at = (step for step in facts.steps if step.kind not in ("early", "clean", "instrumented"))
+        spent[what] += facts.between_ms.get(what, 0.0) + sum(step.apart_ms.get(what, 0.0) for step in looked_at)
     return Apart(
         warm_up_s=facts.warm_up_s,
         compile_s=facts.compile_s,

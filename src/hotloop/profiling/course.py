@@ -227,7 +227,8 @@ class Course:
         assert self._anchor is not None
         self.facts.anchor, self.facts.by_hand = self._anchor.where, self._anchor.what == "backward"
         self._pending = [one for one in self._pending if one[0].kind == "early"]
-        self.facts.steps, self.facts.warm_up_s, self._warm, self._rehearsals = [], 0.0, 0, 0
+        self.facts.steps, self.facts.between_ms, self.facts.warm_up_s = [], {}, 0.0
+        self._warm = self._rehearsals = 0
         self._since = time.perf_counter()
         if not self.observers:
             self.observers = self._observers_of()
@@ -291,9 +292,8 @@ class Course:
         """A step goes by as the clean one after it will, with as little as possible between them."""
         self._rehearsals -= 1
         assert self.step is not None
-        self.step.flags.clear()
-        self.step.apart_ms.clear()
         self._stage.again()
+        self.facts.went_by(self.step)
         self.cores.begin()
         self._began = self.timeline.instant()
 

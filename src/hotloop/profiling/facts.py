@@ -44,6 +44,7 @@ class Facts:
         functional: whether no module was called.
         turned: from which phase of the timeline to which one, and what part of it, as the lines say that ran in it.
         warm_up_s: from the first thing that trains to the first step that counts.
+        between_ms: time of what isn't done in every step, in those that went by between the ones that are kept.
         modules, operators, lines, loaders, optimizers, habits: records, dumped.
         children: processes of Python that it started.
         closed: why watching ended; empty as long as it goes on.
@@ -56,6 +57,7 @@ class Facts:
     by_hand: bool = False
     functional: bool = False
     turned: list[tuple[Phase, Phase, float]] = field(default_factory=list)
+    between_ms: dict[str, float] = field(default_factory=dict)
     device: str = "cpu"
     batch: list[str] = field(default_factory=list)
     samples_per_step: float | None = None
@@ -76,6 +78,12 @@ class Facts:
     versions: dict[str, str] = field(default_factory=dict)
     children: int = 0
     closed: str = ""
+
+    def went_by(self, step: StepFact) -> None:
+        """Keeps of what happened in a step what it took, and has the step begin anew."""
+        for what, ms in step.apart_ms.items():
+            self.between_ms[what] = self.between_ms.get(what, 0.0) + ms
+        step.flags, step.apart_ms = [], {}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
