@@ -19,6 +19,7 @@ from hotloop.data.order import part
 from hotloop.data.tree import to_device
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.ingredients import Ingredients, counts_samples
+from hotloop.lowering.passes import nodes_below
 from hotloop.lowering.shares import check_shares
 from hotloop.lowering.step import EagerStep
 from hotloop.objective import weighted
@@ -195,18 +196,8 @@ def _watched(parts: Ingredients, samples: int) -> _Seen:
     with Watching(parts.device) as draws, _Norms() as norms:
         loss = parts.compute(model, batch).loss
     elsewhere = streams.drawn("look")
-    reentrant = any(node.name() == "CheckpointFunctionBackward" for node in _nodes(loss))
+    reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes_below([loss]))
     return _Seen(norms.seen, draws.drawn, bool(draws.drawn) and _redraws(loss, parts.device), elsewhere, reentrant)
-
-
-def _nodes(loss: Tensor) -> set[Any]:
-    """Of the graph that backward goes through."""
-    found, ahead = set(), [loss.grad_fn]
-    while ahead:
-        if (node := ahead.pop()) is not None and node not in found:
-            found.add(node)
-            ahead += [following for following, _ in node.next_functions]
-    return found
 
 
 def _redraws(loss: Tensor, device: torch.device) -> bool:
@@ -214,7 +205,7 @@ def _redraws(loss: Tensor, device: torch.device) -> bool:
     try:
         with Watching(device) as draws:
             backward_within(loss)
-    except Exception:
+    except Exception:  # what a backward does that fails, nobody knows
         return True
     return bool(draws.drawn)
 

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from hotloop.lowering.passes import nodes_below
 from hotloop.lowering.pieces import Leaves, Piece
 from hotloop.parallel.draws import Drawing
 from hotloop.parallel.splitting import Cost
@@ -68,14 +69,7 @@ def rehearse(pieces: Sequence[Piece], leaves: Leaves, device: torch.device, arou
 def _reached(values: Sequence[Tensor]) -> set[int]:
     """The leaves that get gradients of these tensors, themselves among them where they are such, by `id`."""
     found = {id(value) for value in values if value.requires_grad and value.is_leaf}
-    open_, seen = [value.grad_fn for value in values], set()
-    while open_:
-        node = open_.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found.add(id(getattr(node, "variable", None)))
-            open_ += [after for after, _ in node.next_functions]
-    return found
+    return found | {id(node.variable) for node in nodes_below(values) if hasattr(node, "variable")}
 
 
 def measure(pieces: Sequence[Piece], leaves: Leaves, device: torch.device, around: Around) -> list[Cost]:
