@@ -130,7 +130,8 @@ def _weighed(
     if why := _unsettled(facts, plan):
         say(f"auto goes on eagerly: {why}")
         return program, plan
-    hope = hoped(program, facts.steps, rewrites=any(way.rewrites != "none" for way in ways))
+    rewrites = any(way.rewrites != "none" for way in ways)
+    hope = hoped(program, facts.steps, way=ways[0].compile, rewrites=rewrites)
     program.close()
     del program  # training begins with one that has run no step, and there may be no memory for two
     if isinstance(hope, str) or not hope.compilations:

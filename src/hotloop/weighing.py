@@ -17,12 +17,13 @@ from hotloop.measuring.runner import Runner
 from hotloop.measuring.statistics import LEAST_PAIRS
 from hotloop.plan import Plan
 from hotloop.rng import preserved
-from hotloop.tuning.bounds import compiling_gains, makeup
-from hotloop.tuning.budget import COLD_COMPILE_S, PROVING_STEPS, REALISED, saved_steps
+from hotloop.tuning.bounds import makeup
+from hotloop.tuning.budget import PROVING_STEPS, REALISED, saved_steps
+from hotloop.tuning.compiling import compile_s, compiling_gains
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
-COMPILE_S = 2 * COLD_COMPILE_S
-"""What a compilation and a race are reckoned at, before any: large models, and busy machines, take a minute and more."""
+_DOUBT = 1.5
+"""Times what a compilation should take, which nobody asked to wait for: machines may be slow, or busy."""
 
 _RACING_STEPS = 2 * LEAST_PAIRS
 """Of each plan in a race, the baseline and the eager one among them; how long they take counts as compiling."""
@@ -43,12 +44,14 @@ class Hope:
         step_s: seconds of an eager step, without making its batch, which no compiler makes faster.
         gain: by what factor a compiled step may be faster; None if even one of no time would not pay.
         load_s: seconds of making a batch, for which race and proof wait.
+        compile_s: of one compilation, with nothing kept from an earlier one.
     """
 
     steps: int
     step_s: float
     gain: float | None = None
     load_s: float = 0.0
+    compile_s: float = compile_s(0)
 
     @property
     def wins_s(self) -> float:
@@ -58,7 +61,7 @@ class Hope:
     def costs_s(self, compilations: int = 1) -> float:
         """Seconds that so many compilations and their races take, and a proof."""
         racing_s = _RACING_STEPS * (compilations + 2) * self.load_s
-        return compilations * COMPILE_S + racing_s + PROVING_STEPS * (self.step_s + self.load_s)
+        return compilations * _DOUBT * self.compile_s + racing_s + PROVING_STEPS * (self.step_s + self.load_s)
 
     @property
     def compilations(self) -> int:
@@ -120,23 +123,25 @@ def accepted(fixed: Collection[str]) -> tuple[str, ...]:
     return (*TRUSTED, "reduced-precision") if "precision" in fixed else TRUSTED
 
 
-def hoped(program: Program, steps: int, *, rewrites: bool) -> Hope | str:
+def hoped(program: Program, steps: int, *, way: str, rewrites: bool) -> Hope | str:
     """What compiling may save of so many steps of an eager Program, whose State stays; or why it isn't worth a thought.
 
     Args:
+        way: to compile, as the plan's axis says it.
         rewrites: whether a compiled step would be rewritten.
     """
     try:
         with _on_one_batch(program):
-            hope = Hope(steps, Runner(program).warm_up(_GLANCE_S)[1])
+            hope = Hope(steps, Runner(program).warm_up(_GLANCE_S)[1], compile_s=compile_s(0, way))
             if hope.wins_s < hope.costs_s():
                 return hope
         if not _alike(program):
             return "its batches differ in shape, and a compiled step is for batches of one shape"
         with _on_one_batch(program):
             step_s = Runner(program).warm_up(_LOOK_S)[1]
-            gain = compiling_gains(makeup(program, rewrites=rewrites), step_s)
-        return Hope(steps, step_s, gain, _loading_s(program))
+            made = makeup(program, rewrites=rewrites)
+        takes_s = compile_s(None if made is None else made.operations, way)
+        return Hope(steps, step_s, compiling_gains(made, step_s, way), _loading_s(program), takes_s)
     except Exception as error:  # what is wrong with the Task shows in training, and is explained there
         return f"its steps couldn't be timed ({blame(error)})"
 

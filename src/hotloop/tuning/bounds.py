@@ -1,41 +1,36 @@
-"""What bounds a step, as far as it tells whether compiling is worth a try: libraries' arithmetic, or all that is around it."""
+"""What a step is made of, as far as it tells whether compiling is worth a try: libraries' arithmetic, or all around it."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from hotloop.lowering import Program
 from hotloop.measuring.runner import Runner
 from hotloop.onlooker import Onlooker
 
-_DISPATCH_S = 5e-6
-"""What PyTorch spends on one operation, with autograd, whatever its size: 3 to 8 us on processors of today."""
-
-_FUSED = 0.3
-"""What is left of the time of operations that a compiler writes itself: they share loops over one part of memory."""
-
-_REMAINS = 0.15
-"""Of a step on a CPU, what no compiler takes away: its batch, what it is called with, memory that others have taken."""
-
-_LEAST_GAIN, _MOST_GAIN = 1.1, 8.0
-
 _LOOKS, _ROUNDS, _ENOUGH_S = 3, 10, 0.3
 """Steps that are looked at in a round, after as many that are only timed: a machine's speed changes from second to second."""
 
-_SMALL_FILTER = 32
-"""Weights in a filter of a convolution that the rewrites make a plain product of."""
+_SMALL_FILTER, _COLUMNS_BYTES = 32, 1 << 20
+"""Weights in a filter of a convolution that the rewrites make a plain product of, and what its columns may take."""
 
 _LIBRARY = (
     *("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_int_mm", "dot", "mv", "addmv"),
     *("convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
     *("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"),
+    *("native_batch_norm", "native_batch_norm_backward"),
+    *("max_pool2d_with_indices", "max_pool2d_with_indices_backward"),
     *("sort", "topk", "cumsum", "cumprod", "_embedding_bag", "_fft_r2c", "_fft_c2r", "_fft_c2c"),
 )
-"""Operations that stay calls of a library in a compiled step; so do those with `attention`, `lstm` or `linalg` in the name."""
+"""Operations that stay calls of a library in a compiled step, or that a compiler writes no better than PyTorch has them;
+so do those with `attention`, `lstm` or `linalg` in the name."""
 
 
 @dataclass(frozen=True)
@@ -87,20 +82,6 @@ def _looked_at(runner: Runner, rewrites: bool) -> Makeup:
     return Makeup(seen.count // _LOOKS, step_s, seen.library_s / _LOOKS, seen.other_s / _LOOKS)
 
 
-def compiling_gains(made: Makeup | None, step_s: float) -> float:
-    """By what factor a compiled step is faster, if a compiler does with it what it does with most; little if it isn't known.
-
-    Args:
-        step_s: of the step, where `made` has no time of its own.
-    """
-    if made is None:
-        return _LEAST_GAIN
-    left_s = step_s - made.operations * _DISPATCH_S
-    if made.step_s is not None and made.library_s is not None and made.other_s is not None:
-        step_s, left_s = made.step_s, made.library_s + _FUSED * made.other_s + _REMAINS * made.step_s
-    return min(_MOST_GAIN, max(_LEAST_GAIN, step_s / left_s if left_s > 0 else _MOST_GAIN))
-
-
 class _Timing(Onlooker):
     """Counts operations, and times them; on a CPU each has been computed when it returns."""
 
@@ -132,8 +113,26 @@ def _stays(function: Any, args: Sequence[Any], rewrites: bool) -> bool:
 
 
 def _can_be_rewritten(name: str, args: Sequence[Any]) -> bool:
-    """A convolution as `conv_as_gemm` takes it: of images that learn nothing themselves, in one group."""
+    """A convolution as `conv_as_gemm` takes it: of images that learn nothing themselves, in one group, few enough at a time."""
     backward = name == "convolution_backward"
     image, filters, groups = (args[1], args[2], args[9]) if backward else (args[0], args[1], args[8])
     learns = args[10][0] if backward else image.requires_grad
-    return image.ndim == 4 and groups == 1 and not learns and filters[0].numel() <= _SMALL_FILTER
+    if image.ndim != 4 or groups != 1 or learns or filters[0].numel() > _SMALL_FILTER:
+        return False
+    places = math.prod(_places(args[0].shape) if backward else _put_at(image, filters, *args[3:6]))
+    return bool(len(image) * places * filters[0].numel() * image.element_size() <= _COLUMNS_BYTES)
+
+
+def _places(shape: Sequence[int]) -> Sequence[int]:
+    return shape[2:]
+
+
+def _put_at(
+    image: Tensor, filters: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Height and width of what a convolution makes of an image."""
+    reach = [by * (size - 1) + 1 for size, by in zip(_places(filters.shape), dilation, strict=True)]
+    return [
+        (size + 2 * margin - wide) // by + 1
+        for size, margin, wide, by in zip(_places(image.shape), padding, reach, stride, strict=True)
+    ]

@@ -28,10 +28,7 @@ PROVING_STEPS = 250
 _WARMING_STEPS = 3
 """Of each plan, before a race."""
 
-COLD_COMPILE_S = 30.0
-"""A compilation with nothing kept from an earlier one; it takes 10 to 40 s on processors of today."""
-
-REALISED = 0.7
+REALISED = 0.85
 """Of what compiling could win, so that it's rarely tried in vain."""
 
 

@@ -21,8 +21,8 @@ from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.task import Task
 from hotloop.trouble import explained
-from hotloop.tuning.bounds import Makeup, compiling_gains, makeup
-from hotloop.tuning.budget import COLD_COMPILE_S, PROVING_STEPS, REALISED, Budget, hopeless
+from hotloop.tuning.bounds import Makeup, makeup
+from hotloop.tuning.budget import PROVING_STEPS, Budget, hopeless
 from hotloop.tuning.candidates import (
     apart,
     combined,
@@ -33,6 +33,7 @@ from hotloop.tuning.candidates import (
     thread_changes,
     without,
 )
+from hotloop.tuning.compiling import Chance, chances
 from hotloop.tuning.proofs import Proofs
 from hotloop.tuning.room import in_groups, plans_at_once
 from hotloop.tuning.starts import on_one_clock, with_start
@@ -222,47 +223,47 @@ class Search:
         changes = without(compiled_changes(self.facts, self.hardware, plan), self.fixed)
         if not changes:
             return
-        (won_s, race_s), began = self._compiling_wins(plan, budget), time.perf_counter()
-        for change in changes:
-            # A compiler writes the update its own way.
-            way = plan.with_axes(**change, optimizer=self.base.optimizer)
+        written = plan.with_axes(optimizer=self.base.optimizer)  # a compiler writes the update its own way
+        ways = self._chances([written.with_axes(**change) for change in changes], plan, budget)
+        began = time.perf_counter()
+        for way in ways:
             lost_s = time.perf_counter() - began  # on ways that can't be run
-            if why := self._too_late(won_s, lost_s + COLD_COMPILE_S + race_s, budget):
+            if why := self._too_late(way, lost_s, budget):
                 if self.told or self.time_limit_s is None:
-                    self.notes.append(f"no {'' if change is changes[0] else 'other '}compilation was tried: {why}")
+                    self.notes.append(f"no {'' if way is ways[0] else 'other '}compilation was tried: {why}")
                 return
-            if self._race_way(way, won_s - lost_s, race_s, budget):
+            if self._race_way(way, lost_s, budget):
                 return
 
-    def _compiling_wins(self, plan: Plan, budget: Budget) -> tuple[float, float]:
-        """Seconds of this run that compiling a plan should win, and those of the least race that tells it."""
+    def _chances(self, ways: Sequence[Plan], plan: Plan, budget: Budget) -> list[Chance]:
+        """What compiling `plan`, which isn't, in each way should win of this run."""
         base = self.timings[BASELINE]
         timing = self.timings.get(plan.brief(), base)
         assert timing.step_ms is not None and base.step_ms is not None
-        gains = compiling_gains(self._makeup(timing.name, plan), timing.step_ms / 1e3)
-        rest = budget.after(base.step_ms / timing.step_ms)
-        return REALISED * rest.wins_s(gains), rest.tells_s()
+        made = None if self.facts.recurrent else self._makeup(timing.name, plan)
+        return chances(ways, made, timing.step_ms / 1e3, budget.after(base.step_ms / timing.step_ms))
 
-    def _too_late(self, won_s: float, costs_s: float, budget: Budget) -> str:
+    def _too_late(self, way: Chance, lost_s: float, budget: Budget) -> str:
         """Why nothing is compiled any more; empty where something is."""
-        if self.time_limit_s is None and won_s < costs_s:
-            return f"it would win about {won_s:.0f} s of this run, and takes about {costs_s:.0f} s"
+        if self.time_limit_s is None and way.won_s < (costs_s := lost_s + way.costs_s):
+            return f"it would win about {way.won_s:.0f} s of this run, and takes about {costs_s:.0f} s"
         if budget.race_s(1 / 8, 1, self._spent_s) == 0:
             return "what is left of the time limit could tell nothing of it"
         return ""
 
-    def _race_way(self, way: Plan, won_s: float, race_s: float, budget: Budget) -> bool:
+    def _race_way(self, way: Chance, lost_s: float, budget: Budget) -> bool:
         """Races one way to compile, as it is and rewritten; False where it can't be run."""
-        plans = [way, *self._rewritten(way)]
-        if self.time_limit_s is None and won_s < 2 * COLD_COMPILE_S + race_s:
+        plans, won_s = [way.plan, *self._rewritten(way.plan)], way.won_s - lost_s
+        if self.time_limit_s is None and won_s < 2 * way.compile_s + way.race_s:
             for plan in reversed(plans):  # there is time for one; that nothing can be rewritten shows before it
                 self._race([plan], budget.race_s(1 / 4))
                 if not self._fails(plan):
                     return True
             return False
         seconds = budget.race_s(1 / 8, len(plans), self._spent_s)
-        raced = self._race(plans, seconds) if seconds else self._race([way], budget.race_s(1 / 8, 1, self._spent_s))
-        self._on_one_thread(raced, won_s, budget)
+        raced = self._race(plans, seconds) if seconds else self._race(plans[:1], budget.race_s(1 / 8, 1, self._spent_s))
+        if won_s >= 3 * way.compile_s:
+            self._on_one_thread(raced, budget)
         return not all(map(self._fails, plans))
 
     def _fails(self, plan: Plan) -> bool:
@@ -276,11 +277,11 @@ class Search:
         except Exception:
             return None
 
-    def _on_one_thread(self, raced: Sequence[Timing | None], won: float, budget: Budget) -> None:
-        """Races the best compiled plan on one thread too, where its step is too short to share and there is time for it."""
+    def _on_one_thread(self, raced: Sequence[Timing | None], budget: Budget) -> None:
+        """Races the best compiled plan on one thread too, where its step is too short to share."""
         able = [timing for timing in raced if timing is not None and timing.step_ms is not None]
         best = min(able, key=lambda timing: timing.step_ms or 0.0, default=None)
-        if best is None or (best.step_ms or 0.0) > _SHORT_MS or won < 3 * COLD_COMPILE_S:
+        if best is None or (best.step_ms or 0.0) > _SHORT_MS:
             return
         changes = without(thread_changes(self.facts, self.hardware, Plan(**best.plan)), self.fixed)
         plans = [Plan(**best.plan).with_axes(**change) for change in changes]
