@@ -39,7 +39,7 @@ from tests.cpu.test_race_rounds import Machine
 from tests.cpu.test_race_rounds import Plan as Windows
 
 STEP_MS = 10.0
-HALF = Makeup(100, step_s=STEP_MS / 1e3, library_s=0.35 * STEP_MS / 1e3, other_s=0.42 * STEP_MS / 1e3)
+HALF = Makeup(100, step_s=STEP_MS / 1e3, library_s=0.35 * STEP_MS / 1e3, other_s=0.38 * STEP_MS / 1e3)
 """A step that could be twice as fast."""
 
 
