@@ -11,6 +11,7 @@ from rich.console import Console
 
 from hotloop.choosing import placed
 from hotloop.errors import DeviceError, HotloopError, TaskError
+from hotloop.interrupts import Terminated
 from hotloop.kept import remember
 from hotloop.lowering import Program
 from hotloop.lowering.telling import Say
@@ -196,15 +197,30 @@ def raced_scales(
     name, values = scale
     sizes = _sizes(name, values)
 
-    def at(value: str) -> Verdict:
+    def at(value: str, loaded: Loaded) -> Verdict:
         def moved(doing: str, share: float) -> None:
             progress(f"{name}={value}: {doing}", share)
 
-        loaded = load_task(reference, {**parameters, name: value})
         return raced(loaded, contest, overrides=overrides, prove=None, say=say, progress=moved)
 
-    races = [at(value) for value in values]
-    return Scaling(parameter=name, values=list(values), races=races, crossings=_crossings(races, sizes))
+    tasks = [load_task(reference, {**parameters, name: value}) for value in values]  # a wrong value shows at once
+    races, ended = list[Verdict](), dict[str, Any]()
+    try:
+        for value, loaded in zip(values, tasks, strict=True):
+            races.append(at(value, loaded))
+    except (HotloopError, KeyboardInterrupt) as error:
+        if not races:
+            raise
+        ended = _ended(f"{name}={values[len(races)]}", error)
+    done = list(values[: len(races)])
+    return Scaling(parameter=name, values=done, races=races, crossings=_crossings(races, sizes[: len(races)]), **ended)
+
+
+def _ended(at: str, error: HotloopError | KeyboardInterrupt) -> dict[str, str]:
+    if isinstance(error, HotloopError):
+        return {"ended_by": "failure", "ended": f"{at}: {error}"}
+    by = "SIGTERM" if isinstance(error, Terminated) else "SIGINT"
+    return {"ended_by": by, "ended": f"stopped by {by} at {at}"}
 
 
 def _sizes(name: str, values: Sequence[str]) -> list[float]:

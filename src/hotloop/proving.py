@@ -10,6 +10,7 @@ from hotloop.lowering.telling import Say
 from hotloop.parity import prove_programs
 from hotloop.plan import Plan
 from hotloop.remembering import lowered_by_memory
+from hotloop.rivals import check_comparable
 from hotloop.task import Task
 from hotloop.taskfile import Loaded
 from hotloop.trouble import explained
@@ -53,6 +54,7 @@ def check(
 
 def check_wanted(loaded: Loaded, wanted: Wanted, *, converge: int, say: Say, progress: Progress) -> Parity:
     """See `check`; `auto` is what `train` takes for it."""
+    check_comparable(wanted.plan)
     if converge:
         check_seeds(converge)
     task = loaded.task

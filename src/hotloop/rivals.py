@@ -17,6 +17,16 @@ from hotloop.wanted import Wanted
 Asked = Plan | str | Path
 
 
+def check_comparable(plan: Plan) -> None:
+    """Raises PlanError for a plan whose steps can't be timed or compared one by one."""
+    if plan.parallel == "async":
+        raise PlanError(
+            "parallel=async, whose steps come as its workers bring gradients",
+            expected="a plan whose steps can be run one by one",
+            fix="train with it, or use parallel=none here",
+        )
+
+
 @dataclass(frozen=True)
 class Contest:
     """Which plans race, and for how long; see `race`.
@@ -35,7 +45,7 @@ class Contest:
         """What was asked for by name, and the baseline's name.
 
         Raises:
-            PlanError: one plan alone, or one that doesn't exist.
+            PlanError: one plan alone, or one that doesn't exist, or can't be raced.
         """
         seconds(self.time_limit, "time-limit")
         plans = [*([] if self.baseline in self.plans else [self.baseline]), *self.plans]
@@ -48,6 +58,7 @@ class Contest:
                 where = f" on {device}" if len(self.devices or ()) > 1 else ""
                 name = _free(_name(plan), axes, where, found)
                 found[name] = Wanted.of(plan, axes if device is None else {**axes, "device": device})
+                check_comparable(found[name].plan)
                 names.setdefault(number, name)
         if len(found) < 2:
             raise PlanError(

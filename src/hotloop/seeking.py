@@ -21,6 +21,7 @@ from hotloop.probe import here, machine
 from hotloop.records import TaskFacts
 from hotloop.remembering import fingerprinted, remembered
 from hotloop.report.contest import watched
+from hotloop.rivals import check_comparable
 from hotloop.rules import ranked
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task, overridden
@@ -75,6 +76,7 @@ def tuned(
     began, before = time.monotonic(), Used.now()
     limit_s = None if time_limit is None else seconds(time_limit, "time-limit")
     task = overridden(loaded.task, overrides)
+    check_comparable(base)
     start = placed(base)
     facts = fingerprinted(Loaded(task, loaded.record, loaded.files))
     hardware = here(start.device)
@@ -97,10 +99,25 @@ def tuned(
         time_limit_s=limit_s,
         progress=progress,
     )
-    winner = search.run()
+    try:
+        winner = search.run()
+    except BaseException:  # Ctrl-C in a proof, say: what was raced is known all the same
+        if loaded.record is not None and search.timings:
+            remember(_verdict(search, BASELINE, facts, began, before))
+        raise
+    verdict = _verdict(search, winner, facts, began, before)
+    if loaded.record is not None:
+        for note in remember(verdict):
+            say(note)
+        _keep(search, verdict, limit_s, facts.steps, _about(facts, base, start))
+    return verdict
+
+
+def _verdict(search: Search, winner: str, facts: TaskFacts, began: float, before: Used) -> Verdict:
+    """What the search has found; `before` is what this process and others had used when it began."""
     others = cores_of_others(before, Used.now())
-    verdict = Verdict(
-        task=task.name,
+    return Verdict(
+        task=search.task.name,
         fingerprint=facts.fingerprint,
         plans=list(search.timings.values()),
         baseline=BASELINE,
@@ -112,11 +129,6 @@ def tuned(
         versions=speed_versions(),
         seconds=time.monotonic() - began,
     )
-    if loaded.record is not None:
-        for note in remember(verdict):
-            say(note)
-        _keep(search, verdict, limit_s, facts.steps, _about(facts, base, start))
-    return verdict
 
 
 def _by_rules(facts: TaskFacts, hardware: Hardware, base: Plan, start: Plan) -> Plan | None:

@@ -250,6 +250,7 @@ class Scaling(Record):
         parameter: of the file's `task(...)` that was changed; `values` are its values, in the order asked for.
         races: one for each value.
         crossings: of each plan but the baseline, in the order of sizes; one without a size where it has none.
+        ended_by: what kept it from going on to the other sizes, and `ended` the same in words; None where all were raced.
     """
 
     version: int = 1
@@ -257,3 +258,5 @@ class Scaling(Record):
     values: list[str]
     races: list[Verdict]
     crossings: list[Crossing]
+    ended_by: Literal["failure", "SIGINT", "SIGTERM"] | None = None
+    ended: str | None = None

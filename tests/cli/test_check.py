@@ -121,6 +121,7 @@ WRONG = {
     "a plan that isn't there": (("--plan", "mine.toml"), "mine.toml"),
     "a device that isn't there": (("--device", "cuda:7"), "cuda:7"),
     "a plan that can't be run": (("--set", "graphs=step", *CPU), "graphs"),
+    "a plan without steps of its own": (("--set", "parallel=async", "--set", "ranks=2", *CPU), "Train with it"),
     "too few seeds": (("--converge", 1, *CPU), "3 or more"),
 }
 

@@ -134,6 +134,38 @@ def test_sizes(task: Path, hotloop: Hotloop) -> None:
     assert "<title>Step time against width</title>" in drawn and "milliseconds of a step" in drawn
 
 
+@pytest.mark.parametrize(("ends", "code"), [("TaskError", 1), ("KeyboardInterrupt", 130)])
+def test_sizes_that_were_raced_are_shown_where_the_next_one_fails(
+    ends: str, code: int, hotloop: Hotloop, tmp_path: Path
+) -> None:
+    Path("task.py").write_text(
+        f"""{SMALL}
+class Odd(nn.Linear):
+    def forward(self, x):
+        if self.out_features == 7:
+            {"raise KeyboardInterrupt" if ends == "KeyboardInterrupt" else 'raise ValueError("planted")'}
+        return super().forward(x)
+
+
+def task(width: int = 4):
+    return make(model=lambda: nn.Sequential(Odd(4, width), nn.Linear(width, 3)), epochs=50)
+"""
+    )
+    args = ("race", "task.py", "--scale", "width=3,5,7,9", "--plans", "baseline,auto", *SHORT)
+    done = hotloop(*args, "--json")
+    assert done.code == code, done.err
+    found = done.document
+    assert found["values"] == ["3", "5"] and [len(race["plans"]) for race in found["races"]] == [2, 2]
+    assert found["ended_by"] == ("SIGINT" if code == 130 else "failure") and "width=7" in found["ended"]
+    assert "width=7" in done.err.splitlines()[-1] and Path("race-width.html").is_file()
+
+
+def test_a_wrong_size_shows_before_any_is_raced(hotloop: Hotloop) -> None:
+    Path("task.py").write_text(f"{SMALL}def task(width: int = 4):\n    assert width < 7\n    return make(epochs=50)\n")
+    done = hotloop("race", "task.py", "--scale", "width=3,7", "--plans", "baseline,auto", *SHORT)
+    assert done.code == 1 and done.err.count("\n") == 1 and "AssertionError" in done.err
+
+
 def test_sizes_as_a_table_with_the_path_of_the_picture(task: Path, hotloop: Hotloop) -> None:
     done = hotloop("race", task, "--scale", "width=2,200", "--plans", "baseline,auto", *SHORT)
     assert done.code == 0 and "picture: race-width.html" in done.err and Path("race-width.html").is_file()
@@ -184,6 +216,7 @@ WRONG: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a file that isn't there": (("--plans", "baseline,mien.toml"), 1, ("no plan at 'mien.toml'",)),
     "a file that is no plan": (("--plans", "bad.toml"), 1, ("bad.toml: precision='fp8'",)),
     "a device that isn't there": (("--devices", "cpu,cuda:9"), 1, ("'cuda:9' isn't on this machine", "cpu")),
+    "a plan without steps of its own": (("--set", "parallel=async", "--set", "ranks=2"), 1, ("parallel=async",)),
     "the baseline's axes": (("--set", "compiel=step"), 1, ("unknown axis 'compiel'",)),
     "no time": (("--time-limit", "0s"), 1, ("time-limit='0s'", "a time above zero")),
     "no such size": (("--scale", "depth=1,2", "--plans", "auto"), 1, ("no parameter 'depth'", "width")),

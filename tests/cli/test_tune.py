@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from hotloop.plan import Plan
-from hotloop.tuning import search
+from hotloop.tuning import held, search
 from hotloop.verdicts import Verdict
 from tests.cli.in_process import SMALL, Hotloop, commands
 
@@ -136,7 +138,7 @@ def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked
     name: str, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failure, retried = FAILURES[name]
-    lowered, tried = search.lower, []
+    lowered, tried = held.lower, []
 
     def lower(task: Any, plan: Plan) -> Any:
         tried.append(plan.brief())
@@ -144,7 +146,7 @@ def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked
             raise failure
         return lowered(task, plan)
 
-    monkeypatch.setattr(search, "lower", lower)
+    monkeypatch.setattr(held, "lower", lower)
     first = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "4s", "--json")
     assert first.code == 0
     assert any("fused" in name for name in tried)
@@ -153,6 +155,20 @@ def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked
     assert again.code == 0
     assert tried and any("fused" in name for name in tried) == retried
     assert any("fused" in note and "failed before" in note for note in again.document["notes"]) != retried
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (ValueError("planted"), None)])
+def test_what_was_raced_before_the_proof_ended_is_kept(
+    error: BaseException, code: int | None, hotloop: Hotloop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prove(*given: Any, **axes: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("hotloop.seeking.prove_programs", prove)
+    with nullcontext() if code else pytest.raises(ValueError, match="planted"):
+        assert hotloop("tune", "task.py", *CPU, "--time-limit", "4s").code == code
+    kept = [json.loads(path.read_text())["timing"] for path in (tmp_path / "cache").rglob("*.json")]
+    assert any(one["verdict"] == "faster" for one in kept) and not any(one["parity"] for one in kept)
 
 
 @pytest.mark.parametrize("given", [("--plan", "baseline"), ("--resume", "runs/first")])

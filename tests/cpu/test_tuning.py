@@ -23,12 +23,12 @@ from hotloop.onlooker import Onlooker
 from hotloop.plan import Plan
 from hotloop.records import TaskFacts
 from hotloop.taskfile import Loaded
-from hotloop.tuning import bounds, proofs
+from hotloop.tuning import bounds, held, proofs
 from hotloop.tuning import search as module
 from hotloop.tuning.bounds import Makeup, makeup
 from hotloop.tuning.budget import Budget
 from hotloop.tuning.candidates import combined, compiled_changes, eager_changes, without
-from hotloop.tuning.compiling import chances, compile_s, compiling_gains
+from hotloop.tuning.compiling import compiling_gains
 from hotloop.tuning.search import BASELINE, Search
 from hotloop.verdicts import Parity, Timing, Verdict
 from hotloop.wanted import Wanted
@@ -198,7 +198,7 @@ def test_products_stay_with_the_library_and_a_convolution_that_is_rewritten_need
     assert not any(bounds._stays(one, (image,), True) for one in (aten.relu.default, aten._foreach_add_.Scalar))
 
 
-class _Stays(Onlooker):
+class Stays(Onlooker):
     """Which convolutions of a step, forward and backward, are reckoned to stay with the library."""
 
     def __init__(self, rewrites: bool) -> None:
@@ -226,7 +226,7 @@ class _Stays(Onlooker):
 def test_a_convolution_counts_as_rewritten_only_where_the_rewrite_takes_it(
     layers: list[torch.nn.Module], rewrites: bool, stay: list[bool]
 ) -> None:
-    with _Stays(rewrites) as seen:
+    with Stays(rewrites) as seen:
         torch.nn.Sequential(*layers)(torch.zeros(2, 3, 8, 8)).sum().backward()
     assert seen.found == stay
 
@@ -287,7 +287,7 @@ def test_a_short_run_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_a_run_of_few_steps_none_is_run_to_see_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten steps of half a minute: a look at one of them would take a tenth of the run."""
     looked = searching(monkeypatch, Races(), steps=10)
-    monkeypatch.setattr(module, "lower", lambda task, plan: pytest.fail("it was lowered"))
+    monkeypatch.setattr(held, "lower", lambda task, plan: pytest.fail("it was lowered"))
     assert looked.run() == BASELINE
     assert "a proof takes as long as about 250 steps" in looked.notes[0]
     assert looked.timings[BASELINE].step_ms is None and looked.left_open
@@ -314,9 +314,9 @@ def test_no_compilation_where_the_run_is_too_short_for_it(monkeypatch: pytest.Mo
 
 def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gain that is hoped for is that over the best plan without a compiler, whose operations are counted."""
-    lowered, counted = module.lower, []
+    lowered, counted = held.lower, []
     monkeypatch.setattr(
-        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(
         module, "makeup", lambda program: counted.append(program.parts.plan.optimizer) or Makeup(10_000)
@@ -338,9 +338,9 @@ def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch
 def test_where_there_is_time_for_one_compilation_it_is_the_rewritten_step(
     monkeypatch: pytest.MonkeyPatch, steps: int, raced: list[str]
 ) -> None:
-    lowered = module.lower
+    lowered = held.lower
     monkeypatch.setattr(
-        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
     races = Races(compile__package=2.0, compile__step=1.9, rewrites__all=2.0)
@@ -349,9 +349,9 @@ def test_where_there_is_time_for_one_compilation_it_is_the_rewritten_step(
 
 
 def test_a_compiled_step_is_not_left_out_for_a_rewritten_one_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowered, classes = module.lower, iter(["broken", "bitwise"])
+    lowered, classes = held.lower, iter(["broken", "bitwise"])
     monkeypatch.setattr(
-        module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
     races = Rounds(compile__package=1.6, rewrites__all=1.4)
@@ -366,8 +366,8 @@ def test_a_short_compiled_step_races_on_one_thread_too_where_there_is_time(
     monkeypatch: pytest.MonkeyPatch, speed: float, steps: int, alone: bool
 ) -> None:
     """A step of 10 ms / 4 is too short to share, of 10 / 1.5 it isn't; 120 s leave time for two compilations."""
-    lowered = module.lower
-    monkeypatch.setattr(module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    lowered = held.lower
+    monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
     races = Races(compile__package=speed)
     search = searching(monkeypatch, races, steps=steps, compiler=True, threads=2, task=family("mlp"))
@@ -382,8 +382,8 @@ def test_a_step_with_nothing_to_rewrite_is_compiled_as_it_is(monkeypatch: pytest
                 return Timing(name=entrant.name, failure="nothing to rewrite")
             return super().timing(entrant, steps)
 
-    lowered = module.lower
-    monkeypatch.setattr(module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    lowered = held.lower
+    monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
     looked = searching(monkeypatch, Plain(compile__step=2.0), steps=10_000, compiler=True)
     assert looked.run() == "compile=step"
@@ -406,8 +406,8 @@ class Failing(Races):
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, and each step could be twice as fast."""
-    lowered = module.lower
-    monkeypatch.setattr(module, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    lowered = held.lower
+    monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
 
 
@@ -672,26 +672,3 @@ def test_axes_that_were_set_stay_where_nothing_is_faster(monkeypatch: pytest.Mon
 def test_a_device_counts_more_than_that_of_a_plan() -> None:
     verdict = hotloop.tune(programs.a_task(), plan=Plan(device="cuda"), device="cpu", progress=False)
     assert verdict.plans[0].plan["device"] == "cpu"
-
-
-# ---------------------------------------------------------------- whether compiling pays
-
-
-def test_a_longer_step_takes_longer_to_compile_and_an_unknown_one_longest() -> None:
-    assert compile_s(50) < compile_s(1000) and compile_s(50, "step") < compile_s(50, "package") < compile_s(None)
-
-
-@pytest.mark.parametrize(("run_s", "first"), [(80.0, "step"), (1000.0, "package")])
-def test_the_way_that_is_compiled_sooner_comes_first_where_time_is_short(run_s: float, first: str) -> None:
-    ways = [Plan(compile="package"), Plan(compile="step"), Plan(compile="forward")]
-    found = chances(ways, HALF, STEP_MS / 1e3, Budget(run_s, 2.0))
-    assert [one.plan.compile for one in found] == [first, *({"package", "step"} - {first}), "forward"]
-    assert all(one.won_s < run_s for one in found)
-
-
-@pytest.mark.parametrize(("batch", "stays"), [(32, False), (64, True)])
-def test_a_convolution_whose_columns_no_cache_holds_stays_with_the_library(batch: int, stays: bool) -> None:
-    layer = torch.nn.Conv2d(1, 8, 3, padding=1)
-    with _Stays(rewrites=True) as seen:
-        layer(torch.zeros(batch, 1, 28, 28)).sum().backward()
-    assert seen.found == [stays, stays]

@@ -336,8 +336,9 @@ def test_plans_race_in_groups_that_there_is_memory_for(monkeypatch: pytest.Monke
     races = Long(optimizer__fused=1.3, layout__channels_last=1.4)
     search = searching(monkeypatch, races, threads=4)
     held: list[int] = []
-    lowered = search._lowered
-    monkeypatch.setattr(search, "_lowered", lambda *given: (lowered(*given), held.append(len(search._programs)))[0])
+    lowered = search.held.lowered
+    counted = lambda *given: (lowered(*given), held.append(len(search.held.programs)))[0]  # noqa: E731
+    monkeypatch.setattr(search.held, "lowered", counted)
     monkeypatch.setattr(module, "plans_at_once", lambda facts, device: room)
     assert set(search.run().split()) == {"optimizer=fused", "layout=channels_last"}
     assert max(plans for plans, _ in races.each) <= most

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from hotloop.cli.common import (
+    FAILED,
+    INTERRUPTED,
+    TERMINATED,
     AsJson,
     Param,
     attempted,
@@ -120,6 +123,9 @@ def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
         console.print(page(scaling))
         if unwritten is None:
             say(f"picture: {path}")
+    if scaling.ended is not None:
+        say(f"{'error: ' if scaling.ended_by == 'failure' else ''}{scaling.ended}; what was raced before is shown")
+        raise typer.Exit({"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED}.get(scaling.ended_by, FAILED))
     end_with(unwritten)
 
 

@@ -47,6 +47,19 @@ def tensors(tree: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
+def copied(tree: Any) -> Any:
+    """`tree` with tensors of their own memory, laid out as they were: `torch.clone` closes the gaps of a slice."""
+    return map_tensors(_copied, tree)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    if tensor.layout != torch.strided or copy.stride() == tensor.stride() or not tensor.numel():
+        return copy
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
 def named_columns(columns: Any, name: str) -> list[tuple[str, Tensor]]:
     """The columns of a table, each with what to call it in an error: `data[0]`, `data['x']`, or `data` if alone."""
     if isinstance(columns, Mapping):

@@ -44,6 +44,7 @@ class CompiledStep(EagerStep):
         self._signature: tuple = ()
         self._samples = 0
         self._told = False
+        self.ran: int = 0
 
     def make_ready(self, batch: Any, samples: int) -> None:
         """Compiles the step for batches like this one, after two eager steps.
@@ -101,6 +102,7 @@ class CompiledStep(EagerStep):
         self._set_scale()
         with torch.no_grad():
             outputs = self._runner([*self._bound, *tensors(batch)])  # type: ignore[misc]
+        self.ran += 1
         loss, scalars = self._finish(list(outputs))
         self._add(loss, scalars, self.parts.weigh(batch, samples))
         self.sums["samples"] += samples

@@ -103,6 +103,7 @@ class GraphedStep(CompiledStep):
             rows.append(list(self._hyper.now().values()))
             self.step_schedule()
         self._set_cells(rows)
+        self.ran += len(group)
         recording.replay([self.draws.seed_of(step + number) for number in range(len(group))])
         for (batch, samples), (loss, *scalars) in zip(group, recording.outputs, strict=True):
             self._add(loss, dict(zip(self._captured.scalars, scalars, strict=True)), self.parts.weigh(batch, samples))

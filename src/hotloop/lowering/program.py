@@ -76,6 +76,11 @@ class Program:
         return self._step.average
 
     @property
+    def compiled_steps(self) -> int | None:
+        """How many steps its compiled program took so far; None where none was compiled."""
+        return self._step.ran
+
+    @property
     def device(self) -> torch.device:
         return self.parts.device
 

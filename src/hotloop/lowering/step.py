@@ -29,6 +29,7 @@ class EagerStep:
     Attributes:
         optimizer, schedule: made by the Task's factories.
         draws: seeds the generators before each step.
+        ran: how many steps its compiled program took; None without one.
         scaler: decides by how much fp16's loss is scaled; None in other precisions.
         scale: what a compiled step scales its loss by, 0-dim, on the device; None in other precisions.
         average: exponential average by parameter name, of what this rank holds; empty without one.
@@ -36,6 +37,8 @@ class EagerStep:
         sums: over the epoch so far: `loss` and further scalars, each weighted (0-dim, on the device), `weight` and
             `samples`.
     """
+
+    ran: int | None = None
 
     def __init__(self, parts: Ingredients) -> None:
         task, model = parts.task, parts.model

@@ -56,7 +56,8 @@ def ratio_of(baseline: Sequence[float], own: Sequence[float], confidence: float 
 
     The interval is the one between two of the sorted ratios that the binomial distribution gives (Conover, Practical
     Nonparametric Statistics, 3rd edition, section 3.2). It holds the true median in at least 99 of 100 cases whatever
-    the distribution of the noise, from 8 pairs on (95 of 100 from 6 on), as long as the pairs don't depend on each other.
+    the distribution of the noise, from 8 pairs on (95 of 100 from 6 on), as long as the pairs don't depend on each other,
+    and nobody waited for the interval to come out as it did.
     A bootstrap is narrower with few pairs, and then promises too much.
 
     Args:

@@ -206,9 +206,13 @@ def _seen(
     """Of single steps, and of the free run of each Program that could take them, by its id."""
     alone = slice(1) if brief else slice(None)
     collector = Collector(truth, witnesses[alone], reduced[alone], programs)
+    before = [program.compiled_steps for program in programs]
     evidence = collector.collect(lambda states: progress(states, STATES))
     if evidence.unproven:
         return evidence, {}
+    for program, account, ran in zip(programs, evidence.candidates, before, strict=True):
+        if account.able and ran is not None and program.compiled_steps == ran:
+            account.unproven = "no step that was compared took its compiled program: all such batches run eagerly"
     accounts = zip(programs, evidence.candidates, strict=True)
     able = [program for program, account in accounts if account.able]
     fp32, other = ([one for one in every if one.active] for every in (witnesses, reduced))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.data.tree import map_tensors
+from hotloop.data.tree import copied
 from hotloop.lowering import Program
 from hotloop.onlooker import Onlooker
 from hotloop.parallel.draws import Drawing
@@ -135,7 +135,7 @@ def _drawn(program: Program, batch: Any) -> list[tuple[str, Tensor]]:
     """What a step draws; nothing where it can't be watched."""
     try:
         with Recording() as recording:
-            program.step(map_tensors(torch.clone, batch))
+            program.step(copied(batch))
     except Exception:  # the same step ran without being watched
         return []
     return recording.drawn

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.data.tree import map_tensors, tensors
+from hotloop.data.tree import copied, tensors
 from hotloop.lowering import Program
 from hotloop.state import State, leaves
 
@@ -29,7 +29,7 @@ def one_step(program: Program, state: State, batch: Any) -> tuple[Seen, State]:
     """Runs a step from `state` on a copy of `batch`; the State after it is also given as it is."""
     program.restore(replace(state, sums={}))
     before = {name: (value.grad, _version(value.grad)) for name, value in program.model.named_parameters()}
-    given = map_tensors(torch.clone, batch)
+    given = copied(batch)
     program.step(given)
     after = program.state()
     seen: Seen = {("count" if name in _COUNTS else "loss", name): _wide(value) for name, value in after.sums.items()}

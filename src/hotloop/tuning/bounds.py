@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hotloop.lowering import Program
+from hotloop.lowering.rewrites.walking import pair
 from hotloop.measuring.runner import Runner
 from hotloop.onlooker import Onlooker
 
@@ -116,23 +117,16 @@ def _can_be_rewritten(name: str, args: Sequence[Any]) -> bool:
     """A convolution as `conv_as_gemm` takes it: of images that learn nothing themselves, in one group, few enough at a time."""
     backward = name == "convolution_backward"
     image, filters, groups = (args[1], args[2], args[9]) if backward else (args[0], args[1], args[8])
-    learns = args[10][0] if backward else image.requires_grad
-    if image.ndim != 4 or groups != 1 or learns or filters[0].numel() > _SMALL_FILTER:
+    learns, transposed = (args[10][0], args[7]) if backward else (image.requires_grad, args[6])
+    if image.ndim != 4 or groups != 1 or learns or transposed or filters[0].numel() > _SMALL_FILTER:
         return False
-    places = math.prod(_places(args[0].shape) if backward else _put_at(image, filters, *args[3:6]))
+    places = math.prod(args[0].shape[2:] if backward else _put_at(image, filters, *args[3:6]))
     return bool(len(image) * places * filters[0].numel() * image.element_size() <= _COLUMNS_BYTES)
-
-
-def _places(shape: Sequence[int]) -> Sequence[int]:
-    return shape[2:]
 
 
 def _put_at(
     image: Tensor, filters: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
     """Height and width of what a convolution makes of an image."""
-    reach = [by * (size - 1) + 1 for size, by in zip(_places(filters.shape), dilation, strict=True)]
-    return [
-        (size + 2 * margin - wide) // by + 1
-        for size, margin, wide, by in zip(_places(image.shape), padding, reach, stride, strict=True)
-    ]
+    sizes = zip(image.shape[2:], filters.shape[2:], *map(pair, (stride, padding, dilation)), strict=True)
+    return [(size + 2 * margin - apart * (filled - 1) - 1) // by + 1 for size, filled, by, margin, apart in sizes]

@@ -84,13 +84,17 @@ class Budget:
         """Seconds of the least race of so many plans and the baseline that tells anything."""
         return LEAST_PAIRS * (plans + 1) * self.round_s
 
+    def settles_s(self, plans: int = 1) -> float:
+        """Seconds of a race of so many plans and the baseline after which as much is known as a search asks for."""
+        return ENOUGH_PAIRS * (plans + 1) * self.round_s
+
     def race_s(self, share: float, plans: int = 1, spent_s: float = 0.0) -> float:
         """For one race of so many plans and the baseline, which has a share of all, or what it takes to tell anything.
 
         Args:
             spent_s: on races before; of a time limit that the user set, 0 is left where the rest tells nothing.
         """
-        asked_s = max(share * self.racing_s, ENOUGH_PAIRS * (plans + 1) * self.round_s, self.least_s)
+        asked_s = max(share * self.racing_s, self.settles_s(plans), self.least_s)
         if not self.set_by_user:
             return asked_s
         left_s = min(asked_s, self.racing_s - spent_s)
@@ -105,6 +109,10 @@ class Budget:
         else:
             most_s, each_s = _MOST_SHARE * self.run_s, ENOUGH_PAIRS * self.round_s
         return min(wanted, max(0, int(most_s / max(each_s, 1e-9)) - 1))
+
+    def starts(self, each_s: float) -> int | None:
+        """How many plans that take so long to start are worth a try; None for all of them."""
+        return None if self.set_by_user or self.run_s is None else int(_MOST_SHARE * self.run_s / each_s)
 
     @property
     def too_small(self) -> bool:

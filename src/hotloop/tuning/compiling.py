@@ -47,20 +47,28 @@ class Chance:
         plan: that is compiled.
         won_s: of this run, by going on with it.
         compile_s: that compiling takes.
-        race_s: that it takes to tell whether it is faster.
+        telling_s: that it takes to tell whether it is faster, and to prove it.
     """
 
     plan: Plan
     won_s: float
     compile_s: float
-    race_s: float
+    telling_s: float
 
     @property
     def costs_s(self) -> float:
-        return self.compile_s + self.race_s
+        return self.compile_s + self.telling_s
 
 
-def chances(plans: Iterable[Plan], made: Makeup | None, step_s: float, budget: Budget) -> list[Chance]:
+def chances(
+    plans: Iterable[Plan],
+    made: Makeup | None,
+    step_s: float,
+    budget: Budget,
+    *,
+    recurrent: bool = False,
+    proof_s: float = 0.0,
+) -> list[Chance]:
     """As they are preferred; those that leave most of the run first, where there is no time for two.
 
     Args:
@@ -68,18 +76,16 @@ def chances(plans: Iterable[Plan], made: Makeup | None, step_s: float, budget: B
         made: the step of the eager plan; None if that isn't known.
         step_s: of it.
         budget: of the run under it.
+        recurrent: whether the step has layers that compilers write out time step by time step.
+        proof_s: of a proof that the eager plan needn't have.
     """
-    operations = None if made is None else made.operations
-    found = [
-        Chance(
-            plan,
-            REALISED * budget.wins_s(compiling_gains(made, step_s, plan.compile)),
-            compile_s(operations, plan.compile),
-            budget.tells_s(),
-        )
-        for plan in plans
-    ]
-    tight = bool(found) and found[0].won_s < 2 * found[0].costs_s
+    found = []
+    for plan in plans:
+        seen = None if recurrent and plan.compile != "none" else made
+        won_s = REALISED * budget.wins_s(compiling_gains(seen, step_s, plan.compile))
+        takes_s = compile_s(None if seen is None else seen.operations, plan.compile)
+        found.append(Chance(plan, won_s, takes_s, budget.settles_s() + proof_s))
+    tight = bool(found) and not budget.set_by_user and found[0].won_s < 2 * found[0].costs_s
     return sorted(found, key=lambda one: one.costs_s - one.won_s) if tight else found
 
 

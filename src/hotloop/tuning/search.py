@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,7 +12,7 @@ import torch
 
 from hotloop.errors import PlanError
 from hotloop.hardware import Hardware
-from hotloop.lowering import Program, lower
+from hotloop.lowering import Program
 from hotloop.measuring import Entrant, measure
 from hotloop.measuring.runner import Runner
 from hotloop.plan import Plan
@@ -24,6 +23,7 @@ from hotloop.trouble import explained
 from hotloop.tuning.bounds import Makeup, makeup
 from hotloop.tuning.budget import PROVING_STEPS, Budget, hopeless
 from hotloop.tuning.candidates import (
+    Change,
     apart,
     combined,
     compiled_changes,
@@ -33,7 +33,8 @@ from hotloop.tuning.candidates import (
     thread_changes,
     without,
 )
-from hotloop.tuning.compiling import Chance, chances
+from hotloop.tuning.compiling import Chance, chances, compile_s
+from hotloop.tuning.held import Held
 from hotloop.tuning.proofs import Proofs
 from hotloop.tuning.room import in_groups, plans_at_once
 from hotloop.tuning.starts import on_one_clock, with_start
@@ -83,18 +84,18 @@ class Search:
     failed: Mapping[str, str] = field(default_factory=dict)
     timings: dict[str, Timing] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _programs: dict[str, Program] = field(default_factory=dict)
-    _starts: dict[str, tuple[float, float]] = field(default_factory=dict)
     _spent_s: float = 0.0
     _cramped: bool = False
+
+    def __post_init__(self) -> None:
+        self.held = Held(self.task)
 
     def run(self) -> str:
         """The name of the plan that finishes this run first and is proven equal: the baseline, if none is."""
         try:
             return self._run()
         finally:
-            for program in self._programs.values():
-                program.close()
+            self.held.close()
 
     def _run(self) -> str:
         if self.time_limit_s is None and hopeless(self.facts.steps):
@@ -122,7 +123,7 @@ class Search:
 
     def _glance(self) -> float:
         """Seconds of the baseline's step; a stream that comes to its end meanwhile has told how long it is."""
-        program = self._lowered(BASELINE, self.baseline)
+        program = self.held.lowered(BASELINE, self.baseline)
         try:
             with preserved(*program.devices):
                 runner = Runner(program)
@@ -166,6 +167,7 @@ class Search:
     def _eagerly(self, budget: Budget) -> Plan:
         """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
         changes = without(eager_changes(self.facts, self.hardware, self.base, torch.get_num_threads()), self.fixed)
+        changes = self._in_reach(changes, budget)
         start = [] if self.base == self.baseline else [self.base]
         singles = [self.base.with_axes(**change) for change in changes]
         rules = [] if self.rules is None or self.rules in (self.base, *singles) else [self.rules]
@@ -184,6 +186,13 @@ class Search:
         if len(best) > 1 and self._hoped(alone, [*alone, *sure], budget):
             self._race([together], budget.race_s(1 / 4, 1, self._spent_s))
         return max([together, *alone, *sure], key=self._ratio)  # they may be slower together, or not run at all
+
+    def _in_reach(self, changes: list[Change], budget: Budget) -> list[Change]:
+        """Those that are worth their start: of a plan that was set to compile, each change is compiled too."""
+        compiled = self.base.compile
+        if compiled in ("step", "package"):
+            changes = [change for change in changes if "optimizer" not in change]  # a compiler writes it its own way
+        return changes if compiled == "none" else changes[: budget.starts(compile_s(0, compiled))]
 
     def _in_time(self, plans: list[Plan], budget: Budget) -> list[Plan]:
         """Those that the first race has time for; the last ones are the least likely to win."""
@@ -240,8 +249,10 @@ class Search:
         base = self.timings[BASELINE]
         timing = self.timings.get(plan.brief(), base)
         assert timing.step_ms is not None and base.step_ms is not None
-        made = None if self.facts.recurrent else self._makeup(timing.name, plan)
-        return chances(ways, made, timing.step_ms / 1e3, budget.after(base.step_ms / timing.step_ms))
+        rest = budget.after(base.step_ms / timing.step_ms)
+        proof_s = PROVING_STEPS * base.step_ms / 1e3 if plan == self.base else 0.0  # any other is proven anyway
+        made, step_s = self._makeup(timing.name, plan), timing.step_ms / 1e3
+        return chances(ways, made, step_s, rest, recurrent=self.facts.recurrent, proof_s=proof_s)
 
     def _too_late(self, way: Chance, lost_s: float, budget: Budget) -> str:
         """Why nothing is compiled any more; empty where something is."""
@@ -254,7 +265,7 @@ class Search:
     def _race_way(self, way: Chance, lost_s: float, budget: Budget) -> bool:
         """Races one way to compile, as it is and rewritten; False where it can't be run."""
         plans, won_s = [way.plan, *self._rewritten(way.plan)], way.won_s - lost_s
-        if self.time_limit_s is None and won_s < 2 * way.compile_s + way.race_s:
+        if self.time_limit_s is None and won_s < 2 * way.compile_s + way.telling_s:
             for plan in reversed(plans):  # there is time for one; that nothing can be rewritten shows before it
                 self._race([plan], budget.race_s(1 / 4))
                 if not self._fails(plan):
@@ -273,7 +284,9 @@ class Search:
     def _makeup(self, name: str, plan: Plan) -> Makeup | None:
         """What its step is made of; None where the look itself fails, since the plan has been run by then."""
         try:
-            return makeup(self._lowered(name, plan))
+            program = self.held.lowered(name, plan)
+            with preserved(*program.devices):
+                return makeup(program)
         except Exception:
             return None
 
@@ -309,7 +322,7 @@ class Search:
         for part in parts:
             self._measure(part, seconds * (len(part) + 1) / (len(named) + len(parts)), each_axis)
             if len(parts) > 1:
-                self._give_up(part)
+                self.held.give_up(part)
         self._spent_s += 0.0 if all(map(self._fails, named.values())) else seconds
         return [self.timings.get(plan.brief()) for plan in plans]
 
@@ -323,10 +336,10 @@ class Search:
 
     def _in_memory(self, named: Mapping[str, Plan]) -> list[dict[str, Plan]]:
         """The plans in groups that there is memory for at a time, beside the baseline."""
-        new = [name for name in named if name not in self._programs]
+        new = [name for name in named if name not in self.held.programs]
         room = plans_at_once(self.facts, self.baseline.device) if new else len(named)
         if room < len(new):
-            self._give_up([name for name in self._programs if name != BASELINE])
+            self.held.give_up([name for name in self.held.programs if name != BASELINE])
             room = plans_at_once(self.facts, self.baseline.device)
         if room < 1:
             self._cramped = True
@@ -334,35 +347,20 @@ class Search:
             return []
         return [{name: named[name] for name in part} for part in in_groups(list(named), room)]
 
-    def _give_up(self, names: Iterable[str]) -> None:
-        """Frees the memory of Programs, which can be lowered again."""
-        held = [name for name in names if name in self._programs]
-        for name in held:
-            self._programs.pop(name).close()
-        if held:
-            gc.collect()  # models and optimizers refer to each other
-
     def _measure(self, named: Mapping[str, Plan], seconds: float, each_axis: bool) -> None:
         entrants = [
-            Entrant(name, partial(self._lowered, name, plan), plan, apart(plan, self.base, each_axis))
+            Entrant(name, partial(self.held.lowered, name, plan), plan, apart(plan, self.base, each_axis))
             for name, plan in {BASELINE: self.baseline, **named}.items()
         ]
         steps = self.facts.steps
         found = measure(entrants, BASELINE, steps=steps, time_limit_s=seconds, brief=True, progress=self.progress)
         for timing in found.plans:
-            self.timings[timing.name] = with_start(timing, self._starts.get(timing.name), steps)
-
-    def _lowered(self, name: str, plan: Plan) -> Program:
-        if name not in self._programs:
-            began = time.perf_counter()
-            program = self._programs[name] = lower(self.task, plan)
-            self._starts.setdefault(name, (time.perf_counter() - began - program.compile_s, program.compile_s))
-        return self._programs[name]
+            self.timings[timing.name] = with_start(timing, self.held.starts.get(timing.name), steps)
 
     def _proven(self, budget: Budget, step_s: float) -> str:
         """The first of the plans that finish earlier than the baseline, best first, whose proof pays and succeeds."""
         self.timings = on_one_clock(self.timings, BASELINE, self.facts.steps)
-        self._give_up([one.name for one in self.timings.values() if one.verdict != "faster"])
+        self.held.give_up([one.name for one in self.timings.values() if one.verdict != "faster"])
         proofs = Proofs(self.baseline, budget, step_s, self._accepted, self._parity)
         winner = proofs.first(self._faster())
         self.timings |= {one.name: one for one in proofs.judged}
@@ -376,20 +374,12 @@ class Search:
         """
         for timing in self.timings.values():
             if timing.verdict == "faster" and timing.compile_s:
-                self.timings[timing.name] = timing.model_copy(update={"compile_warm_s": self._compiled_again(timing)})
+                again_s = self.held.compiled_again_s(timing.name, Plan(**timing.plan))
+                self.timings[timing.name] = timing.model_copy(update={"compile_warm_s": again_s})
         finishes = {one.name: one.finishes(self.facts.steps) for one in self.timings.values() if one.step_ms}
         faster = [one for one in self.timings.values() if one.verdict == "faster"]
         able = [one for one in faster if finishes[one.name] < finishes[BASELINE]]
         return sorted(able, key=lambda one: finishes[one.name])
-
-    def _compiled_again(self, timing: Timing) -> float:
-        """Seconds of compiling once more; as many as the first time where that fails."""
-        try:
-            program = lower(self.task, Plan(**timing.plan))
-        except Exception:
-            return timing.compile_s or 0.0
-        program.close()
-        return program.compile_s
 
     @property
     def _accepted(self) -> tuple[str, ...]:
@@ -397,4 +387,4 @@ class Search:
 
     def _parity(self, timing: Timing) -> Parity:
         self.progress(f"proving {timing.name}", 0.0)
-        return self.prove([self._lowered(timing.name, Plan(**timing.plan))])[0]
+        return self.prove([self.held.lowered(timing.name, Plan(**timing.plan))])[0]

@@ -1,0 +1,59 @@
+"""The Programs that a search has in memory, and what each cost to start."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hotloop.lowering import Program, lower
+from hotloop.plan import Plan
+from hotloop.task import Task
+
+
+@dataclass
+class Held:
+    """Programs of one Task.
+
+    Attributes:
+        programs: by name; those that are given up can be lowered again.
+        starts: seconds of lowering without compiling, and of compiling, by name; of the first time.
+    """
+
+    task: Task
+    programs: dict[str, Program] = field(default_factory=dict)
+    starts: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def lowered(self, name: str, plan: Plan) -> Program:
+        """The Program of that name, lowered from the plan if it isn't there.
+
+        Raises:
+            PlanError: the plan can't be run.
+        """
+        if name not in self.programs:
+            began = time.perf_counter()
+            program = self.programs[name] = lower(self.task, plan)
+            self.starts.setdefault(name, (time.perf_counter() - began - program.compile_s, program.compile_s))
+        return self.programs[name]
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """Frees the memory of Programs."""
+        held = [name for name in names if name in self.programs]
+        for name in held:
+            self.programs.pop(name).close()
+        if held:
+            gc.collect()  # models and optimizers refer to each other
+
+    def compiled_again_s(self, name: str, plan: Plan) -> float:
+        """Seconds of compiling once more; as many as the first time where that fails."""
+        try:
+            program = lower(self.task, plan)
+        except Exception:
+            return self.starts[name][1] if name in self.starts else 0.0
+        program.close()
+        return program.compile_s
+
+    def close(self) -> None:
+        for program in self.programs.values():
+            program.close()

@@ -1,0 +1,138 @@
+"""Whether a search compiles: what that should win of a run, and what it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hotloop.lowering import lower
+from hotloop.plan import Plan
+from hotloop.rng import generator_states
+from hotloop.tuning import search as module
+from hotloop.tuning.bounds import Makeup, makeup
+from hotloop.tuning.budget import Budget
+from hotloop.tuning.compiling import Chance, chances, compile_s, compiling_gains
+from tests.cpu.families import family
+from tests.cpu.programs import a_task
+from tests.cpu.test_tuning import HALF, STEP_MS, Races, Stays, searching
+
+WAYS = [Plan(compile="package"), Plan(compile="step"), Plan(compile="forward")]
+
+
+def names(found: list[Chance]) -> list[str]:
+    return [one.plan.compile for one in found]
+
+
+def test_a_longer_step_takes_longer_to_compile_and_an_unknown_one_longest() -> None:
+    assert compile_s(50) < compile_s(1000) and compile_s(50, "step") < compile_s(50, "package") < compile_s(None)
+
+
+@pytest.mark.parametrize(
+    ("budget", "order"),
+    [
+        (Budget(80.0, 2.0), ["step", "package", "forward"]),
+        (Budget(1000.0, 20.0), ["package", "step", "forward"]),
+        (Budget(5.0, 20.0, least_s=0.0), ["package", "step", "forward"]),  # the user gave the time, for runs to come
+        (Budget(None, 20.0), ["package", "step", "forward"]),
+    ],
+    ids=["short", "long", "time limit", "stream"],
+)
+def test_the_way_that_is_compiled_sooner_comes_first_where_time_is_short(budget: Budget, order: list[str]) -> None:
+    found = chances(WAYS, HALF, STEP_MS / 1e3, budget)
+    assert names(found) == order
+    assert budget.run_s is None or all(one.won_s < budget.run_s for one in found)
+
+
+def test_recurrent_layers_are_dear_to_compile_and_not_to_record() -> None:
+    """A CUDA graph alone writes nothing out."""
+    ways = [Plan(device="cuda:0", graphs="step"), Plan(device="cuda:0", compile="step")]
+    plain, recurrent = (
+        chances(ways, Makeup(400), 1e-3, Budget(1000.0, 20.0), recurrent=recurrent) for recurrent in (False, True)
+    )
+    assert recurrent[0] == plain[0] and recurrent[0].compile_s < compile_s(None) == recurrent[1].compile_s
+    assert recurrent[1].won_s < plain[1].won_s
+
+
+@pytest.mark.parametrize(("speed", "counts"), [(1.0, True), (1.3, False)])
+def test_a_proof_counts_where_the_eager_plan_needs_none(
+    monkeypatch: pytest.MonkeyPatch, speed: float, counts: bool
+) -> None:
+    asked: list[float] = []
+
+    def seen(*given: Any, proof_s: float, **axes: Any) -> list[Chance]:
+        asked.append(proof_s)
+        return chances(*given, proof_s=proof_s, **axes)
+
+    monkeypatch.setattr(module, "chances", seen)
+    searching(monkeypatch, Races(optimizer__fused=speed), steps=10_000, compiler=True).run()
+    assert asked == [250 * STEP_MS / 1e3 if counts else 0.0]
+
+
+def test_a_proof_and_a_race_are_part_of_what_a_compilation_costs() -> None:
+    """Of 600 steps of a second each a compiler may win 140 s, and the proof alone takes 250."""
+    slow = Makeup(100, step_s=1.0, library_s=0.4, other_s=0.4)
+    budget = Budget.of(1.0, 600, None)
+    alone, proven = (chances(WAYS, slow, 1.0, budget, proof_s=proof_s)[0] for proof_s in (0.0, 250.0))
+    assert alone.won_s > alone.costs_s and proven.won_s < proven.costs_s
+    assert alone.telling_s == 24.0  # twelve rounds of two plans
+
+
+@pytest.mark.parametrize(("steps", "raced"), [(8_000, 0), (400_000, 3)])
+def test_changes_of_a_plan_that_compiles_are_raced_where_their_compilations_pay(
+    monkeypatch: pytest.MonkeyPatch, steps: int, raced: int
+) -> None:
+    lowered = module.Held.lowered
+    monkeypatch.setattr(
+        module.Held, "lowered", lambda held, name, plan: lowered(held, name, plan.with_axes(compile="none"))
+    )
+    base = Plan(device="cpu", compile="step")
+    races = Races()
+    given = dict(base=base, fixed={"device", "compile"}, steps=steps, compiler=True, threads=2)
+    searching(monkeypatch, races, **given).run()
+    assert len([name for name in races.raced if name.startswith("compile=step ") or " compile=step" in name]) <= raced
+    assert not any("optimizer" in name for name in races.raced)  # a compiler writes the update its own way
+    assert ("compile=step" in races.raced) and (len(races.raced) > 2) is bool(raced)
+
+
+@pytest.mark.parametrize(("batch", "stays"), [(32, False), (64, True)])
+@pytest.mark.parametrize("padding", [1, "same"])
+def test_a_convolution_whose_columns_no_cache_holds_stays_with_the_library(
+    batch: int, stays: bool, padding: Any
+) -> None:
+    layer = nn.Conv2d(1, 8, 3, padding=padding)
+    with Stays(rewrites=True) as seen:
+        layer(torch.zeros(batch, 1, 28, 28)).sum().backward()
+    assert seen.found == [stays, stays]
+
+
+def test_a_step_with_a_convolution_without_padding_is_looked_at() -> None:
+    layers = lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding="valid"), nn.Flatten(), nn.LazyLinear(5))  # noqa: E731
+
+    def model() -> nn.Module:
+        made = layers()
+        made(torch.zeros(1, 3, 6, 6))
+        return made
+
+    made = makeup(lower(family("mlp", model=model)))
+    assert made is not None and made.library_s
+
+
+def test_a_transposed_convolution_stays_with_the_library() -> None:
+    with Stays(rewrites=True) as seen:
+        nn.ConvTranspose2d(1, 2, 3)(torch.zeros(2, 1, 6, 6)).sum().backward()
+    assert seen.found == [True, True]
+
+
+def test_a_look_at_a_step_leaves_the_callers_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = searching(monkeypatch, Races(), task=a_task())
+    torch.manual_seed(5)
+    before = generator_states()
+    assert search._makeup("baseline", search.baseline) is not None
+    assert generator_states() == before
+
+
+def test_a_step_of_which_nothing_is_known_gains_little() -> None:
+    assert 1 < compiling_gains(None, 1e-3) < 1.05
