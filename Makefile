@@ -86,6 +86,8 @@ $(BENCH_STAMP): pyproject.toml constraints.txt
 	$(PYTHON_FITS)
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_OPTIONS) -e '.[bench]'
+	@# As below.
+	$(BENCH_VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-deps timm
 	@touch $@
 
 $(RUN_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt

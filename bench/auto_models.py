@@ -1,12 +1,14 @@
-"""Does `plan="auto"` pay on networks that nobody here had in mind? The ten of `bench/zoo.py`, against the baseline.
+"""Does `plan="auto"` pay on networks that nobody here had in mind? Those of `bench/zoo.py`, against the baseline, on the CPU.
 
     .venv-bench/bin/python -m bench.auto_models                       about an hour; Ctrl-C, and the same command goes on
     .venv-bench/bin/python -m bench.auto_models bert vit --seconds 20
 
 For each network, in a process of its own: `tune` looks for the fastest plan that is proven equal. Then the baseline, what
 `auto` takes for itself (by its rules, and what it compiles, races and proves), and what was found race once more, since
-the winner of a search owes a part of its figure to luck. What `tune` raced and left out stands below each. A network, or a plan of that last race, that fails
-is named, and so is one that is slower than the baseline; then the exit code is 1.
+the winner of a search owes a part of its figure to luck. That race gets more time until it has pairs enough for an
+interval. What `tune` raced and left out stands below each. A network, or a plan of that last race, that fails or can't be
+measured is named, and so is one that is slower than the baseline; then the exit code is 1. The same command tries again
+what failed.
 """
 
 from __future__ import annotations
@@ -16,26 +18,32 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.claim import write_claim
+from bench.claim import circumstances, write_claim
 from bench.speed.journal import Journal, Row
 from bench.speed.table import rows as table
 from bench.speed.workloads import HOME
 from bench.zoo import NAMES
 from hotloop.errors import HotloopError
 from hotloop.files import write_atomic
+from hotloop.measuring.statistics import LEAST_PAIRS
 from hotloop.plan import BASELINE, Plan
 from hotloop.probe import machine
 from hotloop.report.progress import duration
+from hotloop.verdicts import Verdict
 
 STEPS = 50_000
 """Of the run that plans are chosen for."""
 
 LIMIT_S = 1500
 """For one network."""
+
+_SPARE = 1.25
+"""Times the pairs that are needed."""
 
 FOUND, RULES = "tuned", "auto"
 
@@ -46,13 +54,34 @@ def raced(name: str, seconds: float) -> dict[str, Any]:
     from bench.zoo import SAMPLES, task
 
     epochs = STEPS * 16 // SAMPLES
-    searched = hotloop.tune(task(name, epochs), time_limit=f"{2 * seconds:g}s", progress=False)
+    until = time.monotonic() + 0.9 * LIMIT_S
+    searched = hotloop.tune(task(name, epochs), device="cpu", time_limit=f"{2 * seconds:g}s", progress=False)
     plan = Plan(**searched.plan(searched.winner or searched.baseline).plan)
     rivals: list[Any] = ["baseline", RULES]
     if plan != BASELINE:
         rivals.append(plan)
-    verdict = hotloop.race(task(name, epochs), rivals, time_limit=f"{seconds:g}s", progress=False)
+
+    def race(race_s: float) -> Verdict:
+        return hotloop.race(task(name, epochs), rivals, devices=["cpu"], time_limit=f"{race_s:g}s", progress=False)
+
+    verdict = until_measured(race, seconds, until)
     return {"searched": searched.model_dump(), "verdict": verdict.model_dump(), "plan": plan.brief()}
+
+
+def until_measured(race: Callable[[float], Verdict], seconds: float, until: float) -> Verdict:
+    """Races again and longer until each plan has pairs enough for an interval, or there is no time for that.
+
+    Each race makes the plans ready anew, so the next gets the time that it should need, and twice the last one's at least.
+    """
+    while True:
+        began = time.monotonic()
+        verdict = race(seconds)
+        took_s = time.monotonic() - began
+        short = [one.windows for one in verdict.plans if one.failure is None and one.ratio_low is None]
+        longer_s = seconds * max(2.0, _SPARE * LEAST_PAIRS / max(1, min(short))) if short else seconds
+        if not short or time.monotonic() + took_s + longer_s - seconds > until:
+            return verdict
+        seconds = longer_s
 
 
 def in_own_process(name: str, seconds: float) -> dict[str, Any]:
@@ -104,13 +133,14 @@ def markdown(measured: Sequence[Row]) -> str:
         base = row["verdict"]["plans"][0]
         cells.append([row["model"], f"{base['step_ms']:.3g} ms", _run(base), *_cells(row, RULES), *_cells(row, FOUND)])
     means = ["**geometric mean**", "", ""]
-    means += [_text(geometric_mean(done, RULES)), "", "", _text(geometric_mean(done, FOUND)), "", ""]
+    means += [_mean_text(measured, RULES), "", "", _mean_text(measured, FOUND), "", ""]
     head = ("network", "baseline's step", "run", "auto", "run", "plan", "found by tune", "run", "plan")
     about = (
         "Times as fast as the baseline, by the step alone, with 99 % intervals. A run is all of its steps with what it"
-        " takes to start and compile. What failed is in no mean.\n"
+        " takes to start and compile. What failed or wasn't measured is in no mean.\n"
     )
-    parts = [about, *table(head, [*cells, means]), "", *(f"- {line}" for line in failures(measured))]
+    unknown = [*failures(measured), *unmeasured(measured)]
+    parts = [about, *table(head, [*cells, means]), "", *(f"- {line}" for line in unknown)]
     return "\n".join([*parts, "\n## What was raced and left out\n", *_left_out(done)]) + "\n"
 
 
@@ -134,6 +164,29 @@ def failures(measured: Sequence[Row]) -> list[str]:
             plans = {which: one for which, one in timings(row).items() if one["failure"]}
             found += [f"{row['model']} ({which}): {one['failure']}" for which, one in plans.items()]
     return found
+
+
+def unmeasured(measured: Sequence[Row]) -> list[str]:
+    """Plans that would be taken, and whose pairs were too few to say anything."""
+    found = []
+    for row in measured:
+        if not row.get("failure"):
+            plans = {which: one for which, one in timings(row).items() if not one["failure"]}
+            short = {which: one for which, one in plans.items() if math.isnan(gain(row, which)[0])}
+            found += [f"{row['model']} ({which}): not measured, {one['windows']} pairs" for which, one in short.items()]
+    return found
+
+
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The last of each network: what failed may have been tried again."""
+    return list({row["model"]: row for row in rows}.values())
+
+
+def _mean_text(measured: Sequence[Row], which: str) -> str:
+    """The mean, and of how many networks it is."""
+    done = [row for row in measured if not row.get("failure")]
+    count = sum(not math.isnan(gain(row, which)[0]) for row in done)
+    return f"{_text(geometric_mean(done, which))}, {count} of {len(measured)}"
 
 
 def _text(gained: tuple[float, float, float]) -> str:
@@ -177,27 +230,36 @@ def main() -> int:
         print(json.dumps(raced(options.models[0], options.seconds)))
         return 0
     try:
-        setup = {"seconds": options.seconds, "networks": NAMES, "versions": machine.versions(None)}
-        journal = Journal(options.journal, resume=not options.fresh, setup=setup)
+        now = circumstances()
+        setup = {"seconds": options.seconds, "networks": NAMES, "cores": machine.processor().allowed_cores}
+        setup |= {"versions": now["versions"], "threads": now["threads"]}
+        spoken = " ".join(["python -m bench.auto_models", *sys.argv[1:]])
+        measured = {"command": spoken, **now}
+        journal = Journal(options.journal, resume=True, fresh=options.fresh, setup=setup, measured=measured)
     except HotloopError as error:
         parser.error(str(error))
+    asked = options.models or NAMES
     try:
-        for name in options.models or NAMES:
-            if not journal.has({"model": name}):
+        for name in asked:
+            done = latest(journal.of(model=name))
+            if not done or failures(done) or unmeasured(done):
                 journal.add({"model": name}, **in_own_process(name, options.seconds))
                 row = journal.rows[-1]
                 print("; ".join(failures([row])) or f"{name}: {row['plan']}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print(f"stopped; what was measured is in {journal.path}: the same command goes on", file=sys.stderr)
         return 130
-    text = markdown(journal.rows)
+    rows = [row for row in latest(journal.rows) if row["model"] in asked]
+    text = markdown(rows)
     print(text)
     if options.record:
-        command = f"python -m bench.auto_models --seconds {options.seconds:g}"
-        folder = write_claim("auto-models", command, BASELINE, {"models": journal.rows})
+        figures = {"asked": list(asked), "models": rows}
+        then = dict(journal.measured or measured)
+        command = then.pop("command")
+        folder = write_claim("auto-models", command, BASELINE, figures, then)
         write_atomic(folder / "README.md", text)
         print(folder, file=sys.stderr)
-    return 1 if slower(journal.rows) or failures(journal.rows) else 0
+    return 1 if slower(rows) or failures(rows) or unmeasured(rows) else 0
 
 
 if __name__ == "__main__":

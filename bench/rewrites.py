@@ -22,7 +22,7 @@ from hotloop.plan import Plan
 from hotloop.verdicts import Timing
 
 _CLASSES = 10
-PACKAGE = Plan(compile="package")
+PACKAGE = Plan(compile="package", device="cpu")
 
 
 def lenet() -> nn.Sequential:
@@ -108,9 +108,10 @@ def main() -> None:
     rows = [
         row for name in given.networks.split(",") for row in measured(name, given.rewrites.split(","), given.seconds)
     ]
-    print(
-        write_claim("rewrites", "python -m bench.rewrites", PACKAGE, {"threads": torch.get_num_threads(), "rows": rows})
+    command = (
+        f"python -m bench.rewrites --networks {given.networks} --rewrites {given.rewrites} --seconds {given.seconds:g}"
     )
+    print(write_claim("rewrites", command, PACKAGE, {"torch_threads": torch.get_num_threads(), "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Ten small networks with random weights on data made up here: what strangers would train.
+"""Eleven small networks with random weights on data made up here: what strangers would train.
 
-Nine are of transformers, and one is of PyTorch's LSTM. One trains with RMSprop and one with SGD and momentum, the others
+Nine are of transformers, and two of timm. One trains with RMSprop and one with SGD and momentum, the others
 with AdamW; one draws its samples from a map-style data set in a single long epoch, the others have theirs in memory.
 
-hotloop tune bench/zoo.py -p name=bert
+python -m hotloop tune bench/zoo.py -p name=bert      from the project's folder
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import hotloop
+from bench.without_torchvision import imported_timm
 
 WORDS, LENGTH, CLASSES = 1000, 64, 10
 SAMPLES = 512
@@ -41,18 +42,8 @@ _SMALL = dict(
 _NO_ENDS = dict(bos_token_id=0, eos_token_id=0)
 
 
-class Recurrent(nn.Module):
-    """An LSTM in two layers that says of which class a text is, called as the networks of transformers are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 128)
-        self.recurrent = nn.LSTM(128, 128, num_layers=2, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(128, CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """int64 (B, T) -> logits (B, classes)."""
-        return self.head(self.recurrent(self.embedding(tokens))[0][:, -1])
+def _of_timm(name: str, **options: Any) -> nn.Module:
+    return imported_timm().create_model(name, num_classes=CLASSES, **options)
 
 
 CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {
@@ -112,10 +103,13 @@ SEEING: dict[str, Callable[[], nn.Module]] = {
 }
 """Images float32 (B, 3, 64, 64), labels int64 (B,)."""
 
-OWN: dict[str, Callable[[], nn.Module]] = {"lstm": Recurrent}
-"""Tokens int64 (B, T), labels int64 (B,); the loss is outside of the network."""
+TIMM: dict[str, Callable[[], nn.Module]] = {
+    "mixer": lambda: _of_timm("mixer_s32_224", img_size=64),
+    "regnet": lambda: _of_timm("regnety_002"),
+}
+"""Images float32 (B, 3, 64, 64), labels int64 (B,); the loss is outside of the network."""
 
-NETWORKS = {**CLASSIFIERS, **OWN, **WRITERS, **SEEING}
+NETWORKS = {**CLASSIFIERS, **WRITERS, **SEEING, **TIMM}
 
 NAMES = tuple(NETWORKS)
 
@@ -157,9 +151,9 @@ def of_images(model: nn.Module, batch: Any) -> Tensor:
 
 
 def of_logits(model: nn.Module, batch: Any) -> Tensor:
-    """The same for a network that puts out logits alone."""
-    tokens, labels = batch
-    return nn.functional.cross_entropy(model(tokens), labels)
+    """The same for networks that put out logits alone, as those of timm do."""
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images), labels)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -171,7 +165,7 @@ def task(name: str = "bert", epochs: int = 1) -> hotloop.Task:
     mapped = name in MAPPED
     return hotloop.Task(
         model=NETWORKS[name],
-        step=of_images if name in SEEING else of_logits if name in OWN else of_text,
+        step=of_images if name in SEEING else of_logits if name in TIMM else of_text,
         optimizer=OPTIMIZERS.get(name, adamw),
         data=Windows(SAMPLES * epochs) if mapped else _in_memory(name),
         batch_size=16,
@@ -183,7 +177,7 @@ def task(name: str = "bert", epochs: int = 1) -> hotloop.Task:
 def _in_memory(name: str) -> tuple[Tensor, Tensor]:
     draws = torch.Generator().manual_seed(0)
     labels = torch.randint(CLASSES, (SAMPLES,), generator=draws)
-    if name in SEEING:
+    if name in SEEING or name in TIMM:
         return torch.randn(SAMPLES, 3, 64, 64, generator=draws), labels
     x = torch.randint(WORDS, (SAMPLES, LENGTH), generator=draws)
     return x, x if name in WRITERS else labels

@@ -15,6 +15,14 @@ from bench.speed.workloads import Workload
 ROWS = 256
 
 
+def placed(job: Job) -> torch.device:
+    """Where it trains; a window ends with what that has computed."""
+    device = torch.device(job.device)
+    if device.type != "cpu":
+        job.marks.sync = lambda: torch.accelerator.synchronize(device)
+    return device
+
+
 def tensors(workload: Workload) -> list[Tensor]:
     """x, y, and those of the test data: images float32 (N, C, H, W), texts int64 (N, T)."""
     data = load(workload.data).prepared()
@@ -23,10 +31,10 @@ def tensors(workload: Workload) -> list[Tensor]:
 
 @torch.no_grad()
 def judged(model: nn.Module, job: Job) -> tuple[float, float]:
-    """Loss on the first training samples, accuracy on test samples."""
+    """Loss on the first training samples, accuracy on test samples, on the CPU."""
     x, y, test_x, test_y = tensors(job.workload)
     few, few_y, test_x, test_y = x[job.few], y[job.few], test_x[job.tested], test_y[job.tested]
-    model.eval()
+    model = model.cpu().eval()
     loss_of = loss_module(job.workload.name)()
     losses = [float(loss_of(model(a), b)) * len(b) for a, b in _batches(few, few_y)]
     right = [int((model(a).argmax(-1) == b).sum()) for a, b in _batches(test_x, test_y)]

@@ -5,19 +5,21 @@ from __future__ import annotations
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from bench.peers.on_torch import judging, tensors
+from bench.peers.on_torch import judging, placed, tensors
 from bench.speed.job import LR, Evaluate, Job, main
 from bench.speed.models import build, loss_module
 
 
 def looped(job: Job, dataset: Dataset) -> Evaluate:
     loader = DataLoader(dataset, batch_size=job.workload.batch, shuffle=True)
-    model = build(job.workload.name)
+    device = placed(job)
+    model = build(job.workload.name).to(device)
     loss_of = loss_module(job.workload.name)()
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
     model.train()
     for _ in range(job.epochs):
         for x, y in loader:
+            x, y = x.to(device), y.to(device)
             optimizer.zero_grad()
             loss = loss_of(model(x), y)
             loss.backward()

@@ -7,14 +7,14 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
-from bench.peers.on_torch import judging, tensors
+from bench.peers.on_torch import judging, placed, tensors
 from bench.speed.job import LR, Evaluate, Job, main
 from bench.speed.models import build, loss_module
 
 
 def train(job: Job) -> Evaluate:
     set_seed(0)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=placed(job).type == "cpu")
     x, y, *_ = tensors(job.workload)
     model = build(job.workload.name)
     loss_of = loss_module(job.workload.name)()

@@ -110,6 +110,7 @@ def scanned(forward: Any, state: Any, x: Any, y: Any, order: Any, key: Any, numb
 
 
 def train(job: Job) -> Evaluate:
+    jax.config.update("jax_platforms", "cpu")  # it takes an accelerator by itself
     data = load(job.workload.data).prepared()
     x, test_x = (jnp.asarray(part.transpose(0, 2, 3, 1)) for part in (data.x, data.test_x))
     y, test_y = jnp.asarray(data.y), jnp.asarray(data.test_y)

@@ -74,6 +74,8 @@ def waiting(model: Any) -> Callable[[], None]:
 
 def train(job: Job) -> Evaluate:
     os.environ["KERAS_BACKEND"] = job.options[0] if job.options else "torch"
+    os.environ["KERAS_TORCH_DEVICE"] = job.device  # each takes an accelerator by itself unless it is told so
+    os.environ["JAX_PLATFORMS"] = "cpu"
     import keras
 
     keras.utils.set_random_seed(0)
@@ -85,6 +87,10 @@ def train(job: Job) -> Evaluate:
     callbacks = [counting(job.marks)]
     if keras.backend.backend() == "jax":
         job.marks.sync = waiting(model)
+    elif job.device != "cpu":
+        from bench.peers.on_torch import placed
+
+        placed(job)
     model.fit(x, data.y, batch_size=job.workload.batch, epochs=job.epochs, callbacks=callbacks, verbose=0)
 
     def evaluate() -> tuple[float, float]:

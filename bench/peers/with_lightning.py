@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from bench.peers.on_torch import judging, tensors
+from bench.peers.on_torch import judging, placed, tensors
 from bench.speed.job import LR, Evaluate, Job, main
 from bench.speed.marks import Marks
 from bench.speed.models import build, loss_module
@@ -45,7 +45,8 @@ def train(job: Job) -> Evaluate:
     module = Module(job.workload.name)
     trainer = lightning.Trainer(
         max_epochs=job.epochs,
-        accelerator="cpu",
+        accelerator=placed(job).type,
+        devices=1,
         callbacks=[Counting(job.marks)],
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -8,7 +8,7 @@ import torch
 from skorch import NeuralNet
 from skorch.callbacks import Callback
 
-from bench.peers.on_torch import judging, tensors
+from bench.peers.on_torch import judging, placed, tensors
 from bench.speed.job import LR, Evaluate, Job, main
 from bench.speed.marks import Marks
 from bench.speed.models import build, loss_module
@@ -33,6 +33,7 @@ def train(job: Job) -> Evaluate:
         criterion=loss_module(job.workload.name),
         optimizer=torch.optim.Adam,
         lr=LR,
+        device=placed(job).type,
         batch_size=job.workload.batch,
         max_epochs=job.epochs,
         iterator_train__shuffle=True,

@@ -8,6 +8,9 @@
     python -m bench.speed --whole-run 120       whole runs that take the tutorial's loop 120 s, everything included
     python -m bench.speed --table FILE          the tables of what was measured before
     python -m bench.speed --record              writes the figures to claims/ as well
+    python -m bench.speed --device cuda         everybody on the GPU; the default is the CPU, also where there is one
+
+The exit code is 1 where a mistake was made, and where hotloop failed on a workload.
 
 Each peer is a process of its own, with the threads that the machine gives it (OMP_NUM_THREADS stays as it is, unset for
 a figure worth quoting). All peers of a workload are in memory together and train in turn, a window of the same steps
@@ -23,27 +26,30 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.claim import write_claim
+from bench.claim import circumstances, write_claim
 from bench.speed.data import lay_down
 from bench.speed.journal import Journal
-from bench.speed.lanes import OURS, PEERS, TUTORIAL, Lane, ours
+from bench.speed.lanes import OURS, PEERS, SEARCHING, TUTORIAL, Lane, axes_of, ours
 from bench.speed.limits import limit_of
 from bench.speed.picture import draw
-from bench.speed.sessions import STEPS, Bench, absent, searches, sessions
+from bench.speed.running import Failed
+from bench.speed.sessions import STEPS, Bench, searches, sessions
 from bench.speed.summary import Summary, summary
-from bench.speed.table import markdown
-from bench.speed.whole import lanes_of, whole_runs, whole_table
+from bench.speed.table import markdown, targets_table
+from bench.speed.targets import Target, targets
+from bench.speed.whole import lanes_of, whole_runs, whole_table, whole_targets
 from bench.speed.workloads import HOME, WORKLOADS
-from hotloop.errors import HotloopError
+from hotloop.errors import DeviceError, HotloopError, PlanError
 from hotloop.files import write_atomic
 from hotloop.plan import BASELINE
-from hotloop.probe import machine
+from hotloop.probe import check_device, machine
+from hotloop.wanted import Wanted
 
 FULL_SESSIONS = 5
 FULL_BUDGET = 3.0
@@ -72,24 +78,64 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--plans",
         help="of hotloop: auto, tune, baseline or axis=value,...; separated by /; default auto",
     )
+    parser.add_argument("--device", default="cpu", help="where all of them train, such as cuda; default cpu")
     parser.add_argument(
         "--search", action="store_true", help="search and compile ahead of a bench, and measure nothing"
     )
     parser.add_argument("--full", action="store_true", help=f"{FULL_SESSIONS} sessions of each workload, resumable")
-    parser.add_argument("--fresh", action="store_true", help="forget what an earlier --full or --whole-run measured")
+    parser.add_argument("--fresh", action="store_true", help="forget what the journal holds")
     parser.add_argument("--minutes", type=float, help="of a session of all workloads asked for; default at most 28")
     parser.add_argument("--rounds", type=int, help="of windows, or of whole runs")
     parser.add_argument("--whole-run", type=float, metavar="SECONDS", help="of the tutorial's loop")
-    parser.add_argument("--journal", type=Path, help="where to keep what was measured; default .bench/<kind>.jsonl")
+    parser.add_argument(
+        "--journal",
+        type=Path,
+        help="where to keep what was measured; default .bench/<kind>.jsonl, of which quick.jsonl begins anew each time",
+    )
     parser.add_argument("--table", type=Path, metavar="JOURNAL", help="measure nothing, print its tables")
     parser.add_argument("--record", action="store_true", help="write a claim")
-    parser.add_argument("--name", default="speed-cpu", help="of the claim")
+    parser.add_argument("--name", help="of the claim; default speed-<device>")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.workloads if name not in WORKLOADS]
     unknown += [name for name in (options.peers or "").split(",") if name and name not in {p.name for p in PEERS}]
     if unknown:
         parser.error(f"{', '.join(unknown)}: neither a workload nor a peer; see --help")
+    try:
+        check_plans(plans_of(options))
+        check_kind(options.device)
+    except HotloopError as error:
+        parser.error(str(error))
     return options
+
+
+def plans_of(options: argparse.Namespace) -> list[str]:
+    return (options.plans or AUTO).split("/")
+
+
+def check_plans(plans: Sequence[str]) -> None:
+    """That each is one that `bench/peers/with_hotloop.py` understands: before anything is measured.
+
+    Raises:
+        PlanError: one isn't.
+    """
+    for plan in plans:
+        if plan in (*SEARCHING, "baseline"):
+            continue
+        if "=" not in plan:
+            raise PlanError(f"--plans {plan}", expected="auto, tune, baseline or axis=value,..., separated by /")
+        Wanted.of("baseline", axes_of(plan))
+
+
+def check_kind(device: str) -> None:
+    """That this machine has it, and that all peers can be told it.
+
+    Raises:
+        DeviceError: it hasn't, or they can't.
+    """
+    if ":" in device:
+        fix = "leave the number out; CUDA_VISIBLE_DEVICES says which one a process sees"
+        raise DeviceError(f"--device {device}", expected=f"a kind, such as {device.partition(':')[0]}", fix=fix)
+    check_device(device)
 
 
 def chosen_peers(names: str | None, default: Sequence[str]) -> list[Lane]:
@@ -98,10 +144,9 @@ def chosen_peers(names: str | None, default: Sequence[str]) -> list[Lane]:
     return [peer for peer in PEERS if peer.name in asked]
 
 
-def own_lanes(plans: str | None) -> list[Lane]:
+def own_lanes(plans: Sequence[str]) -> list[Lane]:
     """hotloop's lanes; the first is what the others are compared with."""
-    asked = (plans or AUTO).split("/")
-    return [ours(plan, OURS if not number else f"{OURS}:{plan}") for number, plan in enumerate(asked)]
+    return [ours(plan, OURS if not number else f"{OURS}:{plan}") for number, plan in enumerate(plans)]
 
 
 def seconds_of(options: argparse.Namespace, bench: Bench) -> tuple[float | None, float]:
@@ -124,16 +169,24 @@ def is_short(options: argparse.Namespace) -> bool:
     return not (options.full or options.peers)
 
 
-def summarised(journal: Journal, lanes: Sequence[Lane], short: bool) -> Summary:
-    rows = journal.of(kind="session")
-    measured = dict.fromkeys(row["workload"] for row in rows)
-    missing = {
-        (name, lane.name): why
-        for name in measured
-        for lane in lanes
-        if (why := lane.missing(WORKLOADS[name], short=short) or absent(lane))
-    }
-    return summary(rows, {name: limit_of(WORKLOADS[name]) for name in measured}, missing, OURS)
+def note_workloads(bench: Bench) -> None:
+    """Writes down what the tables need beside windows: how near the machine comes, and who wasn't run."""
+    measured = dict.fromkeys(row["workload"] for row in bench.journal.of(kind="session"))
+    for workload in bench.workloads:
+        key = {"kind": "workload", "workload": workload.name}
+        if workload.name in measured and not bench.journal.has(key):
+            missing = {lane.name: why for lane in bench.lanes if (why := bench.missing(workload, lane))}
+            bench.journal.add(key, limit=limit_of(workload, bench.device), missing=missing)
+
+
+def summarised(journal: Journal) -> Summary | None:
+    """None where no session was measured."""
+    if not journal.of(kind="session"):
+        return None
+    about = {row["workload"]: row for row in journal.of(kind="workload")}
+    missing = {(name, lane): why for name, row in about.items() for lane, why in row["missing"].items()}
+    limits = {name: row["limit"] for name, row in about.items()}
+    return summary(journal.of(kind="session"), limits, missing, OURS)
 
 
 def opened(options: argparse.Namespace) -> Journal:
@@ -144,16 +197,24 @@ def opened(options: argparse.Namespace) -> Journal:
             given = f"no journal at {path}"
             raise HotloopError(given, expected="one that the bench wrote", fix=f"see {HOME} for those there are")
         return Journal(path, resume=True)
+    now = circumstances()
     setup = {
-        "versions": {**machine.versions(None), **versions_of_peers()},
+        "device": options.device,
+        "versions": {**now["versions"], **versions_of_peers()},
         "processor": machine.processor().model,
+        "cores": machine.processor().allowed_cores,
+        "accelerators": now["machine"]["accelerators"],
+        "threads": now["threads"],
         "plans": options.plans,
         "whole_run_s": options.whole_run,
     }
     if not options.whole_run:  # of whole runs more may be asked for: each counts by itself
         peers = chosen_peers(options.peers, [peer.name for peer in PEERS])
         setup |= {"peers": [peer.name for peer in peers], "rounds": rounds_of(options), "minutes": options.minutes}
-    journal = Journal(path, resume=kind in ("whole", "full") and not options.fresh, setup=setup)
+    goes_on = kind in ("whole", "full")
+    fresh = options.fresh or not (goes_on or options.journal)
+    spoken = " ".join(["python -m bench.speed", *sys.argv[1:]])
+    journal = Journal(path, resume=goes_on, fresh=fresh, setup=setup, measured={"command": spoken, **now})
     if journal.rows:
         told(f"going on with {path}, {len(journal.rows)} measured before; --fresh begins anew")
     return journal
@@ -161,19 +222,44 @@ def opened(options: argparse.Namespace) -> Journal:
 
 def tables(found: Summary | None, journal: Journal) -> str:
     planned = f"hotloop planned for a run of {STEPS:,} steps; for a shorter one `auto` may choose another plan.\n\n"
-    return (planned + markdown(found) if found else "") + whole_table(journal.of(kind="whole"))
+    steps = planned + markdown(found) + "\n" if found else ""
+    return (
+        titled(journal.setup) + steps + whole_table(journal.of(kind="whole")) + targets_table(promised(found, journal))
+    )
+
+
+def promised(found: Summary | None, journal: Journal) -> list[Target]:
+    """The targets for what was measured, and how near it came."""
+    device = (journal.setup or {}).get("device", "cpu")
+    return [*(targets(found, device) if found else ()), *whole_targets(journal.of(kind="whole"), device)]
+
+
+def titled(setup: Mapping[str, Any] | None) -> str:
+    """Where it was measured; nothing of a journal that doesn't say."""
+    if setup is None or "device" not in setup:
+        return ""
+    beside = "" if setup["device"] == "cpu" else ", ".join(setup.get("accelerators", [])) + ", beside "
+    about = "" if setup["device"] == "cpu" else "Peak memory is that of the host.\n\n"
+    return (
+        f"# On {setup['device']}: {beside}{setup['processor']}, {setup['cores']} cores, {setup['threads']}\n\n{about}"
+    )
 
 
 def write_record(options: argparse.Namespace, journal: Journal, found: Summary | None, text: str) -> None:
-    figures: dict[str, Any] = {
-        "threads": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}",
-        "peers": versions_of_peers(),
-        "rows": journal.rows,
-    }
+    if journal.setup is None or journal.measured is None:
+        raise HotloopError(
+            f"{journal.path} doesn't say where it was measured",
+            expected="a journal of this version of the bench",
+            fix="measure again",
+        )
+    kept = [{**asdict(one), "verdict": one.verdict} for one in promised(found, journal)]
+    figures: dict[str, Any] = {"setup": journal.setup, "targets": kept, "rows": journal.rows}
     if found is not None:
         figures["limits"] = found.limits
-    spoken = " ".join(["python -m bench.speed", *sys.argv[1:]])
-    folder = write_claim(options.name, spoken, BASELINE, figures)
+    circumstances_then = dict(journal.measured)
+    spoken = circumstances_then.pop("command")
+    name = options.name or f"speed-{journal.setup['device']}"
+    folder = write_claim(name, spoken, BASELINE, figures, circumstances_then)
     write_atomic(folder / "README.md", text)
     if found is not None:
         draw(found, folder / "speed.html")
@@ -187,45 +273,64 @@ def versions_of_peers() -> dict[str, str]:
     return {name: version(name) for name in names if importlib.util.find_spec(name) is not None}
 
 
-def main() -> int:
-    options = parsed()
-    try:
-        journal = opened(options)
-    except HotloopError as error:
-        raise SystemExit(str(error)) from None
+def failed(journal: Journal) -> bool:
+    """Whether hotloop failed on a workload, or wasn't measured on one."""
+    lanes = [lane for row in journal.of(kind="session") for lane in row["lanes"].items()]
+    lanes += [(row["lane"], row) for row in journal.of(kind="whole")]
+    return any(name.startswith(OURS) and marked["failure"] for name, marked in lanes)
+
+
+def measured(options: argparse.Namespace, journal: Journal) -> bool:
+    """Measures what was asked for, into the journal; whether a search that was asked for by itself came to nothing."""
     names = options.workloads or [w for w in WORKLOADS if WORKLOADS[w].grey or not options.whole_run]
     workloads = [WORKLOADS[name] for name in names]
-    own = own_lanes(options.plans)
     peers = chosen_peers(options.peers, WHOLE_PEERS if options.whole_run else [peer.name for peer in PEERS])
-    lanes = [peers[0], *own, *peers[1:]]
-    bench = Bench(workloads, lanes, journal, told, is_short(options))
+    lanes = [peers[0], *own_lanes(plans_of(options)), *peers[1:]]
+    bench = Bench(workloads, lanes, journal, told, options.device, is_short(options))
+    for workload in workloads:
+        lay_down(workload.data)
+    if options.whole_run:
+        whole = lanes_of(peers, plans_of(options))
+        for workload in workloads:
+            rounds = options.rounds or 3
+            whole_runs(workload, whole, options.whole_run, rounds, HOME, journal, told, options.device)
+    elif options.search:
+        searches(bench)
+    else:
+        seconds, share = seconds_of(options, bench)
+        sessions(bench, rounds_of(options), FULL_SESSIONS if options.full else 1, seconds, share)
+        note_workloads(bench)
+    return bool(options.search and bench.failed)
+
+
+def run(options: argparse.Namespace) -> int:
+    journal = opened(options)
     try:
-        if not options.table:
-            for workload in workloads:
-                lay_down(workload.data)
-        if options.whole_run:
-            whole = lanes_of(peers, (options.plans or AUTO).split("/"))
-            for workload in workloads:
-                whole_runs(workload, whole, options.whole_run, options.rounds or 3, HOME, journal, told)
-        elif options.search:
-            searches(bench)
-            return 1 if bench.failed else 0
-        elif not options.table:
-            seconds, share = seconds_of(options, bench)
-            sessions(bench, rounds_of(options), FULL_SESSIONS if options.full else 1, seconds, share)
+        came_to_nothing = not options.table and measured(options, journal)
     except KeyboardInterrupt:
         told(f"stopped; what was measured is in {journal.path}")
         if options.full or options.whole_run or options.search:
             told("the same command goes on")
         return 130
-    found = summarised(journal, lanes, is_short(options)) if journal.of(kind="session") else None
+    if options.search:
+        return int(came_to_nothing)
+    found = summarised(journal)
     text = tables(found, journal)
     print(text)
     if found is not None and not options.table:
         draw(found, HOME / "speed.html")
     if options.record:
         write_record(options, journal, found, text)
-    return 0
+    return int(failed(journal))
+
+
+def main() -> int:
+    options = parsed()
+    try:
+        return run(options)
+    except (HotloopError, Failed) as error:
+        told(str(error))
+        return 1
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ def caches(folder: Path) -> dict[str, str]:
     return {
         "XDG_CACHE_HOME": str(folder),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # else it keeps none of the short ones
         "TMPDIR": str(temporary),
     }
 
@@ -48,10 +50,12 @@ class Filled:
     Attributes:
         seconds: from the process's start to the end of its first step.
         cache: what it found: `cold` or `half-warm`.
+        peak_bytes: the most memory that its process held.
     """
 
     seconds: float
     cache: str
+    peak_bytes: int | None = None
 
 
 def filled(folder: Path) -> Filled | None:

@@ -28,12 +28,14 @@ class Job:
         epochs: how long, if no bench ends it before.
         marks: is told of each step.
         options: the peer's own.
+        device: where to train, as torch names it, without a number: `cpu`, `cuda`.
     """
 
     workload: Workload
     epochs: int
     marks: Marks
     options: tuple[str, ...]
+    device: str = "cpu"
 
     @property
     def few(self) -> slice:
@@ -52,11 +54,12 @@ def main(train: Callable[[Job], Evaluate]) -> None:
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("options", nargs="*", help="the peer's own")
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="where to train; default cpu")
     parser.add_argument("--orders", type=int, help="descriptor to read the bench's orders from")
     parser.add_argument("--reports", type=int, help="descriptor to write to; default stdout")
     given = parser.parse_args()
     marks = Marks(_reports(given.reports), None if given.orders is None else os.fdopen(given.orders))
-    job = Job(WORKLOADS[given.workload], given.epochs, marks, tuple(given.options))
+    job = Job(WORKLOADS[given.workload], given.epochs, marks, tuple(given.options), given.device)
     evaluate = train(job)
     marks.sync()
     marks.report(event="trained", at=time.monotonic(), steps=marks.done, peak_bytes=peak_bytes())

@@ -12,6 +12,9 @@ TUTORIAL = "tutorial"
 COMPILE_S = 30.0
 """What torch.compile takes for a small network whose cache is empty."""
 
+BRIEF_S = 8.0
+"""What JAX takes to start and compile one."""
+
 
 @dataclass(frozen=True)
 class Lane:
@@ -22,32 +25,40 @@ class Lane:
         module: its script in `bench.peers`.
         options: for the script.
         needs: packages of its own.
+        cpu_alone: why it can't be had on another device; empty where it can.
         written: which workloads it has a spelling of: `all`, `images`, or `small` for those on Fashion-MNIST.
         short: the workloads in which it takes part in a short bench, all if None: large networks have steps of seconds, and
             torch.compile takes more than its share of half an hour to compile most of them.
         compiles: whether it searches or compiles before its first step, and keeps what came of it: such a peer gets a start
             of its own before it is measured, see `searching.py`.
+        brief: whether that takes but seconds: then it is measured without where there was none.
     """
 
     name: str
     module: str
     options: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    cpu_alone: str = ""
     written: str = "all"
     short: tuple[str, ...] | None = None
     compiles: bool = False
+    brief: bool = False
 
     def search_s(self, workload: Workload) -> float:
         """What its first start takes on two cores, roughly."""
-        return workload.search_s if self.module == "with_hotloop" else COMPILE_S
+        if self.module == "with_hotloop":
+            return workload.search_s
+        return BRIEF_S if self.brief else COMPILE_S
 
     @property
     def goes_on_unsearched(self) -> bool:
-        """Whether it can run where there was no search: hotloop's `auto` makes none for a short run."""
-        return self.options == ("auto",)
+        """Whether it can run where there was no search; hotloop's `auto` then runs `UNSEARCHED`."""
+        return self.brief or self.options == ("auto",)
 
-    def missing(self, workload: Workload, *, short: bool = False) -> str:
-        """Why the peer doesn't run that workload; empty if it does."""
+    def missing(self, workload: Workload, device: str = "cpu", *, short: bool = False) -> str:
+        """Why the peer doesn't run that workload there; empty if it does."""
+        if device != "cpu" and self.cpu_alone:
+            return self.cpu_alone
         if short and self.short is not None and workload.name not in self.short:
             return "left to --full, or to --peers"
         if self.written == "small" and not workload.grey:
@@ -57,15 +68,38 @@ class Lane:
         return ""
 
 
+_NO_JAX = "the jax that the bench extra installs computes on the CPU alone"
+
 _SMALL = ("W1", "W2", "W3", "W4", "W5")
 
 PEERS = (
     Lane(TUTORIAL, "tutorial"),
     Lane("lightning", "with_lightning", needs=("lightning",)),
     Lane("accelerate", "with_accelerate", needs=("accelerate",), short=_SMALL),
-    Lane("jax-scan", "with_jax", ("scan",), needs=("jax",), written="small"),
-    Lane("jax-step", "with_jax", ("step",), needs=("jax",), written="small", short=()),
-    Lane("keras-jax", "with_keras", ("jax",), needs=("keras", "jax"), written="small"),
+    Lane(
+        "jax-scan", "with_jax", ("scan",), needs=("jax",), cpu_alone=_NO_JAX, written="small", compiles=True, brief=True
+    ),
+    Lane(
+        "jax-step",
+        "with_jax",
+        ("step",),
+        needs=("jax",),
+        cpu_alone=_NO_JAX,
+        written="small",
+        compiles=True,
+        brief=True,
+        short=(),
+    ),
+    Lane(
+        "keras-jax",
+        "with_keras",
+        ("jax",),
+        needs=("keras", "jax"),
+        cpu_alone=_NO_JAX,
+        written="small",
+        compiles=True,
+        brief=True,
+    ),
     Lane("skorch", "with_skorch", needs=("skorch",), short=_SMALL),
     Lane("keras-torch", "with_keras", ("torch",), needs=("keras",), written="small"),
     Lane("transform", "transform", written="images", short=_SMALL),
@@ -74,6 +108,19 @@ PEERS = (
 """The tutorial's loop is the first, since it says how long windows are."""
 
 
+SEARCHING = ("auto", "tune")
+
+UNSEARCHED = ("unasked",)
+"""hotloop as it trains where no plan was asked for: what `auto` takes without searching or compiling."""
+
+
+def axes_of(plan: str) -> dict[str, str]:
+    """`compile=package,threads=1` by axis; nothing of a plan that has a name."""
+    pairs = (pair.partition("=") for pair in plan.split(",") if "=" in plan)
+    return {axis: value for axis, _, value in pairs}
+
+
 def ours(plan: str, name: str = OURS) -> Lane:
     """hotloop under a plan, see `bench/peers/with_hotloop.py`."""
-    return Lane(name, "with_hotloop", (plan,), compiles=plan != "baseline")
+    compiles = plan in SEARCHING or axes_of(plan).get("compile", "none") != "none"
+    return Lane(name, "with_hotloop", (plan,), compiles=compiles)

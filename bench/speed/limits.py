@@ -36,11 +36,13 @@ def work_of(workload: Workload) -> Counts:
     return Counts(flops, float(_STATE_BYTES * parameters + 4 * x.numel()))
 
 
-def limit_of(workload: Workload) -> dict[str, Any]:
-    """FLOPs and bytes of a step, and milliseconds that the CPU's measured limits allow for them; bytes of the data set."""
-    from hotloop.probe import probe
+def limit_of(workload: Workload, name: str) -> dict[str, Any]:
+    """FLOPs and bytes of a step, and milliseconds that the measured limits of the device of that name allow for them; bytes of
+    the data set."""
+    from hotloop.probe import check_device, probe
 
-    device = probe("cpu").device("cpu")
+    name = str(check_device(name))
+    device = probe(name).device(name)
     assert device is not None
     work, limits = work_of(workload), limits_of(device)
     return {

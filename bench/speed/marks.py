@@ -1,7 +1,7 @@
 """What a peer's process and the bench say to each other: a line of JSON each.
 
-The bench orders `{"steps": n}`; the peer trains so many, and answers with the seconds that they took. Between orders it
-waits, so that others have the machine. `{}` ends training. Without a bench the peer trains its epochs, undisturbed.
+The bench orders `{"steps": n}`; the peer trains so many, and answers with the seconds that they took. `{"until": n}` is the
+same up to so many steps in all. Between orders it waits, so that others have the machine. `{}` ends training. Without a bench the peer trains its epochs, undisturbed.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ class Marks:
         now = time.monotonic()
         if self.first_at is None:
             self.first_at = now
-            self.report(event="first", at=now, steps=self.done)
+            self.report(event="first", at=now, done=self.done, peak_bytes=peak_bytes())
         else:
-            self.report(event="window", steps=self.done - self._from, seconds=now - self._began)
+            steps = self.done - self._from
+            self.report(event="window", steps=steps, seconds=now - self._began, done=self.done)
         order = self._order()
         if order == {}:
             return False
         # From the last target on, so that a peer that can't stop at each step doesn't run ahead.
-        self.target = self.target + order["steps"]
+        self.target = order.get("until") or self.target + order["steps"]
         self._from, self._began = self.done, time.monotonic()
         return True
 

@@ -30,6 +30,7 @@ class Marked:
 
     Attributes:
         startup_s: from the process's start to the end of its first step.
+        start_peak_bytes: the most memory it held until then.
         cache: `cold`, `half-warm` or `warm`, of a peer that keeps what it compiled; see `caching.py`.
         first_start: the start that filled its cache, before it was measured.
         unsearched: why there was none, and it runs what needs none.
@@ -56,10 +57,15 @@ class Marked:
     cache: str | None = None
     first_start: Filled | None = None
     unsearched: str = ""
+    start_peak_bytes: int | None = None
 
 
 class Peer:
     """A peer's process.
+
+    Attributes:
+        done: steps trained in all, as of its last report.
+        last: steps and seconds of its last window.
 
     Args:
         command: without the descriptors for orders and reports, which are added.
@@ -87,16 +93,28 @@ class Peer:
         os.close(theirs)
         os.close(reporting)
         self._rest = b""
+        self.done = 0
+        self.last = (0, 0.0)
 
     def begin(self, limit_s: float) -> None:
         """Waits for the end of the first step."""
-        self.marked.startup_s = self._until("first", limit_s)["at"] - self._began
+        first = self._until("first", limit_s)
+        self.marked.startup_s, self.marked.start_peak_bytes = first["at"] - self._began, first["peak_bytes"]
+        self.done = first["done"]
 
     def window(self, steps: int, limit_s: float) -> tuple[int, float]:
         """Has it train so many steps; what it did, and the seconds that took."""
-        self._order({"steps": steps})
+        return self._trained({"steps": steps}, limit_s)
+
+    def catch_up(self, steps: int, limit_s: float) -> None:
+        """Has it train until it has done so many in all."""
+        self._trained({"until": steps}, limit_s)
+
+    def _trained(self, order: dict[str, Any], limit_s: float) -> tuple[int, float]:
+        self._order(order)
         found = self._until("window", limit_s)
-        return int(found["steps"]), float(found["seconds"])
+        self.done, self.last = found["done"], (int(found["steps"]), float(found["seconds"]))
+        return self.last
 
     def end(self, limit_s: float, *, ordered: bool = True) -> None:
         """Ends training, and reads what came of it."""
@@ -158,11 +176,19 @@ class Peer:
         return line
 
     def _ended(self) -> str:
-        self.process.wait()
+        try:
+            self.process.wait(_GONE_S)
+            how = f"ended with {self.process.returncode}"
+        except subprocess.TimeoutExpired:
+            self.kill()
+            how = "said goodbye and didn't end"
         self._log.seek(0)
         lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"ended with {self.process.returncode}: {lines[-1][:300] if lines else 'without a word'}"
+        return f"{how}: {lines[-1][:300] if lines else 'without a word'}"
 
+
+_GONE_S = 5.0
+"""What a process may take to end after it closed its pipes."""
 
 _DOING = {
     "first": "its first step",
@@ -172,6 +198,7 @@ _DOING = {
 }
 
 
-def command(module: str, workload: str, options: Sequence[str], epochs: int) -> list[str]:
+def command(module: str, workload: str, options: Sequence[str], epochs: int, device: str) -> list[str]:
     """A peer's script."""
-    return [sys.executable, "-m", f"bench.peers.{module}", workload, *options, "--epochs", str(epochs)]
+    script = [sys.executable, "-m", f"bench.peers.{module}", workload, *options]
+    return [*script, "--epochs", str(epochs), "--device", device]

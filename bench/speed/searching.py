@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.speed.caching import Filled, caches, note_filled, state
-from bench.speed.lanes import Lane
-from bench.speed.running import Failed, Peer, command
-from bench.speed.workloads import Workload
+from bench.speed.running import Failed, Peer
 
 Tell = Callable[[str], None]
 
@@ -16,27 +14,27 @@ LONGEST_S = 3600.0
 """Of a search, where the bench has no time limit of its own."""
 
 
-def search(workload: Workload, lane: Lane, epochs: int, folder: Path, limit_s: float | None, tell: Tell) -> str:
+def search(name: str, script: Sequence[str], folder: Path, limit_s: float | None, tell: Tell) -> str:
     """Starts a peer, and ends it after its first step; why that came to nothing, empty if it did not.
 
     Args:
-        epochs: of the run that it plans for.
+        name: of workload and peer, for what is told.
         folder: its cache.
         limit_s: after which it is cut off; None for the longest that any may take.
     """
     limit_s = LONGEST_S if limit_s is None else limit_s
     found_as = state(folder)
-    peer = Peer(command(lane.module, workload.name, lane.options, epochs), caches(folder))
+    peer = Peer(script, caches(folder))
     try:
         peer.begin(limit_s)
     except Failed as error:
-        tell(f"{workload.name} {lane.name}: its search came to nothing: {error}")
+        tell(f"{name}: its search came to nothing: {error}")
         return str(error)
     finally:
         peer.close()
     assert peer.marked.startup_s is not None
     for line in peer.marked.said:
-        tell(f"{workload.name} {lane.name}: {line}")
-    note_filled(folder, Filled(peer.marked.startup_s, found_as))
-    tell(f"{workload.name} {lane.name}: first step after {peer.marked.startup_s:.1f} s, {found_as}")
+        tell(f"{name}: {line}")
+    note_filled(folder, Filled(peer.marked.startup_s, found_as, peer.marked.start_peak_bytes))
+    tell(f"{name}: first step after {peer.marked.startup_s:.1f} s, {found_as}")
     return ""

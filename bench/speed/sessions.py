@@ -10,27 +10,25 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
+import torch
 
 from bench.speed.caching import caches, filled, own_cache, state
 from bench.speed.data import samples
 from bench.speed.journal import Journal
-from bench.speed.lanes import OURS, Lane
+from bench.speed.lanes import OURS, UNSEARCHED, Lane
 from bench.speed.running import Marked, Peer, command
 from bench.speed.searching import search
 from bench.speed.timetable import Timetable
 from bench.speed.turns import Session, grouped, in_turns
 from bench.speed.workloads import HOME, Workload
 from hotloop.measuring.load import Used, cores_of_others
+from hotloop.probe import machine
 
 Tell = Callable[[str], None]
 
 STEPS = 10_000_000
 """Of the run that hotloop's `auto` is asked to plan: a long one, since its steady state is compared; the bench ends it
 before. What it plans for a run of minutes shows in `--whole-run`."""
-
-UNSEARCHED_STEPS = 500
-"""Of the run that it plans where there was no time for a search: too short for `auto` to make one."""
 
 _LEAST = 0.5
 """Of what a search should take: with less time left it isn't begun."""
@@ -46,6 +44,7 @@ class Bench:
     """What is measured, and where that is kept.
 
     Attributes:
+        device: where all of them train.
         short: whether peers may be left out for lack of time.
         table: of the sessions under way.
         failed: (workload, peer) -> why its search came to nothing.
@@ -55,14 +54,19 @@ class Bench:
     lanes: Sequence[Lane]
     journal: Journal
     tell: Tell
+    device: str = "cpu"
     short: bool = False
     table: Timetable = field(default_factory=lambda: Timetable(None, {}, {}))
     failed: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def able(self, workload: Workload) -> list[Lane]:
         """Those that can run it; who compiles is measured last."""
-        able = [lane for lane in self.lanes if not (lane.missing(workload, short=self.short) or absent(lane))]
+        able = [lane for lane in self.lanes if not self.missing(workload, lane)]
         return sorted(able, key=lambda lane: lane.compiles)
+
+    def missing(self, workload: Workload, lane: Lane) -> str:
+        """Why it isn't run there; empty if it is."""
+        return lane.missing(workload, self.device, short=self.short) or absent(lane)
 
     def plan(self, seconds: float | None, share: float) -> None:
         """Shares the time out, for one session of each workload and the searches that are due.
@@ -71,15 +75,21 @@ class Bench:
             seconds: for everything; None without a limit.
             share: of the workloads' own budgets.
         """
-        due = [(workload, lane) for workload in self.workloads for lane in self.able(workload) if _due(workload, lane)]
+        due = [(workload, lane) for workload in self.workloads for lane in self._due(workload)]
         due.sort(
             key=lambda one: one[1].name != OURS
         )  # without its search hotloop is measured as it never runs for long
         windows_s = {workload.name: share * workload.budget_s for workload in self.workloads}
         searches_s = {(workload.name, lane.name): lane.search_s(workload) for workload, lane in due}
         self.table = Timetable(seconds, windows_s, searches_s)
+        brief = {lane.name for lane in self.lanes if lane.brief}
         for workload, name in self.table.left_out:
-            self.tell(f"{workload} {name}: {self.unsearched(workload, name)}")
+            why = (
+                "no time to start it beforehand: its cache is cold"
+                if name in brief
+                else self.unsearched(workload, name)
+            )
+            self.tell(f"{workload} {name}: {why}")
 
     def unsearched(self, workload: str, name: str) -> str:
         """Why there was no search; empty if there was, or none is needed."""
@@ -90,15 +100,16 @@ class Bench:
 
     def search(self, workload: Workload) -> None:
         """Has all who search or compile do so, each into its own cache, unless they did before."""
-        for lane in self.able(workload):
-            if not _due(workload, lane) or self.unsearched(workload.name, lane.name):
+        for lane in self._due(workload):
+            if self.unsearched(workload.name, lane.name):
                 continue
             limit_s = self.table.search_s(workload.name, lane.name)
             if limit_s is not None and limit_s < _LEAST * lane.search_s(workload):
                 self.failed[workload.name, lane.name] = "no time was left for its search"
                 continue
             self.tell(f"{workload.name} {lane.name}: starts alone, to search and compile")
-            why = search(workload, lane, _epochs(workload, STEPS), _folder(workload, lane), limit_s, self.tell)
+            script = command(lane.module, workload.name, lane.options, _epochs(workload, STEPS), self.device)
+            why = search(f"{workload.name} {lane.name}", script, self._folder(workload, lane), limit_s, self.tell)
             if why:
                 self.failed[workload.name, lane.name] = f"its search came to nothing: {why}"
 
@@ -112,7 +123,8 @@ class Bench:
         """One session of a workload, in as many groups as memory needs, of those that weren't in it yet."""
         which, left = _session(workload, number), self.left(workload, number)
         done = len(self.journal.of(**which))
-        groups = grouped(list(left), workload.together(psutil.virtual_memory().available), OURS)
+        free_bytes = machine.free_memory(torch.device("cpu")) or 0  # within the container's limits
+        groups = grouped(list(left), workload.together(free_bytes), OURS)
         until = time.monotonic() + session.budget_s
         for place, group in enumerate(groups):
             self.tell(f"{workload.name}: {workload.title} ({', '.join(group)})")
@@ -136,30 +148,29 @@ class Bench:
 
         found = in_turns(list(able), begin, session, self.tell)
         for name, marked in found.items():
-            marked.unsearched = why[name]
+            marked.unsearched = "" if able[name].brief else why[name]
         return found | {name: Marked(failure=why[name]) for name in why if name not in able}
 
     def _begun(self, workload: Workload, lane: Lane, *, searched: bool) -> Peer:
         """Its process, with its own cache."""
-        folder = _folder(workload, lane)
-        epochs = _epochs(workload, STEPS if searched else UNSEARCHED_STEPS)
-        peer = Peer(command(lane.module, workload.name, lane.options, epochs), caches(folder))
-        if lane.compiles and searched:
+        folder = self._folder(workload, lane)
+        options = lane.options if searched or lane.brief else UNSEARCHED
+        script = command(lane.module, workload.name, options, _epochs(workload, STEPS), self.device)
+        peer = Peer(script, caches(folder))
+        if lane.compiles and (searched or lane.brief):
             peer.marked.cache, peer.marked.first_start = state(folder), filled(folder)
         return peer
+
+    def _folder(self, workload: Workload, lane: Lane) -> Path:
+        return own_cache(HOME, workload.name, lane.module, *lane.options, self.device)
+
+    def _due(self, workload: Workload) -> list[Lane]:
+        """Those that have to search or compile, and didn't yet."""
+        return [one for one in self.able(workload) if one.compiles and filled(self._folder(workload, one)) is None]
 
 
 def _session(workload: Workload, number: int) -> dict[str, Any]:
     return {"kind": "session", "workload": workload.name, "session": number}
-
-
-def _folder(workload: Workload, lane: Lane) -> Path:
-    return own_cache(HOME, workload.name, lane.module, *lane.options)
-
-
-def _due(workload: Workload, lane: Lane) -> bool:
-    """Whether it has to search or compile, and didn't yet."""
-    return lane.compiles and filled(_folder(workload, lane)) is None
 
 
 def _epochs(workload: Workload, steps: int) -> int:

@@ -26,11 +26,13 @@ class Line:
     """One peer on one workload.
 
     Attributes:
-        step_ms: median over all windows.
+        step_ms: the anchor's median over its windows, and of everybody else what that makes by the ratio of windows that lie
+            side by side: medians of windows at other times would say something else than `ratio`.
         ratio: its time over hotloop's, above 1 hotloop is faster; None for hotloop itself.
         startup_s: median over the sessions, by what was in the peer's cache, see `caching.py`; else under "".
         run_s: start-up and as many steps as the tutorial's loop does in `RUN_S`, reckoned from both, alike.
-        peak_mb: the most memory.
+        steps: that its network was trained in all when it was judged.
+        peak_mb: the most memory, by what was in the peer's cache as it started; of a cold one until its first step.
         train_loss, test_accuracy: at the end of the last session.
         other_result: whether its loss is far above that of the tutorial's loop.
         plan: what hotloop ran.
@@ -44,7 +46,8 @@ class Line:
     ratio: Ratio | None = None
     startup_s: dict[str, float] = field(default_factory=dict)
     run_s: dict[str, float] = field(default_factory=dict)
-    peak_mb: float | None = None
+    steps: int = 0
+    peak_mb: dict[str, float] = field(default_factory=dict)
     train_loss: float | None = None
     test_accuracy: float | None = None
     other_result: bool = False
@@ -103,25 +106,43 @@ def summary(
 
 def _lines(workload: str, rows: Sequence[Row], missing: Mapping[tuple[str, str], str], ours: str) -> list[Line]:
     names = list(dict.fromkeys(name for row in rows for name in row["lanes"]))
-    tutorial = _raw(rows, TUTORIAL)
-    lines = [_line(name, rows, tutorial, ours) for name in names]
+    step_ms = _anchored(rows, names, ours)
+    tutorial = _raw(rows, TUTORIAL, step_ms)
+    lines = [_line(name, rows, step_ms, tutorial, ours) for name in names]
     out = {name: why for (where, name), why in missing.items() if where == workload and name not in names}
     return lines + [Line(name, missing=why) for name, why in out.items()]
 
 
-def _raw(rows: Sequence[Row], name: str) -> Line | None:
+def _anchored(rows: Sequence[Row], names: Sequence[str], ours: str) -> dict[str, float]:
+    """Milliseconds of a step of each that was measured; see `Line`. The anchor is the tutorial's loop, or else hotloop."""
+    own = {name: times for name in names if (times := _times(rows, name))}
+    step_ms = {name: 1e3 * statistics.median(times) for name, times in own.items()}
+    if ours in own and (found := ratio(rows, TUTORIAL, ours)):
+        step_ms[ours] = step_ms[TUTORIAL] / found.median
+    beside = ours if ours in own else TUTORIAL
+    for name in own.keys() - {TUTORIAL, beside}:
+        if found := ratio(rows, name, beside):
+            step_ms[name] = step_ms[beside] * found.median
+    return step_ms
+
+
+def _times(rows: Sequence[Row], name: str) -> list[float]:
+    return [seconds for row in rows if name in row["lanes"] for seconds in step_times(row["lanes"][name])]
+
+
+def _raw(rows: Sequence[Row], name: str, step_ms: Mapping[str, float]) -> Line | None:
     marked = [row["lanes"][name] for row in rows if name in row["lanes"]]
-    times = [seconds for one in marked for seconds in step_times(one)]
-    if not times:
+    if name not in step_ms:
         return None
     measured = [one for one in marked if one["windows"]]
     # The last whose network was judged: one that failed before says nothing of the result.
     last = next((one for one in reversed(measured) if one["train_loss"] is not None), measured[-1])
     return Line(
         name,
-        step_ms=1e3 * statistics.median(times),
+        step_ms=step_ms[name],
         startup_s=_startups(marked),
-        peak_mb=max((one["peak_bytes"] or 0) for one in marked) / 1e6 or None,
+        steps=last["steps"],
+        peak_mb=_peaks_mb(marked),
         train_loss=last["train_loss"],
         test_accuracy=last["test_accuracy"],
         plan=last["plan"],
@@ -138,8 +159,16 @@ def _startups(marked: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {cache: statistics.median(s for which, s in begun if which == cache) for cache in sorted(dict(begun))}
 
 
-def _line(name: str, rows: Sequence[Row], tutorial: Line | None, ours: str) -> Line:
-    raw = _raw(rows, name)
+def _peaks_mb(marked: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What a search takes is among them, since its process ends before the measured one begins."""
+    held = [(one.get("cache") or "", one["peak_bytes"]) for one in marked if one["peak_bytes"]]
+    starts = [start for one in marked if (start := one.get("first_start"))]
+    held += [(start["cache"], start["peak_bytes"]) for start in starts if start.get("peak_bytes")]
+    return {cache: max(peak for which, peak in held if which == cache) / 1e6 for cache in sorted(dict(held))}
+
+
+def _line(name: str, rows: Sequence[Row], step_ms: Mapping[str, float], tutorial: Line | None, ours: str) -> Line:
+    raw = _raw(rows, name, step_ms)
     if raw is None:
         failures = [row["lanes"][name]["failure"] for row in rows if name in row["lanes"]]
         return Line(name, missing=next(filter(None, failures), "no window was measured"))

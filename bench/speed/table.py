@@ -8,6 +8,7 @@ from typing import Any
 from bench.speed.lanes import OURS, TUTORIAL
 from bench.speed.ratios import Mean
 from bench.speed.summary import RUN_S, Line, Summary
+from bench.speed.targets import Target
 from bench.speed.workloads import WORKLOADS
 from hotloop.measuring.statistics import Ratio
 
@@ -21,6 +22,9 @@ _HEAD = (
     "train loss",
     "test accuracy",
 )
+
+_STEPS_OFF = 0.01
+"""A share of the steps by which networks may differ in what they were trained before the table says so."""
 
 
 def markdown(found: Summary) -> str:
@@ -42,7 +46,9 @@ def _workload(found: Summary, workload: str) -> Iterator[str]:
     yield f"## {workload}: {WORKLOADS[workload].title}\n"
     lines = [line for line in found.lines[workload] if not line.missing]
     lines.sort(key=lambda line: line.step_ms or 0.0)
-    yield from rows(_HEAD, [_cells(line) for line in lines])
+    unequal = _unequal(lines)
+    head = (*_HEAD, "after steps") if unequal else _HEAD
+    yield from rows(head, [_cells(line) + [f"{line.steps:,}"] * unequal for line in lines])
     yield ""
     for line in found.lines[workload]:
         if line.missing:
@@ -60,6 +66,12 @@ def _workload(found: Summary, workload: str) -> Iterator[str]:
     yield ""
 
 
+def _unequal(lines: Sequence[Line]) -> bool:
+    """Whether their losses aren't of the same number of steps."""
+    steps = [line.steps for line in lines if line.train_loss is not None]
+    return bool(steps) and max(steps) - min(steps) > _STEPS_OFF * max(steps)
+
+
 def _cells(line: Line) -> list[str]:
     return [
         line.name,
@@ -67,14 +79,14 @@ def _cells(line: Line) -> list[str]:
         ratio_text(line.ratio) if line.ratio else "1" if line.name.startswith(OURS) else "",
         _by_cache(line.startup_s, ".1f"),
         _by_cache(line.run_s, ".0f"),
-        f"{line.peak_mb:.0f} MB" if line.peak_mb else "",
+        _by_cache(line.peak_mb, ".0f", "MB"),
         "" if line.train_loss is None else f"{line.train_loss:.3f}",
         "" if line.test_accuracy is None else f"{line.test_accuracy:.3f}",
     ]
 
 
-def _by_cache(seconds: Mapping[str, float], digits: str) -> str:
-    return ", ".join(f"{value:{digits}} s {cache}".rstrip() for cache, value in seconds.items())
+def _by_cache(found: Mapping[str, float], digits: str, unit: str = "s") -> str:
+    return ", ".join(f"{value:{digits}} {unit} {cache}".rstrip() for cache, value in found.items())
 
 
 def _limit(found: Summary, workload: str) -> str:
@@ -120,10 +132,34 @@ def behind(found: Summary, workload: str) -> Iterator[str]:
             if theirs:
                 them, us = _by_cache(theirs, ".0f"), _by_cache({cache: own_s}, ".0f")
                 yield f"- {workload}, run of {RUN_S / 60:.0f} min: {line.name} {them}, hotloop {us}"
+        if line.name != TUTORIAL or not line.peak_mb:
+            continue
         data_mb = found.limits.get(workload, {}).get("data_bytes", 0) / 1e6
-        if line.name == TUTORIAL and line.peak_mb and own.peak_mb and own.peak_mb > line.peak_mb + data_mb:
-            more_mb = own.peak_mb - line.peak_mb
-            yield f"- {workload}, memory: {more_mb:.0f} MB more than the tutorial's loop; the data has {data_mb:.0f} MB"
+        for cache, peak_mb in own.peak_mb.items():
+            more_mb = peak_mb - max(line.peak_mb.values())
+            if more_mb > data_mb:
+                text = f"{more_mb:.0f} MB {cache}".rstrip()
+                yield f"- {workload}, memory: {text} more than the tutorial's loop; the data has {data_mb:.0f} MB"
+
+
+def targets_table(promised: Sequence[Target]) -> str:
+    """Each target, what was reached, and by how much it was missed; nothing where there is none."""
+    if not promised:
+        return ""
+    cells = [
+        (
+            one.where,
+            f"{'at most' if one.most else 'at least'} {_figure(one.goal, one.unit)}",
+            "" if one.reached is None else _figure(one.reached, one.unit),
+            f"**{one.verdict}**" if one.met is False else one.verdict,
+        )
+        for one in promised
+    ]
+    return "\n".join(["## Targets\n", *rows(("where", "target", "reached", ""), cells), ""]) + "\n"
+
+
+def _figure(value: float, unit: str) -> str:
+    return f"{value:.3g}x" if unit == "x" else f"{value:.3g} {unit}" if abs(value) < 100 else f"{value:.0f} {unit}"
 
 
 def ratio_text(ratio: Ratio) -> str:

@@ -1,7 +1,8 @@
 """One session: all peers of a workload hold it in memory and train in turn, a window of steps each.
 
 A B C, then C B A, and so on: a machine that grows slower meanwhile slows all alike. The windows of a round have the same
-number of steps. The first rounds warm up and don't count. Each peer has an allowance of its own to start within; what it
+number of steps. The first rounds warm up and don't count; they say whether a window is long enough for peers that take
+several steps at once. Who has done fewer steps in the end catches up outside the clock before the networks are judged. Each peer has an allowance of its own to start within; what it
 leaves over goes to those that start after it, and then to windows.
 """
 
@@ -31,6 +32,13 @@ _STARTING = 0.75
 
 _START_S = 10.0
 """What a peer may take to start at the least, also where that comes off what those after it have."""
+
+_CATCHING_UP = 2
+"""Times that those behind catch up: the first time whoever takes several steps at once comes to stand before the others."""
+
+_WINDOW_S = 10.0
+_WINDOW_TIMES = 4
+"""What a window may take at the least, and so many times what the last one's steps took, also where the time is over."""
 
 _ENDING_S = 2.0
 """What a peer may take to judge its network."""
@@ -83,6 +91,7 @@ def in_turns(
         done = _rounds(peers, steps, session, until - _ENDING_S * len(peers))
         if peers and done < session.rounds:
             tell(f"{done} windows of each in place of {session.rounds}: no time left for more")
+        _level(peers, until)
         for name, peer in list(peers.items()):
             _tried(name, peers, lambda peer=peer: peer.end(max(20.0, until - time.monotonic())))
     finally:
@@ -132,15 +141,32 @@ def _rounds(peers: dict[str, Peer], steps: int, session: Session, until: float) 
         if began + last > until and number >= WARMING + LEAST:
             return number - WARMING
         for name in list(peers)[:: -1 if number % 2 else 1]:
-            _tried(name, peers, lambda name=name, number=number: _window(peers[name], steps, number, until))
+            _tried(name, peers, partial(_window, peers[name], steps, number, until))
+        if number < WARMING:  # who can't stop within a window would run ahead in each of them
+            steps = max([steps, *(peer.last[0] for peer in peers.values())])
         last = time.monotonic() - began
     return session.rounds
 
 
 def _window(peer: Peer, steps: int, number: int, until: float) -> None:
-    window = peer.window(steps, max(10.0, until - time.monotonic()))
+    window = peer.window(steps, _limit_s(peer, steps, until))
     if number >= WARMING:
         peer.marked.windows.append(window)
+
+
+def _limit_s(peer: Peer, steps: int, until: float) -> float:
+    """What so many steps may take: where steps are long, the time may be over before the last one is."""
+    last, seconds = peer.last
+    return max(_WINDOW_S, _WINDOW_TIMES * seconds * steps / max(1, last), until - time.monotonic())
+
+
+def _level(peers: dict[str, Peer], until: float) -> None:
+    """Has those behind catch up, so that all networks are judged after the same steps."""
+    for _ in range(_CATCHING_UP):
+        most = max((peer.done for peer in peers.values()), default=0)
+        for name, peer in list(peers.items()):
+            if peer.done < most:
+                _tried(name, peers, partial(peer.catch_up, most, _limit_s(peer, most - peer.done, until)))
 
 
 def grouped(names: Sequence[str], together: int, ours: str) -> list[list[str]]:

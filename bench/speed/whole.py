@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from bench.speed.caching import Filled, caches, filled, note_filled, own_cache, state
@@ -15,9 +15,10 @@ from bench.speed.journal import Journal, Row
 from bench.speed.lanes import OURS, TUTORIAL, Lane, ours
 from bench.speed.running import Failed, Marked, Peer, command
 from bench.speed.table import ratio_text, rows
+from bench.speed.targets import RUN_GOALS, Target
 from bench.speed.turns import Session, in_turns, step_times
 from bench.speed.workloads import Workload
-from hotloop.measuring.statistics import ratio_of
+from hotloop.measuring.statistics import Ratio, ratio_of
 
 Tell = Callable[[str], None]
 
@@ -28,15 +29,21 @@ COLD, WARM = "cold", "warm"
 
 
 def lanes_of(peers: Sequence[Lane], plans: Sequence[str]) -> list[Lane]:
-    """hotloop twice for each plan, with a cache that is empty, and with the one that such a run has filled."""
-    return [*peers, *(ours(plan, f"{OURS} {plan}, {state}") for plan in plans for state in (COLD, WARM))]
+    """Whoever compiles twice, with a cache that is empty, and with the one that such a run has filled."""
+    return [each for lane in [*peers, *(ours(plan, f"{OURS} {plan}") for plan in plans)] for each in _by_cache(lane)]
 
 
-def epochs_for(workload: Workload, seconds: float, home: Path) -> int:
+def _by_cache(lane: Lane) -> list[Lane]:
+    return [replace(lane, name=f"{lane.name}, {state}") for state in (COLD, WARM)] if lane.compiles else [lane]
+
+
+def epochs_for(workload: Workload, seconds: float, home: Path, device: str) -> int:
     """So many that the tutorial's loop takes that long here."""
 
     def begin(name: str) -> Peer:
-        return Peer(command(name, workload.name, (), 1000), caches(own_cache(home, workload.name, name)))
+        return Peer(
+            command(name, workload.name, (), 1000, device), caches(own_cache(home, workload.name, name, device))
+        )
 
     marked = in_turns([TUTORIAL], begin, Session(60.0, rounds=4))[TUTORIAL]
     if not marked.windows:
@@ -46,22 +53,30 @@ def epochs_for(workload: Workload, seconds: float, home: Path) -> int:
 
 
 def whole_runs(
-    workload: Workload, lanes: Sequence[Lane], seconds: float, rounds: int, home: Path, journal: Journal, tell: Tell
+    workload: Workload,
+    lanes: Sequence[Lane],
+    seconds: float,
+    rounds: int,
+    home: Path,
+    journal: Journal,
+    tell: Tell,
+    device: str = "cpu",
 ) -> None:
     """Runs each lane so many times, and writes each run to the journal as it ends."""
     known = journal.of(kind="whole", workload=workload.name)
-    epochs = known[0]["epochs"] if known else epochs_for(workload, seconds, home)
+    epochs = known[0]["epochs"] if known else epochs_for(workload, seconds, home, device)
     tell(f"{workload.name}: {epochs} epochs")
     for number in range(rounds):
         for lane in lanes[:: -1 if number % 2 else 1]:
             key = {"kind": "whole", "workload": workload.name, "lane": lane.name, "round": number}
-            if lane.missing(workload) or journal.has(key):
+            if lane.missing(workload, device) or journal.has(key):
                 continue
-            folder = own_cache(home, workload.name, "whole", lane.module, *lane.options, f"{epochs} epochs")
+            folder = own_cache(home, workload.name, "whole", lane.module, *lane.options, device, f"{epochs} epochs")
+            script = command(lane.module, workload.name, lane.options, epochs, device)
             if lane.name.endswith(WARM) and filled(folder) is None:  # by another bench, or not at all
-                _run(workload, lane, epochs, _emptied(folder), LONGEST * seconds)
+                _run(script, _emptied(folder), LONGEST * seconds)
             cold = lane.name.endswith(COLD)
-            marked = _run(workload, lane, epochs, _emptied(folder) if cold else folder, LONGEST * seconds)
+            marked = _run(script, _emptied(folder) if cold else folder, LONGEST * seconds)
             journal.add(key, epochs=epochs, **asdict(marked))
             tell(f"{workload.name} {lane.name}: {marked.failure or f'{marked.total_s:.1f} s'}")
 
@@ -71,14 +86,14 @@ def _emptied(folder: Path) -> Path:
     return folder
 
 
-def _run(workload: Workload, lane: Lane, epochs: int, folder: Path, limit_s: float) -> Marked:
+def _run(script: Sequence[str], folder: Path, limit_s: float) -> Marked:
     found_as = state(folder)
-    peer = Peer(command(lane.module, workload.name, lane.options, epochs), caches(folder), in_turns=False)
+    peer = Peer(script, caches(folder), in_turns=False)
     try:
         peer.begin(limit_s)
         peer.end(limit_s, ordered=False)
         if found_as != WARM:
-            note_filled(folder, Filled(peer.marked.startup_s or 0.0, found_as))
+            note_filled(folder, Filled(peer.marked.startup_s or 0.0, found_as, peer.marked.start_peak_bytes))
     except Failed as error:
         peer.marked.failure = str(error)
     finally:
@@ -108,6 +123,25 @@ def _of(workload: str, found: Sequence[Row]) -> Iterator[str]:
     yield from (f"- **failed**: {row['lane']}, run {row['round']}: {row['failure']}" for row in own if row["failure"])
 
 
+def whole_targets(found: Sequence[Row], device: str) -> list[Target]:
+    """What a whole run on a CPU is to reach, for each workload and each of hotloop's lanes."""
+    kept = []
+    for workload, lane in dict.fromkeys((row["workload"], row["lane"]) for row in found if device == "cpu"):
+        goal = next((goal for state, goal in RUN_GOALS.items() if lane.startswith(OURS) and lane.endswith(state)), None)
+        if goal is not None:
+            of = [row for row in found if row["workload"] == workload]
+            tutorial = _seconds([row for row in of if row["lane"] == TUTORIAL])
+            against = _against(_seconds([row for row in of if row["lane"] == lane]), tutorial)
+            kept.append(Target(f"{workload}, whole run over tutorial, {lane}", goal, against and against.median))
+    return kept
+
+
+def _against(seconds: Mapping[int, float], tutorial: Mapping[int, float]) -> Ratio | None:
+    """How many times as fast as the tutorial's loop, of rounds in which both went through."""
+    common = sorted(seconds.keys() & tutorial.keys())
+    return ratio_of([tutorial[n] for n in common], [seconds[n] for n in common], 0.95) if common else None
+
+
 def _seconds(each: Sequence[Row]) -> dict[int, float]:
     """By round, of runs that went through."""
     return {row["round"]: row["total_s"] for row in each if row["total_s"] and not row["failure"]}
@@ -118,8 +152,7 @@ def _cells(lane: str, each: Sequence[Row], tutorial: Mapping[int, float]) -> lis
     if not seconds:
         return [lane, "", "", "", "", ""]
     last = next(row for row in reversed(each) if row["round"] in seconds)
-    common = sorted(seconds.keys() & tutorial.keys())
-    against = ratio_of([tutorial[n] for n in common], [seconds[n] for n in common], 0.95) if common else None
+    against = _against(seconds, tutorial)
     return [
         lane,
         f"{statistics.median(seconds.values()):.1f} s",
