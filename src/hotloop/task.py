@@ -308,8 +308,24 @@ class Task:
         return self.stop_below is not None or self.patience is not None
 
 
+def hooked_parameter(model: nn.Module) -> str | None:
+    """The name of the first parameter with a hook on its gradient; None if there is none."""
+    named = model.named_parameters()
+    return next((name for name, value in named if value._backward_hooks or value._post_accumulate_grad_hooks), None)
+
+
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy that shares nothing; torch itself can't copy buffers that are still to come into being."""
+    """A copy that shares nothing; torch itself can't copy buffers that are still to come into being.
+
+    Raises:
+        TaskError: a parameter has a hook, which no copy has.
+    """
+    if (name := hooked_parameter(model)) is not None:
+        raise TaskError(
+            f"the parameter {name!r} of the model has a hook on its gradient, which a copy of the model would not have",
+            expected="a function that builds the model",
+            fix="hang the hook up in that function",
+        )
     unborn = [value for value in model.buffers() if isinstance(value, UninitializedBuffer)]
     return copy.deepcopy(model, {id(value): UninitializedBuffer(dtype=value.dtype) for value in unborn})  # type: ignore[call-arg]
 

@@ -281,7 +281,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model": lambda: nn.Sequential(nn.Identity(), nn.Embedding(9, 3), nn.Flatten(), nn.Linear(9, 3)),
          "data": word_data()}, ("'1' (Embedding) behind another module",),
     ),
-    "hooks of the optimizer": ({"optimizer": hooked_optimizer}, ("the hooks of SGD",)),
+    "hooks of the optimizer": ({"optimizer": hooked_optimizer}, ("a hook around SGD.step",)),
     "a loss of one's own": ({"loss": a_loss}, ("the loss a_loss", "nn.CrossEntropyLoss")),
     "another loss": ({"loss": nn.MultiMarginLoss()}, ("the loss MultiMarginLoss",)),
     "smoothed labels": ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, ("label_smoothing=0.1 of the loss",)),

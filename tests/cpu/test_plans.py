@@ -231,6 +231,25 @@ class Counting(nn.Module):
         return self.layer(x) * (1 + 0.1 * self.calls)  # type: ignore[no-any-return]
 
 
+class CountingInPrivate(Counting):
+    _calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        x = self.layer(x)
+        return x * 2 if self._calls > 500 else x
+
+
+class CountingLoss(nn.CrossEntropyLoss):
+    """Counts less from step to step."""
+
+    calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(output, target) * 0.9**self.calls
+
+
 class Drawing(Counting):
     def forward(self, x: Tensor) -> Tensor:
         import random
@@ -256,19 +275,21 @@ class Replacing(Counting):
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("fields", "says"),
     [
-        (Counting, "the attribute 'calls'"),
-        (Drawing, "draws from Python's or NumPy's generator"),
-        (Branching, "test_plans.py:"),
-        (Replacing, "replaces the buffer 'seen'"),
+        ({"model": Counting}, "the attribute 'calls' of the model"),
+        ({"model": CountingInPrivate}, "the attribute '_calls' of the model"),
+        ({"loss": CountingLoss()}, "the attribute 'calls' of the loss"),
+        ({"model": Drawing}, "draws from Python's or NumPy's generator"),
+        ({"model": Branching}, "test_plans.py:"),
+        ({"model": Replacing}, "replaces the buffer 'seen'"),
     ],
 )
-def test_what_would_not_be_the_same_step_after_step_is_refused(model: type[nn.Module], says: str) -> None:
+def test_what_would_not_be_the_same_step_after_step_is_refused(fields: dict[str, Any], says: str) -> None:
     from tests.cpu.programs import a_task
 
     with pytest.raises(PlanError, match="can't be captured as one graph") as caught:
-        hotloop.lower(a_task(model=model), Plan(compile="step"))
+        hotloop.lower(a_task(**fields), Plan(compile="step"))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 

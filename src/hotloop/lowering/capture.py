@@ -8,7 +8,6 @@ on the value of a tensor.
 
 from __future__ import annotations
 
-import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +27,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.accumulation import accumulate_on_device
+from hotloop.lowering.hooked import bare_step, hooked_optimizer
 from hotloop.lowering.hyper import held_by, hyper_of, put, raw
+from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
-from hotloop.task import Computed
+from hotloop.task import Computed, hooked_parameter
 
 Values = dict[str, Any]
 
@@ -93,6 +94,7 @@ def capture(
     Raises:
         PlanError: the step can't be captured, or would not be the same step after step.
     """
+    _check_hooks(step, whole=whole)
     tracer = _Tracer(step, samples, whole, singly)
     values = (step_tensors(step, hyper, whole=whole), batch)
     first, second = (tracer.trace(values) for _ in range(2))
@@ -116,7 +118,7 @@ class _Tracer:
             raise _refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
         examples = [mode.from_tensor(leaf, static_shapes=True) for leaf in leaves]
-        before = _attributes(self.step.parts.model)
+        before = _attributes(self.step.parts)
         drawn = _drawn()
         try:
             with mode, _tracing(examples):
@@ -128,7 +130,7 @@ class _Tracer:
             raise _refused(blame(error), "tensor operations that don't ask for a tensor's value") from error
         if drawn != _drawn():
             raise _refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
-        _check_attributes(before, _attributes(self.step.parts.model))
+        _check_attributes(before, _attributes(self.step.parts))
         check_draws(graph)
         _spell_out_factors(graph)
         _draw_in_order_of_memory(graph)
@@ -205,7 +207,7 @@ class _Tracer:
                     put(optimizer, place, now)
             given = {place: raw(optimizer, place) for place in self.numbers}
             step.clip([value for group in optimizer.param_groups for value in group["params"]])
-            inspect.unwrap(type(optimizer).step)(optimizer)
+            bare_step(type(optimizer).step)(optimizer)
             _check_state(swapped, {parameters[name]: name for name in parameters}, values["state"])
             _check_numbers(optimizer, given)
         finally:
@@ -317,26 +319,45 @@ def _refused(why: str, expected: str, fix: str = "mend that line, or choose comp
     return PlanError(f"the step can't be captured as one graph: {why}", expected=expected, fix=fix)
 
 
-def _attributes(model: nn.Module) -> dict[str, Any]:
-    """The plain values that modules hold beside their tensors."""
+def _check_hooks(step: EagerStep, *, whole: bool) -> None:
+    """The graph has tensors in place of the parameters, and of the update what the optimizer's class computes."""
+    if (name := hooked_parameter(step.parts.model)) is not None:
+        raise _refused(
+            f"the parameter {name!r} has a hook on its gradient, which would not be called",
+            "parameters without hooks of their own",
+            fix="take the hook off, or choose compile=none and graphs=none",
+        )
+    if whole and (found := hooked_optimizer(step.optimizer)) is not None:
+        raise _refused(
+            f"there is {found}, which would not be called",
+            "an optimizer whose class says all that an update does",
+            fix="choose compile=forward, which leaves the update out, or compile=none; and graphs=none",
+        )
+
+
+def _attributes(parts: Ingredients) -> dict[tuple[str, str], Any]:
+    """The plain values that the modules of model and loss hold beside their tensors, by owner and name."""
     plain = bool | int | float | str | None
     return {
-        f"{name}.{key}".removeprefix("."): value
-        for name, module in model.named_modules()
+        (owner, f"{name}.{key}".removeprefix(".")): value
+        for owner, root in (("model", parts.model), ("loss", parts.task.loss))
+        if isinstance(root, nn.Module)
+        for name, module in root.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, plain) and not key.startswith("_")
+        if isinstance(value, plain) and key not in _OF_ANY_MODULE
     }
 
 
-def _check_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:
-    changed = [
-        name for name in after if before.get(name, after[name]) is not after[name] and before.get(name) != after[name]
-    ]
-    changed += [name for name in after if name not in before]
-    if changed:
-        raise _refused(
-            f"it changes the attribute {changed[0]!r} of the model, which would happen once", "a buffer for it"
-        )
+_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
+
+
+def _check_attributes(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
+    for place, value in after.items():
+        if place not in before or (before[place] is not value and before[place] != value):
+            owner, name = place
+            raise _refused(
+                f"it changes the attribute {name!r} of the {owner}, which would happen once", "a buffer for it"
+            )
 
 
 def check_draws(graph: GraphModule) -> None:

@@ -15,6 +15,7 @@ from hotloop.errors import PlanError, blame
 from hotloop.lowering.capture import Captured, capture, step_tensors
 from hotloop.lowering.hosted import host
 from hotloop.lowering.hyper import Hyper, hyper_of
+from hotloop.lowering.indices import Indices
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.packages import packaged
 from hotloop.lowering.rewrites import rewrite
@@ -40,6 +41,7 @@ class CompiledStep(EagerStep):
         self._runner: Runner | None = None
         self._captured: Captured | None = None
         self._hyper = Hyper(self.optimizer, {})
+        self._indices: Indices | None = None
         self._bound: list[Tensor] | None = None
         self._signature: tuple = ()
         self._samples = 0
@@ -72,6 +74,8 @@ class CompiledStep(EagerStep):
         cells = {place: torch.zeros((), dtype=torch.float64) for place in sorted(varying)}
         self._hyper = Hyper(self.optimizer, cells, fix="choose compile=forward")
         self._captured = capture(self, batch, batch_length(batch), cells, whole=self.whole)
+        if self.parts.device.type == "cpu":
+            self._indices = Indices(self._captured, len(signature(batch)))
         self._rewrite(self._captured)
         self._runner = built(self._captured, self.parts)
         self._signature, self._samples = signature(batch), batch_length(batch)
@@ -96,12 +100,19 @@ class CompiledStep(EagerStep):
         """Runs step number `step`; returns the loss, 0-dim, on the device."""
         if self._runner is None or signature(batch) != self._signature or not self._is_bound():
             return self._run_eagerly(batch, samples, step)
+        flat = [*self._bound, *tensors(batch)]  # type: ignore[misc]
+        if self._indices is not None and not self._indices.within(flat):
+            return self._run_eagerly(batch, samples, step)  # it says what is wrong
         self.draws.seed(step)
         if self.whole:
             self._hyper.fill()
         self._set_scale()
-        with torch.no_grad():
-            outputs = self._runner([*self._bound, *tensors(batch)])  # type: ignore[misc]
+        try:
+            with torch.no_grad():
+                outputs = self._runner(flat)
+        except Exception:
+            self._backward(batch, samples, step)  # which says better what is wrong, if something is with the batch
+            raise
         self.ran += 1
         loss, scalars = self._finish(list(outputs))
         self._add(loss, scalars, self.parts.weigh(batch, samples))

@@ -19,8 +19,10 @@ from hotloop.arrays.layer import shape_after
 from hotloop.arrays.optimizers import Memory, Optimizer
 from hotloop.errors import DataError, PlanError, kind
 from hotloop.lowering.conversion import converted, counts_steps, loss_of, namespace_of, rule_of, shared
+from hotloop.lowering.hooked import hooked_optimizer
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
+from hotloop.lowering.tracing import refused
 from hotloop.task import Computed
 
 
@@ -45,6 +47,8 @@ class ArraysStep(EagerStep):
         self._xp = namespace_of(parts.device)
         self.network = converted(parts.model, self._xp)
         self._loss = loss_of(parts.task.loss)
+        if (found := hooked_optimizer(self.optimizer)) is not None:
+            raise refused(found)
         for group in self.optimizer.param_groups:
             rule_of(self.optimizer, group)
         layers = [call.layer for call in self.network.calls]

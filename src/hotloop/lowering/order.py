@@ -17,6 +17,7 @@ from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.facts import facts_of
+from hotloop.lowering.hooked import check_whole_gradients
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout
 from hotloop.lowering.placing import in_places
@@ -90,7 +91,9 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
             say(note)
         if plan.parallel == "async":
             return served(parts, Policy.of(plan))
+        check_whole_gradients(parts.model, plan)
         step = _step(parts)
+        check_whole_gradients(step.holder, plan)  # the optimizer's factory may hang some up, too
         return _checked(Program(step.parts, step, _feed(parts)))  # a step may settle what its plan leaves open
 
 

@@ -239,6 +239,15 @@ def drawn_elsewhere() -> PlanError:
     )
 
 
+def without_backward(what: str) -> PlanError:
+    """The error for a backward that a graph of the forward pass doesn't have."""
+    return PlanError(
+        f"parallel=stages, and backward calls {what}, which torch.export leaves out",
+        expected="gradients that follow from the operations of the forward pass",
+        fix="leave it out, or use parallel=data or sharded",
+    )
+
+
 def _failing(objective: Objective, leaves: tuple[Tensor, ...]) -> str:
     """The innermost module whose forward doesn't come to its end in an export."""
     inside: list[str] = []

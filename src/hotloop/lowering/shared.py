@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction as _OfPython
 from torch.overrides import TorchFunctionMode
 
 from hotloop.data.feed import peek
@@ -156,6 +157,7 @@ class Look:
         redraws: whether backward draws some anew, as where parts of the forward pass are computed again.
         elsewhere: whether the forward pass draws from NumPy's or Python's generator.
         reentrant: whether such parts run a backward of their own within backward.
+        scripted: what backward calls of the user's Python, such as `the torch.autograd.Function Reversal`; empty if nothing.
     """
 
     norms: bool
@@ -163,6 +165,7 @@ class Look:
     redraws: bool = True
     elsewhere: bool = False
     reentrant: bool = False
+    scripted: str = ""
 
 
 def look(parts: Ingredients) -> Look:
@@ -176,7 +179,7 @@ def look(parts: Ingredients) -> Look:
     redraws = any(one.redraws for one in seen)
     pattern = Pattern.of(seen[0].drawn, seen[1].drawn, (few, more))
     elsewhere, reentrant = any(one.elsewhere for one in seen), any(one.reentrant for one in seen)
-    return Look(seen[0].norms, pattern, redraws, elsewhere, reentrant)
+    return Look(seen[0].norms, pattern, redraws, elsewhere, reentrant, seen[0].scripted)
 
 
 @dataclass
@@ -186,6 +189,7 @@ class _Seen:
     redraws: bool
     elsewhere: bool
     reentrant: bool
+    scripted: str
 
 
 def _watched(parts: Ingredients, samples: int) -> _Seen:
@@ -193,11 +197,24 @@ def _watched(parts: Ingredients, samples: int) -> _Seen:
     batch = to_device(peek(parts.roles, samples), parts.device)
     streams = Streams(parts.task.seed, parts.device)
     streams.reseed("look")
-    with Watching(parts.device) as draws, _Norms() as norms:
+    with Watching(parts.device) as draws, _Calls() as calls:
         loss = parts.compute(model, batch).loss
     elsewhere = streams.drawn("look")
-    reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes_below([loss]))
-    return _Seen(norms.seen, draws.drawn, bool(draws.drawn) and _redraws(loss, parts.device), elsewhere, reentrant)
+    functions = {
+        node.name().removesuffix("Backward") for node in nodes_below([loss]) if issubclass(type(node), _OfPython)
+    }
+    reentrant = "CheckpointFunction" in functions
+    scripted = _scripted(functions - {"CheckpointFunction"}, hooks=calls.hooks)
+    redraws = bool(draws.drawn) and _redraws(loss, parts.device)
+    return _Seen(calls.norms, draws.drawn, redraws, elsewhere, reentrant, scripted)
+
+
+def _scripted(functions: set[str], *, hooks: bool) -> str:
+    if "BackwardHookFunction" in functions:
+        return "a module's hook on its backward"
+    if functions:
+        return f"the torch.autograd.Function {min(functions)}"
+    return "a hook on a tensor's gradient" if hooks else ""
 
 
 def _redraws(loss: Tensor, device: torch.device) -> bool:
@@ -210,13 +227,14 @@ def _redraws(loss: Tensor, device: torch.device) -> bool:
     return bool(draws.drawn)
 
 
-class _Norms(TorchFunctionMode):
-    """Notes whether a batch is normalised."""
+class _Calls(TorchFunctionMode):
+    """Notes whether a batch is normalised, and whether a hook is hung on what a forward pass computes."""
 
-    seen = False
+    norms = hooks = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or function is F.batch_norm
+        self.norms = self.norms or function is F.batch_norm
+        self.hooks = self.hooks or function is Tensor.register_hook
         return function(*args, **(kwargs or {}))
 
 

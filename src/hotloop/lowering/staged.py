@@ -17,7 +17,7 @@ from hotloop.data.tree import batch_length, map_tensors
 from hotloop.errors import PlanError
 from hotloop.lowering.conveying import Conveyor, own_stages
 from hotloop.lowering.ingredients import Ingredients
-from hotloop.lowering.pieces import Objective, drawn_elsewhere, leaves_of
+from hotloop.lowering.pieces import Objective, drawn_elsewhere, leaves_of, without_backward
 from hotloop.lowering.shared import look
 from hotloop.lowering.stages import Chain, example, rows_of, settled
 from hotloop.lowering.step import EagerStep
@@ -44,6 +44,8 @@ class StagedStep(EagerStep):
         seen = look(replace(parts, device=torch.device("cpu")))
         if seen.elsewhere:
             raise drawn_elsewhere()
+        if seen.scripted:
+            raise without_backward(seen.scripted)
         parts = settled(parts, objective)
         chain = Chain.of(parts, objective.train(), example(parts, rows_of(parts)))
         self._holding = Holding(parts.model, chain.holders(parts.world.ranks), parts.world)
