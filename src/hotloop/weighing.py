@@ -18,7 +18,7 @@ from hotloop.measuring.statistics import LEAST_PAIRS
 from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.tuning.bounds import makeup
-from hotloop.tuning.budget import PROVING_STEPS, REALISED, saved_steps
+from hotloop.tuning.budget import PROVING_STEPS, saved_steps
 from hotloop.tuning.compiling import compile_s, compiling_gains
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
@@ -56,7 +56,7 @@ class Hope:
     @property
     def wins_s(self) -> float:
         """Seconds of the run that may be saved."""
-        return REALISED * self.steps * self.step_s * (1.0 if self.gain is None else 1 - 1 / self.gain)
+        return self.steps * self.step_s * (1.0 if self.gain is None else 1 - 1 / self.gain)
 
     def costs_s(self, compilations: int = 1) -> float:
         """Seconds that so many compilations and their races take, and a proof."""

@@ -28,9 +28,6 @@ PROVING_STEPS = 250
 _WARMING_STEPS = 3
 """Of each plan, before a race."""
 
-REALISED = 0.95
-"""Of what compiling could win: where it is tried in vain, more is lost than where it is left."""
-
 
 def saved_steps(steps: int | None, ratio: float, beside: float) -> float:
     """How many of the baseline's steps take as long as what a plan saves in a run of so many, beside another plan.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hotloop.plan import Plan
 from hotloop.tuning.bounds import Makeup
-from hotloop.tuning.budget import REALISED, Budget
+from hotloop.tuning.budget import Budget
 
 _COMPILE_S = {"package": 12.5, "step": 8.5, "forward": 8.5, "none": 2.0}
 """A compilation with nothing kept from an earlier one, of the smallest step; none at all where graphs are recorded."""
@@ -27,7 +27,7 @@ _DISPATCH_S = 5e-6
 _AROUND_S = 2e-6
 """Of that, what a compiled step on a CPU saves besides the time that is measured inside of operations."""
 
-_CALLING_S = {"package": -20e-6, "step": 30e-6}
+_CALLING_S = {"package": -30e-6, "step": 0.0}
 """What a compiled step costs to call, more than an eager one."""
 
 _OF_FORWARD = 0.4
@@ -82,7 +82,7 @@ def chances(
     found = []
     for plan in plans:
         seen = None if recurrent and plan.compile != "none" else made
-        won_s = REALISED * budget.wins_s(compiling_gains(seen, step_s, plan.compile))
+        won_s = budget.wins_s(compiling_gains(seen, step_s, plan.compile))
         takes_s = compile_s(None if seen is None else seen.operations, plan.compile)
         found.append(Chance(plan, won_s, takes_s, budget.settles_s() + proof_s))
     tight = bool(found) and not budget.set_by_user and found[0].won_s < 2 * found[0].costs_s
