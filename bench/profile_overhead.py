@@ -95,7 +95,7 @@ class ThreadClock(HostClock):
 
     def mark(self, *, idle: bool = True) -> Instant:
         now = time.thread_time()
-        return super().mark(idle=idle)._replace(wall_s=now)
+        return super().mark(idle=idle)._replace(wall_s=now) if idle else Instant(now, 0.0, 0)
 
 
 CLOCKS = {"wall": (HostClock, time.perf_counter), "cpu": (ThreadClock, time.thread_time)}

@@ -21,6 +21,11 @@ class Patches:
         self._put.append((owner, name, before, mine))
         _set(owner, name, mine)
 
+    @property
+    def untouched(self) -> bool:
+        """Whether what was put is still there, and nobody has put anything else in its place."""
+        return all(vars(owner).get(name) is mine for owner, name, _, mine in self._put)
+
     def undo(self) -> None:
         """Puts everything back; what somebody else has replaced since is left alone."""
         while self._put:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hotloop.profiles import Phase
-from hotloop.profiling import course, watcher
+from hotloop.profiling import course, stretch, watcher
 from hotloop.profiling.course import Course
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.habits import Graphs
@@ -76,10 +76,10 @@ class Even:
         return True
 
 
-def taken(ms: float, *, in_step: bool = False) -> list[str]:
+def taken(ms: float, *, steps: int = STEPS, in_step: bool = False) -> list[str]:
     """How all steps are watched, each of so many milliseconds."""
     stage = Quiet()
-    one = Course(STEPS, stage, list, found=False, in_step=in_step)
+    one = Course(steps, stage, list, found=False, in_step=in_step)
     one.timeline.clock = Even(ms)
     while not one.over:
         one.boundary()
@@ -87,9 +87,9 @@ def taken(ms: float, *, in_step: bool = False) -> list[str]:
     return stage.kinds
 
 
-def kinds(ms: float) -> list[str]:
+def kinds(ms: float, steps: int = STEPS) -> list[str]:
     """Those after the warm-up."""
-    return [kind for kind in taken(ms) if kind != "warm-up"]
+    return [kind for kind in taken(ms, steps=steps) if kind != "warm-up"]
 
 
 def cold(found: list[str]) -> list[tuple[str, str]]:
@@ -119,12 +119,19 @@ def test_short_steps_settle_for_longer(ms: float, steps: int) -> None:
     assert settled(kinds(ms)) == steps
 
 
+@pytest.mark.parametrize(("ms", "steps"), [(0.1, 64), (1.0, 10), (4.0, 2)])
+def test_short_steps_settle_for_longest_once_enough_are_measured(ms: float, steps: int) -> None:
+    found = kinds(ms, 2 * STEPS)
+    enough = [at for at, kind in enumerate(found) if kind in ("clean", "instrumented")][stretch._ENOUGH]
+    assert settled(found[enough:]) == steps
+
+
 def test_long_steps_need_not_settle() -> None:
     assert kinds(50.0) == order(STEPS)
 
 
 def test_steps_that_do_not_settle_are_seen(monkeypatch) -> None:
-    monkeypatch.setattr(course, "_MOST_SETTLING", 0)
+    monkeypatch.setattr(stretch, "_SETTLED_MS", 0.0)
     assert cold(kinds(1.0))
 
 
@@ -357,7 +364,7 @@ def gone_on(steps: int | None, kind: Kind) -> Watch:
     return watch
 
 
-@pytest.mark.parametrize("kind", ["clocked", "instrumented", "sampled"])
+@pytest.mark.parametrize("kind", ["clean", "clocked", "instrumented", "sampled"])
 @pytest.mark.parametrize("steps", [None, STEPS])
 def test_a_script_that_goes_on_to_another_loop_is_not_watched_closely_there(steps: int | None, kind: Kind) -> None:
     call = nn.Module.__call__

@@ -17,8 +17,9 @@ from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.middle import SEVERAL
 from hotloop.profiling.phases import HostClock, Timeline, durations
 from hotloop.profiling.protocols import Observer, Stage
-from hotloop.profiling.schedule import CLOSE, DEFAULT_STEPS, Kind, order
+from hotloop.profiling.schedule import CLOSE, DEFAULT_STEPS, DISTURBING, Kind, order
 from hotloop.profiling.steps import Event, Finder, ends_step
+from hotloop.profiling.stretch import Stretch, until_settled
 from hotloop.profiling.usage import Cores, held_memory
 
 _WARM_S = 0.2
@@ -38,15 +39,8 @@ _STRAYED = 10
 _AWAITED = 400
 """Backwards by which more updates are awaited, once one has shown that an optimizer steps after all."""
 
-_DISTURBING: tuple[Kind, ...] = (*CLOSE, "clocked")
-"""Steps for which functions are replaced, so that Python's caches are cold after them."""
-
 _LIKE_CLEAN: tuple[Kind, ...] = ("clocked", "sampled")
-"""Of those, the ones that take hardly longer than a clean one."""
-
-_SETTLED_MS = 10.0
-_MOST_SETTLING = 4
-"""So long, and so many steps at most, until they are as warm as before; a longer step is no hundredth longer for it."""
+"""Of those that disturb, the ones that take hardly longer than a clean one."""
 
 _LOST_S, _LOST = 30.0, 20.0
 """So long, and so many times the median, and a step will hardly end any more as the others do."""
@@ -74,6 +68,7 @@ class Course:
         step: that is on; None between steps, and as long as none was found.
         over: whether there are enough.
         mark_ms: what leaving a mark in the timeline takes.
+        stretch: of steps that go by before a clean one.
     """
 
     def __init__(
@@ -88,9 +83,9 @@ class Course:
         self.facts = Facts(torch=True)
         self.timeline = Timeline(HostClock())
         self.step: StepFact | None = None
-        self.over, self.mark_ms = False, 0.0
+        self.over, self.mark_ms, self._alone = False, 0.0, False
         self.observers: list[Observer] = []
-        self.cores = Cores()
+        self.cores, self.stretch = Cores(), Stretch()
         self._stage, self._observers_of = stage, observers
         self._finder = Finder()
         self._steps, self._limited = steps or DEFAULT_STEPS, steps is None and not in_step
@@ -99,7 +94,7 @@ class Course:
         self._left = order(self._steps)
         self._began: Any = None
         self._first_s: float | None = None
-        self._warm = self._strayed = self._awaited = self._steps_sought = self._rehearsals = 0
+        self._warm = self._strayed = self._awaited = self._steps_sought = 0
         self._since = self._step_since = 0.0
         self._pending: list[tuple[StepFact, list[tuple[Any, Phase]]]] = []
         self._first: Event | None = None
@@ -137,6 +132,7 @@ class Course:
         elif not ends_step(self._anchor, event):
             self._stray(event)
         else:
+            self._alone = not self._strayed
             self._strayed = 0 if self._anchor.what == "update" else self._strayed
             self.boundary(at)
 
@@ -228,7 +224,7 @@ class Course:
         self.facts.anchor, self.facts.by_hand = self._anchor.where, self._anchor.what == "backward"
         self._pending = [one for one in self._pending if one[0].kind == "early"]
         self.facts.steps, self.facts.between_ms, self.facts.warm_up_s = [], {}, 0.0
-        self._warm = self._rehearsals = 0
+        self._warm = self.stretch.left = 0
         self._since = time.perf_counter()
         if not self.observers:
             self.observers = self._observers_of()
@@ -240,7 +236,7 @@ class Course:
         if self.step is None:
             self._begin_measuring()
             return
-        if self._rehearsals:
+        if self.stretch.left:
             self._rehearse()
             return
         self._end_step(at)
@@ -265,37 +261,40 @@ class Course:
         if not self._left:
             return self._await_update()
         kind = self._left[0]
-        if self._in_step and kind in ("clean", "instrumented") and self.facts.steps[-1].kind in _DISTURBING:
+        if self._in_step and kind in ("clean", "instrumented") and self.facts.steps[-1].kind in DISTURBING:
             return "settling"  # whatever it took here, the other ranks decide alike
         if not self._in_step and kind == "clean":
-            self._rehearsals = self._until_settled()
+            self.stretch.left = until_settled(self.facts.steps)
         return self._left.pop(0)
 
     def _is_long(self) -> bool:
         """Whether it is too long to go on."""
-        long = self._limited and time.perf_counter() - self._since > LONGEST_S
-        return long and self.measured() >= SETTLED
+        return self._limited and time.perf_counter() - self._since > LONGEST_S and self.measured() >= SETTLED
 
     def _await_update(self) -> Kind | None:
         """After enough backwards, if some updates of an optimizer's may be their steps."""
         self._awaited += 1
         return "settling" if self._strayed and self._awaited <= _AWAITED else None
 
-    def _until_settled(self) -> int:
-        """How many steps find Python's caches cold, by what was replaced for one before; 0 if they're too long to tell."""
-        ms = next((step.ms for step in reversed(self.facts.steps) if step.kind not in _DISTURBING), 0.0)
-        settling = min(_MOST_SETTLING, int(_SETTLED_MS / ms)) if ms else 0
-        since = next((n for n, step in enumerate(reversed(self.facts.steps)) if step.kind in _DISTURBING), settling)
-        return max(0, settling - since)
-
     def _rehearse(self) -> None:
         """A step goes by as the clean one after it will, with as little as possible between them."""
-        self._rehearsals -= 1
+        self.stretch.left -= 1
         assert self.step is not None
         self._stage.again()
         self.facts.went_by(self.step)
+        self.catch_up()
         self.cores.begin()
         self._began = self.timeline.instant()
+
+    def spares(self, event: Event) -> bool:
+        """Whether steps go by from here on that end with this update, and with no other one before it."""
+        return self.stretch.left > 0 and self._alone and self._anchor is not None and ends_step(self._anchor, event)
+
+    def catch_up(self) -> None:
+        """Counts the steps that went by unheard."""
+        passed, self.stretch.passed = self.stretch.passed, 0
+        self.facts.trained, self.facts.updates = self.facts.trained + passed, self.facts.updates + passed
+        self._began = self.stretch.began if passed else self._began
 
     def measured(self) -> int:
         """Steps whose times count."""
@@ -303,7 +302,7 @@ class Course:
 
     def is_lost(self) -> bool:
         """Whether the step that is watched closely will hardly end any more: the script has gone on to something else."""
-        if self.step is None or self.step.kind not in _DISTURBING or self._anchor is None:
+        if self.step is None or self.step.kind not in DISTURBING or self._anchor is None:
             return False
         strays = self._anchor.what == "update" and self._strayed >= _STRAYED
         passed_s = time.perf_counter() - self._step_since
@@ -339,15 +338,16 @@ class Course:
         self._step_since = time.perf_counter()
 
     def _end_step(self, at: Any = None) -> None:
-        step = self.step
+        step, together = self.step, 1 + self.stretch.passed
         assert step is not None
+        self.catch_up()
         at = self.timeline.instant() if at is None else at
         whole: list[tuple[Any, Phase]] = [(self._began, "unattributed"), (at, "unattributed")]
         marks = self.timeline.end(at) if self.timeline.on else whole
-        step.cpu_ms = self.cores.end(clean=step.kind == "clean")
+        step.cpu_ms = self.cores.end(clean=step.kind == "clean") / together
         step.flags += self._stage.flags()
         usual = self._is_usual(step)
-        self.end_close_watch(drop=step.kind in _DISTURBING and step.kind != "whole" and not usual)
+        self.end_close_watch(drop=step.kind in DISTURBING and step.kind != "whole" and not usual)
         if step.kind in CLOSE:  # asking takes the system's time
             step.memory = held_memory(self.facts.device)
         self._stage.end(usual=usual)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -84,6 +85,12 @@ class Facts:
         for what, ms in step.apart_ms.items():
             self.between_ms[what] = self.between_ms.get(what, 0.0) + ms
         step.flags, step.apart_ms = [], {}
+
+    def failed(self, error: Exception) -> None:
+        """Notes an error of hotloop's own, by which watching ends."""
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        self.notes.append(f"watching ended by an error of hotloop's own: {said}")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

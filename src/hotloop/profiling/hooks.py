@@ -17,6 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotloop.patches import Patches
 from hotloop.profiles import Phase
 from hotloop.profiling.phases import Clock, HostClock, Timeline
+from hotloop.profiling.stretch import Stretch
 from hotloop.profiling.unseen import beyond, out_of_warnings, unseen
 
 _CALLS, _REPEATS = 100, 3
@@ -109,6 +110,7 @@ def safe(method: Callable[..., Any]) -> Callable[..., Any]:
 class Listener:
     """What is told of what happens; see `Always`."""
 
+    def fail(self, error: Exception) -> None: ...
     def mine(self) -> bool:
         return False
 
@@ -134,25 +136,50 @@ class Listener:
 class Always:
     """Tells a listener of backwards, updates, batches, checkpoints and changes between training and evaluation."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-        self._patches, self._outermost = Patches(), Patches()
+    def __init__(self, listener: Listener, stretch: Stretch) -> None:
+        self._listener, self._stretch = listener, stretch
+        self._patches, self._told, self._outermost = Patches(), Patches(), Patches()
+        self._loading = around(listener.mine, listener.loading_began, listener.loading_ended)
+        self._backward = around(listener.hears_backwards, listener.backward_began, listener.backward_ended)
         self._handles: list[Any] = []
 
     def install(self) -> None:
         heard, patches = self._listener, self._patches
-        loading = around(heard.mine, heard.loading_began, heard.loading_ended)
-        backward = around(heard.hears_backwards, heard.backward_began, heard.backward_ended)
-        patches.put(torch.autograd, "_engine_run_backward", backward)
-        patches.put(_BaseDataLoaderIter, "__next__", loading)
-        patches.put(DataLoader, "__iter__", loading)
+        self.hear()
+        patches.put(DataLoader, "__iter__", self._loading)
         patches.put(torch, "save", around(heard.mine, heard.saving_began, heard.saving_ended))
         patches.put(nn.Module, "train", around(heard.mine, heard.mode_began, heard.mode_ended))
         self._handles = [
-            register_optimizer_step_pre_hook(heard.update_began),
-            register_optimizer_step_post_hook(heard.update_ended),
+            register_optimizer_step_pre_hook(unseen(self._update_began)),
+            register_optimizer_step_post_hook(unseen(self._update_ended)),
         ]
         self.wrap_backward()
+
+    def hear(self) -> None:
+        """From here on, backwards and batches are told."""
+        self._told.put(torch.autograd, "_engine_run_backward", self._backward)
+        self._told.put(_BaseDataLoaderIter, "__next__", self._loading)
+
+    def spare(self) -> bool:
+        """From here on they aren't, until `hear`; False if somebody else has put something around, so that they still are."""
+        untouched = self._told.untouched
+        if untouched:
+            self._told.undo()
+        return untouched
+
+    def _update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        if not (torch.compiler.is_dynamo_compiling() or self._stretch.on):
+            self._listener.update_began(optimizer, args, kwargs)
+
+    def _update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
+        try:
+            if self._stretch.passes(optimizer):
+                return
+        except Exception as error:
+            self._listener.fail(error)
+        self._listener.update_ended(optimizer, args, kwargs)
 
     def wrap_backward(self) -> None:
         """From here on, `backward_over` is told when a backward is done for everyone else who listens by now."""
@@ -164,18 +191,21 @@ class Always:
         """Others may come and go."""
         self._outermost.undo()
 
+    def _undo(self) -> None:
+        self._stretch.stop()
+        for patches in (self._outermost, self._told, self._patches):
+            patches.undo()
+
     def remove(self) -> None:
         """Takes everything away; not to be called from an optimizer's hook, since torch is walking through these then."""
-        self._outermost.undo()
-        self._patches.undo()
+        self._undo()
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def remove_later(self) -> None:
         """Takes everything away at once but the hooks of optimizers, which go at the next backward."""
-        self._outermost.undo()
-        self._patches.undo()
+        self._undo()
 
         def before(args: tuple, kwargs: dict) -> None:
             self.remove()

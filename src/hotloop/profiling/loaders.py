@@ -27,6 +27,7 @@ class _Loader:
 
     Attributes:
         inner: class of what makes the samples.
+        data: id of its data set.
         makes: its method that does.
         drawn, row_sum: batches, and samples in them, in the step that is on.
         steps, rows: how many steps drew from it, and samples in each.
@@ -34,7 +35,7 @@ class _Loader:
 
     def __init__(self, iterator: Any, where: str, sites: Sites) -> None:
         dataset = _innermost(iterator._dataset)
-        self.inner = type(dataset)
+        self.inner, self.data = type(dataset), id(iterator._dataset)
         together = iterator._auto_collation
         whole = together and hasattr(dataset, "__getitems__") and _gives_batches(iterator._dataset)
         self.makes = "__getitems__" if whole else "__getitem__"
@@ -70,6 +71,7 @@ class Loaders:
         self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._patches = Patches()
         self._counted = True
+        self._unheard: list[tuple[ref, int]] | None = None
         self._latest: tuple[Callable[[], Any], _Loader | None] = lambda: None, None
 
     def begin(self, *, timed: bool, counted: bool = True) -> None:
@@ -88,6 +90,31 @@ class Loaders:
         """The step draws anew."""
         for loader in self._loaders.values():
             loader.drawn = loader.row_sum = 0
+
+    def look(self) -> None:
+        """What is drawn from here on isn't told, but found by `catch_up`."""
+        self._unheard = [(ref(one), one._num_yielded) for one in self._iterators]
+
+    def opened_again(self, iterator: Any) -> bool:
+        """Whether an iterator that was made begins another epoch of the loader that was drawn from last.
+
+        So its data set says; the line that will draw isn't known yet.
+        """
+        same = [loader for loader in self._loaders.values() if loader.data == id(iterator._dataset)]
+        if len(same) != 1 or same[0] is not self._latest[1]:
+            return False
+        if self._unheard is not None:
+            self._iterators[iterator] = same[0]
+            self._unheard = [one for one in self._unheard if one[0]() is not iterator] + [(ref(iterator), 0)]
+        return True
+
+    def catch_up(self) -> None:
+        """Counts what was drawn since `look`."""
+        for iterator, before in self._unheard or ():
+            one = iterator()
+            if one is not None:
+                self._iterators[one].drawn += one._num_yielded - before
+        self._unheard = None
 
     def drawn(self) -> list[str]:
         """Which loaders the step drew from, by number."""

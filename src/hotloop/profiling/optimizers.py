@@ -31,11 +31,12 @@ class Optimizers:
 
     Attributes:
         on: whether updates are timed.
+        nests: whether one was seen inside another.
         inside: how many updates are under way, one inside another.
     """
 
     def __init__(self, sites: Sites) -> None:
-        self.on = False
+        self.on = self.nests = False
         self._sites = sites
         self._used: list[_Used] = []
         self._open: list[tuple[int, float]] = []
@@ -61,6 +62,7 @@ class Optimizers:
             return True
         began = self._open.pop()[1]
         if self._open:
+            self.nests = True
             return False
         used, by_group = self._known(optimizer), self._groups.end(optimizer)
         if self.on and used is not None:

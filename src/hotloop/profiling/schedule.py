@@ -25,6 +25,9 @@ Kind = Literal[
 CLOSE: tuple[Kind, ...] = ("early", "instrumented", "habits", "traced", "sampled", "whole")
 """Those with phases."""
 
+DISTURBING: tuple[Kind, ...] = (*CLOSE, "clocked")
+"""Those for which functions are replaced, so that Python's caches are cold after them."""
+
 DEFAULT_STEPS = 60
 _PAIR: list[Kind] = ["clean", "instrumented"]
 _HABITS: list[Kind] = ["habits"]

@@ -48,6 +48,15 @@ class Sites:
             frame = frame.f_back
         return self._place_in(first.f_code, first.f_lineno) if first is not None else ""
 
+    def calling(self) -> tuple[FrameType | None, int]:
+        """The innermost frame of the user's, if there is one, and how many lie between it and hotloop's."""
+        frame: FrameType | None = sys._getframe(1)
+        between = 0
+        while frame is not None and not self.is_own(frame.f_code):
+            between += not frame.f_code.co_filename.startswith((_HOTLOOP, HIDDEN))
+            frame = frame.f_back
+        return frame, between
+
     def function(self, where: str) -> tuple[str, frozenset[int]]:
         """The file and the lines of the function that a caller was found in; none of a place that wasn't."""
         return self._functions.get(where, ("", frozenset()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hotloop.profiles import Phase
 from hotloop.profiling.calls import Calls
@@ -20,6 +20,7 @@ from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.compiling import Compiling
 from hotloop.profiling.course import Course
 from hotloop.profiling.facts import Facts
+from hotloop.profiling.gathering import gathered
 from hotloop.profiling.habits import Graphs, is_loss
 from hotloop.profiling.hooks import Always, Listener, mark_ms, safe
 from hotloop.profiling.loaders import Loaders
@@ -29,8 +30,8 @@ from hotloop.profiling.phases import clock_for
 from hotloop.profiling.protocols import Observer
 from hotloop.profiling.schedule import CLOSE, Kind
 from hotloop.profiling.sites import Sites
+from hotloop.profiling.sparing import Sparing
 from hotloop.profiling.steps import Event
-from hotloop.profiling.usage import compile_seconds, held_memory
 
 _PUBLISHED_S = 1.0
 """Between two times that all facts so far are written down, for a process that may end without a word."""
@@ -64,13 +65,13 @@ class Watch(Listener):
         in_step: bool = False,
         compilations: Compilations | None = None,
     ) -> None:
-        self.closed = False
-        self.sites = sites
+        self.closed, self.sites = False, sites
         self.compilations = compilations or Compilations()
         self._course = Course(steps, self, lambda: observers(self), found=found, in_step=in_step)
         self.facts, self.timeline = self._course.facts, self._course.timeline
         self._publish = publish
-        self._always, self._closely = Always(self), Closely(self, self.timeline)
+        self._always, self._closely = Always(self, self._course.stretch), Closely(self, self.timeline)
+        self._sparing = Sparing(self._course, self._always, sites)
         self._compiling = Compiling(self._closely.away, self._closely.back)
         self._loaders, self._optimizers, self._graphs = Loaders(sites), Optimizers(sites), Graphs(sites, self.fail)
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
@@ -130,9 +131,7 @@ class Watch(Listener):
 
     def fail(self, error: Exception) -> None:
         """An error of our own: what was seen so far is kept, and the script goes on."""
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-        self.facts.notes.append(f"watching ended by an error of hotloop's own: {said}")
+        self.facts.failed(error)
         self.closed = True
         last = (
             partial(self._take_away, self._course.end_close_watch),
@@ -147,8 +146,9 @@ class Watch(Listener):
     def _take_away(self, end_step: Callable[[], None]) -> None:
         """Takes away whatever is put for some steps alone: what was put last goes first, whatever fails at that."""
         with ExitStack() as ways:
-            last = [self.compilations.remove] if self.closed else []
-            for way in (*last, self._loaders.remove, self._closely.remove, end_step, self._graphs.end_evaluation):
+            if self.closed:
+                ways.callback(self.compilations.remove)
+            for way in (self._loaders.remove, self._closely.remove, end_step, self._graphs.end_evaluation):
                 ways.callback(way)
             ways.callback(self._compiling.remove)
 
@@ -161,16 +161,7 @@ class Watch(Listener):
 
     def _collect(self, *, wait: bool = False) -> Facts:
         """All facts so far."""
-        facts = self.facts
-        self._course.settle(wait=wait)
-        facts.loaders, facts.optimizers = self._loaders.records(), self._optimizers.records(self._course.measured())
-        facts.samples_per_step, facts.habits = self._loaders.samples_per_step(), self._graphs.records()
-        for observer in self._course.observers:
-            for field, values in observer.records().items():
-                setattr(facts, field, values)
-        facts.threads, facts.peak_memory_bytes = self._course.cores.record(), held_memory(facts.device, peak=True)
-        facts.compile_s, facts.versions = compile_seconds(), {"torch": torch.__version__}
-        return facts
+        return gathered(self._course, self._loaders, self._optimizers, self._graphs, wait=wait)
 
     # Steps
 
@@ -298,7 +289,7 @@ class Watch(Listener):
 
     @safe
     def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if torch.compiler.is_compiling() or not self.mine():
+        if not self.mine():
             return
         self._trains()
         self.timeline.enter("update")
@@ -306,14 +297,18 @@ class Watch(Listener):
 
     @safe
     def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if torch.compiler.is_compiling() or not self.mine():
+        if not self.mine():
             return
         self.timeline.leave()
-        at = self.timeline.instant()  # what is done from here on is the watch's own
+        at = self._course.stretch.ended or self.timeline.instant()  # what is done from here on is the watch's own
+        self._sparing.end()
         outermost, self._updates_inside = self._optimizers.ended(optimizer), self._updates_inside or self._backwards > 0
         if outermost and not self._backwards:
-            where = self.sites.caller(4)
-            self._event(Event("update", where, self._optimizers.number(optimizer, where)), at)
+            where = self.sites.caller(5)
+            event = Event("update", where, self._optimizers.number(optimizer, where))
+            self._event(event, at)
+            if not (self._hears or self._optimizers.nests):
+                self._sparing.begin(optimizer, event, self._loaders)
 
     @safe
     def loading_began(self, args: tuple, kwargs: dict) -> Any:
@@ -322,11 +317,14 @@ class Watch(Listener):
     @safe
     def loading_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self.timeline.leave()
+        if isinstance(args[0], DataLoader) and not (done and self._loaders.opened_again(result)):
+            self._sparing.unusual()
         if done and self._loaders.drew(args[0], result) and self.timeline.on:
             self.timeline.turn(self._making())
 
     @safe
     def saving_began(self, args: tuple, kwargs: dict) -> Any:
+        self._sparing.unusual()
         self.timeline.enter("logging")
         return time.perf_counter()
 
@@ -343,6 +341,8 @@ class Watch(Listener):
     @safe
     def mode_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self._pauses.mode_ended(training=kwargs.get("mode", args[1] if len(args) > 1 else True))
+        if self._pauses.evaluating:
+            self._sparing.unusual()
 
     @safe
     def no_grad_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:

@@ -1,0 +1,27 @@
+"""Puts into the facts of a watch what its parts have seen so far."""
+
+from __future__ import annotations
+
+import torch
+
+from hotloop.profiling.course import Course
+from hotloop.profiling.facts import Facts
+from hotloop.profiling.habits import Graphs
+from hotloop.profiling.loaders import Loaders
+from hotloop.profiling.optimizers import Optimizers
+from hotloop.profiling.usage import compile_seconds, held_memory
+
+
+def gathered(course: Course, loaders: Loaders, optimizers: Optimizers, graphs: Graphs, *, wait: bool = False) -> Facts:
+    """All facts so far; with `wait`, of steps too that the device hasn't done yet."""
+    facts = course.facts
+    course.catch_up()
+    course.settle(wait=wait)
+    facts.loaders, facts.optimizers = loaders.records(), optimizers.records(course.measured())
+    facts.samples_per_step, facts.habits = loaders.samples_per_step(), graphs.records()
+    for observer in course.observers:
+        for field, values in observer.records().items():
+            setattr(facts, field, values)
+    facts.threads, facts.peak_memory_bytes = course.cores.record(), held_memory(facts.device, peak=True)
+    facts.compile_s, facts.versions = compile_seconds(), {"torch": torch.__version__}
+    return facts
