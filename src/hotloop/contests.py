@@ -197,17 +197,17 @@ def raced_scales(
     name, values = scale
     sizes = _sizes(name, values)
 
-    def at(value: str, loaded: Loaded) -> Verdict:
+    def at(value: str) -> Verdict:
         def moved(doing: str, share: float) -> None:
             progress(f"{name}={value}: {doing}", share)
 
+        loaded = load_task(reference, {**parameters, name: value})
         return raced(loaded, contest, overrides=overrides, prove=None, say=say, progress=moved)
 
-    tasks = [load_task(reference, {**parameters, name: value}) for value in values]  # a wrong value shows at once
     races, ended = list[Verdict](), dict[str, Any]()
     try:
-        for value, loaded in zip(values, tasks, strict=True):
-            races.append(at(value, loaded))
+        for value in values:
+            races.append(at(value))
     except (HotloopError, KeyboardInterrupt) as error:
         if not races:
             raise

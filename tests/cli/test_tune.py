@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hotloop.errors import PlanError
 from hotloop.plan import Plan
 from hotloop.tuning import held, search
 from hotloop.verdicts import Verdict
@@ -169,6 +170,22 @@ def test_what_was_raced_before_the_proof_ended_is_kept(
         assert hotloop("tune", "task.py", *CPU, "--time-limit", "4s").code == code
     kept = [json.loads(path.read_text())["timing"] for path in (tmp_path / "cache").rglob("*.json")]
     assert any(one["verdict"] == "faster" for one in kept) and not any(one["parity"] for one in kept)
+
+
+def test_a_plan_that_was_set_and_can_t_be_run_is_told_each_time(
+    hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered = held.lower
+
+    def lower(task: Any, plan: Plan) -> Any:
+        if plan.threads == 1:
+            raise PlanError("threads=1 is planted")
+        return lowered(task, plan)
+
+    monkeypatch.setattr(held, "lower", lower)
+    for _ in range(2):
+        done = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "4s")
+        assert done.code == 1 and "threads=1, as you set it, can't be run: threads=1 is planted" in done.err
 
 
 @pytest.mark.parametrize("given", [("--plan", "baseline"), ("--resume", "runs/first")])

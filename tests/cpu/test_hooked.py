@@ -16,6 +16,8 @@ from hotloop import rules, weighing
 from hotloop.choosing import lowered
 from hotloop.errors import PlanError, TaskError
 from hotloop.lowering import graphs
+from hotloop.lowering.hooked import hooked_optimizer
+from hotloop.lowering.shared import look
 from hotloop.plan import Plan
 from hotloop.wanted import Wanted
 from tests.cpu.programs import a_task, advance, state_after
@@ -216,3 +218,44 @@ def test_arrays_refuse_a_hook_that_is_hung_up_later_at_the_next_step() -> None:
     program.optimizer.register_step_post_hook(clamp)
     with pytest.raises(PlanError, match="the hooks of SGD"):
         program.advance(1)
+
+
+# --- not a user's own
+
+
+def test_an_optimizer_that_never_got_torch_s_own_fields_has_no_hooks() -> None:
+    class Bare(torch.optim.SGD):
+        """A wrapper, say, that leaves the constructor of its base out."""
+
+        def __init__(self) -> None:
+            pass
+
+    assert hooked_optimizer(Bare()) is None
+
+
+def test_what_torch_counts_steps_with_is_no_hook_of_the_user_s() -> None:
+    handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)
+    try:
+        assert hooked_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters())) is None
+    finally:
+        handle.remove()
+
+
+@torch.library.custom_op("hotloop_tests::halved", mutates_args=())
+def halved(x: Tensor) -> Tensor:
+    """x / 2, as an operator of a library's."""
+    return x / 2
+
+
+halved.register_fake(torch.empty_like)
+halved.register_autograd(lambda context, gradient: gradient / 2)
+
+
+class Halving(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return halved(super().forward(x))
+
+
+def test_the_backward_of_a_library_s_operator_is_one_that_an_export_has() -> None:
+    parts = hotloop.lower(a_task(model=lambda: Halving(6, 3)), Plan(device="cpu")).parts
+    assert look(parts).scripted == ""

@@ -198,3 +198,53 @@ def test_an_index_that_is_drawn_or_comes_of_weights_is_not_computed_twice() -> N
     plain.step(batch(1))
     torch.testing.assert_close(program.state().parameters, plain.state().parameters)
     assert looks(program)._bounds == [Bounds(3, ignored=-100)]  # of the labels
+
+
+def shifted(make: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The usual input of a decoder: a first token, and the others one place later."""
+
+    def function(weight: Tensor, x: Tensor) -> Tensor:
+        moved = make(x)
+        moved[:, 0] = 2
+        moved[:, 1:] = x[:, :-1]
+        return F.embedding(moved, weight).mean(1)
+
+    return function
+
+
+def padded(weight: Tensor, x: Tensor) -> Tensor:
+    tokens = x.clone()
+    first, _ = tokens.split(1, 1)
+    first.clamp_(min=0)
+    return F.embedding(tokens, weight).mean(1)
+
+
+WRITTEN = {
+    "empty": shifted(torch.empty_like),
+    "impossible before": shifted(lambda x: torch.full_like(x, -1)),
+    "possible before": shifted(torch.zeros_like),
+    "a piece of a copy": padded,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.usefixtures("uncompiled")
+def test_what_is_written_over_after_it_was_made_is_not_taken_for_what_it_was(name: str) -> None:
+    program, eager = lowered(WRITTEN[name])
+    program.step(batch(6))
+    x = torch.full((5, 2), -1) if name == "a piece of a copy" else batch(6)[0]
+    x[:, 1] = 1
+    program.step((x, batch(1)[1]))
+    assert not eager
+    assert looks(program)._bounds == [Bounds(3, ignored=-100)]  # of the labels
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_look_into_what_was_drawn_in_another_order_is_left_out() -> None:
+    def function(weight: Tensor, x: Tensor) -> Tensor:
+        noise = torch.rand_like(weight.t())
+        return weight[x].mean(1) + 0 * noise.gather(1, x.t().repeat(2, 1)[:4]).sum()
+
+    program, eager = lowered(function)
+    program.step(batch(6))
+    assert not eager

@@ -205,3 +205,23 @@ def test_what_a_data_set_of_ones_own_holds_may_be_anything(wrap: Callable[[Datas
     held = Held(np.ones((4, 4)))
     assert watched(training(DataLoader(wrap(held), BATCH))).loaders[0].dataset == "Held"
     assert next(held.datasets) == "a"
+
+
+class Wrapped:
+    """PyTorch Geometric's loaders give an iterator of their own, which has no data set, around torch's."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> Wrapped:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator)
+
+
+def test_an_iterator_of_a_library_s_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = DataLoader._get_iterator
+    monkeypatch.setattr(DataLoader, "_get_iterator", lambda self: Wrapped(made(self)))
+    (use,) = watched(training(DataLoader(Single(), BATCH))).loaders
+    assert use.dataset == "Single"

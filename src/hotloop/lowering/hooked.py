@@ -18,12 +18,14 @@ _SHARING = ("data", "sharded", "towers", "tensor", "stages")
 """Values of `parallel` under which ranks come to one gradient together."""
 
 
+_HELD = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
 def hooked_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     """What an update calls beside the `step` of the optimizer's class, as `a hook around SGD.step`; None if nothing."""
     name = f"{type(optimizer).__name__}.step"
     hooks = chain(
-        optimizer._optimizer_step_pre_hooks.values(),
-        optimizer._optimizer_step_post_hooks.values(),
+        *(getattr(optimizer, name, {}).values() for name in _HELD),  # a wrapper may never have got them
         of_torch._global_optimizer_pre_hooks.values(),
         of_torch._global_optimizer_post_hooks.values(),
     )
@@ -63,5 +65,5 @@ def _from_torch(function: Any) -> bool:
 
 
 def _own(hook: Any) -> bool:
-    """Whether hotloop hung it up itself."""
-    return str(getattr(hook, "__module__", "")).startswith("hotloop.")
+    """Whether hotloop hung it up itself, or torch to count steps for its profiler."""
+    return str(getattr(hook, "__module__", "")).startswith(("hotloop.", "torch.profiler"))

@@ -56,8 +56,9 @@ class Indices:
         """
         nodes = list(captured.graph.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
-        known, batch = _following(nodes, inputs[len(inputs) - given :])
-        every = [(_source(node), bounds) for one in nodes for node, bounds in _indices_in(one)]
+        written = _written_to(nodes)
+        known, batch = _following(nodes, inputs[len(inputs) - given :], written)
+        every = [(_source(node, written), bounds) for one in nodes for node, bounds in _indices_in(one)]
         found = list(dict.fromkeys((node, bounds) for node, bounds in every if node in known and node in batch))
         self._bounds = [bounds for _, bounds in found]
         self._places, self._values = _computing(captured.graph, inputs, [node for node, _ in found])
@@ -68,11 +69,37 @@ class Indices:
         return all(map(Bounds.hold, self._bounds, values))
 
 
-def _following(nodes: Sequence[Node], batch: Sequence[Node]) -> tuple[set[Node], set[Node]]:
-    """What follows from the batch and from whole numbers that are given, by whole numbers, and what needs the batch."""
-    known, needing = set(batch), set(batch)
+def _written_to(nodes: Sequence[Node]) -> set[Node]:
+    """What is changed in place after it was made, by itself or through a view: what it holds can't be told from its node."""
+    found = set[Node]()
     for node in nodes:
-        if node.op == "get_attr" or (_plain(node) and _whole(node) and known.issuperset(node.all_input_nodes)):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            for place, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
+                given = node.args[place]
+                if argument.is_write and isinstance(given, Node):
+                    found.update(_viewed(given))
+    return found
+
+
+def _viewed(node: Node) -> Iterator[Node]:
+    """The node, and what it is a view of."""
+    yield node
+    while node.op == "call_function" and node.all_input_nodes:
+        target = node.target
+        if target is not operator.getitem and not (
+            isinstance(target, torch._ops.OpOverload) and any(made.alias_info for made in target._schema.returns)
+        ):
+            return
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _following(nodes: Sequence[Node], batch: Sequence[Node], written: set[Node]) -> tuple[set[Node], set[Node]]:
+    """What follows from the batch and from whole numbers that are given, by whole numbers, and what needs the batch."""
+    known, needing = set(batch) - written, set(batch)
+    for node in nodes:
+        given = node.op == "get_attr" or (_plain(node) and _whole(node) and known.issuperset(node.all_input_nodes))
+        if given and node not in written:
             known.add(node)
         if not needing.isdisjoint(node.all_input_nodes):
             needing.add(node)
@@ -84,7 +111,8 @@ def _plain(node: Node) -> bool:
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return node.op == "placeholder" or target is operator.getitem
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    made = target.overloadpacket.__name__.startswith(("empty", "new_empty"))  # of whatever was in memory
+    return not (made or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
 
 
 def _whole(node: Node) -> bool:
@@ -94,9 +122,9 @@ def _whole(node: Node) -> bool:
     return all(isinstance(one, Tensor) and not (one.is_floating_point() or one.is_complex()) for one in values)
 
 
-def _source(node: Node) -> Node:
+def _source(node: Node, written: set[Node]) -> Node:
     """Where its values come from, if it only arranges them."""
-    while node.target in _ARRANGING:
+    while node.target in _ARRANGING and node not in written:
         node = node.all_input_nodes[0]
     return node
 
@@ -126,7 +154,9 @@ def _computing(
 
 
 def _indices_in(node: Node) -> Iterator[tuple[Node, Bounds]]:
-    """The indices of an operation, with what they may be."""
+    """The indices of an operation, with what they may be; none where shapes aren't known."""
+    if node.op != "call_function" or not all(_is_known(one) for one in node.all_input_nodes):
+        return
     if node.target in _ROWS:
         yield node.args[1], Bounds(_size(node, 0))  # type: ignore[misc]
     elif node.target in _ALONG:
@@ -150,6 +180,14 @@ _ALONG = (
     *(aten.scatter.src, aten.scatter.value, aten.scatter_.src, aten.scatter_.value),
     *(aten.scatter_add.default, aten.scatter_add_.default),
 )
+
+
+def _is_known(node: Node) -> bool:
+    """Whether its shape is, where it is a tensor."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return all(isinstance(size, int) for size in value.shape)
+    return value is not None or node.op != "call_function"
 
 
 def _of(node: Node) -> Tensor:

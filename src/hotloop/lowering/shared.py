@@ -204,7 +204,8 @@ def _watched(parts: Ingredients, samples: int) -> _Seen:
         node.name().removesuffix("Backward") for node in nodes_below([loss]) if issubclass(type(node), _OfPython)
     }
     reentrant = "CheckpointFunction" in functions
-    scripted = _scripted(functions - {"CheckpointFunction"}, hooks=calls.hooks)
+    exported = {name for name in functions if name.startswith("GeneratedBackwardFor_")}  # of torch.library's operators
+    scripted = _scripted(functions - exported - {"CheckpointFunction"}, hooks=calls.hooks)
     redraws = bool(draws.drawn) and _redraws(loss, parts.device)
     return _Seen(calls.norms, draws.drawn, redraws, elsewhere, reentrant, scripted)
 

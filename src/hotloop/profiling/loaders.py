@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotloop.patches import Patches
 from hotloop.profiling.hooks import around
@@ -100,6 +101,8 @@ class Loaders:
 
         So its data set says; the line that will draw isn't known yet.
         """
+        if not isinstance(iterator, _BaseDataLoaderIter):  # a library's own
+            return False
         same = [loader for loader in self._loaders.values() if loader.data == id(iterator._dataset)]
         if len(same) != 1 or same[0] is not self._latest[1]:
             return False

@@ -328,11 +328,12 @@ class Search:
 
     def _untried(self, plans: Sequence[Plan], again: bool) -> dict[str, Plan]:
         named = {plan.brief(): plan for plan in plans if again or plan.brief() not in self.timings}
-        for name in named.keys() & self.failed.keys():
+        failed = self.failed.keys() - {self.base.brief()}  # whoever set that is told each time why it can't be run
+        for name in named.keys() & failed:
             self.notes.append(
                 f"{name} was not tried: it failed before ({self.failed[name]}); hotloop race tries it again"
             )
-        return {name: plan for name, plan in named.items() if name not in self.failed}
+        return {name: plan for name, plan in named.items() if name not in failed}
 
     def _in_memory(self, named: Mapping[str, Plan]) -> list[dict[str, Plan]]:
         """The plans in groups that there is memory for at a time, beside the baseline."""
