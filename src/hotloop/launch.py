@@ -247,6 +247,10 @@ def _recorded(failure: ProcessFailure) -> tuple[str, str]:
     return (name, words) if name else ("", "")
 
 
+_BY_ITSELF = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+"""What a process does to itself, mostly with a word of why."""
+
+
 def _killed(rank: int, failure: ProcessFailure, logs: str) -> str:
     """What to say of a rank that was killed by a signal.
 
@@ -256,6 +260,8 @@ def _killed(rank: int, failure: ProcessFailure, logs: str) -> str:
     name, words = _recorded(failure)
     if name == RankLostError.__name__ or failure.exitcode < 0:
         sort = failure.signal_name() if failure.exitcode < 0 else "lost its connection to the others"
+        last = _last_line(logs, rank) if sort in _BY_ITSELF else ""
+        sort += f", after it wrote {last!r}" if last else ""
         return f"rank {rank} was killed ({sort})" if failure.exitcode < 0 else f"rank {rank} {sort}"
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, HotloopError):
@@ -265,7 +271,8 @@ def _killed(rank: int, failure: ProcessFailure, logs: str) -> str:
 
 
 def _last_line(logs: str, rank: int) -> str:
-    """What a rank that isn't the first wrote last, which nobody saw."""
+    """What a rank that isn't the first wrote last, which nobody saw; a list of Python's frames after it doesn't count."""
     files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda file: file.stat().st_mtime)
-    lines = files[-1].read_text(errors="replace").split("\n") if files else []
+    text = files[-1].read_text(errors="replace") if files else ""
+    lines = text.partition("Fatal Python error")[0].split("\n")
     return next((line.strip() for line in reversed(lines) if re.search(r"\w", line)), "")

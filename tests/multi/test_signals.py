@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from hotloop import launch as launching
+from hotloop.errors import HotloopError
 from hotloop.launch import launch
 from hotloop.parallel import forwarding
 from hotloop.plan import Plan
@@ -74,6 +75,21 @@ def test_a_signal_before_there_are_ranks_is_not_lost(
     entries = Entries(tmp_path, lambda: None)
     assert launch(2, entries, print) == ("", 128 + number)
     assert entries.count == 0
+
+
+ABORTING = """
+import os, time
+if os.environ["RANK"] == "1":
+    os.write(2, b"terminate called: planted\\n")
+    os.abort()
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_aborts_is_named_with_its_last_words() -> None:
+    """Nobody else sees what ranks after the first write."""
+    with pytest.raises(HotloopError, match=r"killed \(SIGABRT, after it wrote 'terminate called: planted'\)"):
+        launch(2, [sys.executable, "-c", ABORTING], print, restarts=0)
 
 
 def test_a_signal_before_ranks_start_again_is_not_lost(tmp_path: Path) -> None:
