@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """`all` is asked for what it does, not for where that is likely to be faster."""
-    monkeypatch.setattr(conv_as_gemm, "_CACHED_BYTES", float("inf"))
+    monkeypatch.setattr(conv_as_gemm, "CACHED_BYTES", float("inf"))
 
 
 class Step:
@@ -156,14 +156,14 @@ def test_what_a_rewrite_is_not_for_is_refused(which: str, layers: list[nn.Module
 def test_a_convolution_whose_columns_fit_no_cache_is_left_to_the_library_unless_it_is_named(
     monkeypatch: pytest.MonkeyPatch, most_bytes: int, found: int
 ) -> None:
-    monkeypatch.setattr(conv_as_gemm, "_CACHED_BYTES", most_bytes)
+    monkeypatch.setattr(conv_as_gemm, "CACHED_BYTES", most_bytes)
     layers = nn.Conv2d(2, 2, 3), nn.ReLU(), nn.MaxPool2d(2)
     assert rewrite(Step(convolving(*layers)).captured.graph, "all")["conv_as_gemm"] == found
     assert rewrite(Step(convolving(*layers)).captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
 
 
 def test_all_says_what_a_name_alone_brings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_as_gemm, "_CACHED_BYTES", 1)
+    monkeypatch.setattr(conv_as_gemm, "CACHED_BYTES", 1)
     with pytest.raises(PlanError, match=r"whose columns fit 1 MiB \(name conv_as_gemm to have it anyway\)"):
         rewrite(Step(convolving(nn.Conv2d(2, 2, 3))).captured.graph, "all")
 

@@ -124,6 +124,8 @@ def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
         if unwritten is None:
             say(f"picture: {path}")
     if scaling.ended is not None:
+        if unwritten is not None:
+            say(f"error: {unwritten}")
         say(f"{'error: ' if scaling.ended_by == 'failure' else ''}{scaling.ended}; what was raced before is shown")
         raise typer.Exit({"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED}.get(scaling.ended_by, FAILED))
     end_with(unwritten)

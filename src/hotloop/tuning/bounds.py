@@ -12,15 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from hotloop.lowering import Program
+from hotloop.lowering.rewrites.conv_as_gemm import CACHED_BYTES, MOST_WEIGHTS
 from hotloop.lowering.rewrites.walking import pair
 from hotloop.measuring.runner import Runner
 from hotloop.onlooker import Onlooker
 
 _LOOKS, _ROUNDS, _ENOUGH_S = 3, 10, 0.3
 """Steps that are looked at in a round, after as many that are only timed: a machine's speed changes from second to second."""
-
-_SMALL_FILTER, _COLUMNS_BYTES = 32, 1 << 20
-"""Weights in a filter of a convolution that the rewrites make a plain product of, and what its columns may take."""
 
 _LIBRARY = (
     *("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_int_mm", "dot", "mv", "addmv"),
@@ -118,10 +116,10 @@ def _can_be_rewritten(name: str, args: Sequence[Any]) -> bool:
     backward = name == "convolution_backward"
     image, filters, groups = (args[1], args[2], args[9]) if backward else (args[0], args[1], args[8])
     learns, transposed = (args[10][0], args[7]) if backward else (image.requires_grad, args[6])
-    if image.ndim != 4 or groups != 1 or learns or transposed or filters[0].numel() > _SMALL_FILTER:
+    if image.ndim != 4 or groups != 1 or learns or transposed or filters[0].numel() > MOST_WEIGHTS:
         return False
     places = math.prod(args[0].shape[2:] if backward else _put_at(image, filters, *args[3:6]))
-    return bool(len(image) * places * filters[0].numel() * image.element_size() <= _COLUMNS_BYTES)
+    return bool(len(image) * places * filters[0].numel() * image.element_size() <= CACHED_BYTES)
 
 
 def _put_at(

@@ -29,13 +29,13 @@ from hotloop.lowering.rewrites.walking import (
     written,
 )
 
-_MOST_WEIGHTS = 32
+MOST_WEIGHTS = 32
 """Of one filter, so that `u` is not much larger than the image; 3 x 3 of three channels has 27."""
 
 _PARAMETERS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
-_CACHED_BYTES = 1 << 20
+CACHED_BYTES = 1 << 20
 """Of `u`, which a core's own cache keeps between the products: where it doesn't, the library is faster (bench/rewrites.py
 measured 0.74 to 0.94 times as fast at 2.5 to 3.5 MB)."""
 
@@ -48,7 +48,7 @@ def convolution_as_product(graph: GraphModule, most_bytes: float = float("inf"))
 
 def convolution_in_cache(graph: GraphModule) -> int:
     """Only where that is likely to be faster."""
-    return convolution_as_product(graph, _CACHED_BYTES)
+    return convolution_as_product(graph, CACHED_BYTES)
 
 
 def _bytes_of_columns(node: Node) -> int:
@@ -94,7 +94,7 @@ def _is_for(node: Node) -> bool:
     image, weight = value_of(operand(node)), value_of(operand(node, 1))
     plain = argument(node, "groups") == 1 and not argument(node, "transposed")
     usual = is_plain(image) and is_plain(value_of(node)) and weight.dtype == image.dtype
-    return plain and usual and weight[0].numel() <= _MOST_WEIGHTS
+    return plain and usual and weight[0].numel() <= MOST_WEIGHTS
 
 
 class _Convolution:
