@@ -24,6 +24,7 @@ from hotloop.rng import preserved
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task
 from hotloop.tuning.budget import PROVING_STEPS, Budget, saved_steps
+from hotloop.tuning.held import Held
 from hotloop.tuning.room import plans_at_once
 from hotloop.tuning.starts import with_start
 from hotloop.verdicts import Parity, Timing, Verdict
@@ -55,8 +56,9 @@ class Settling:
     say: Say
     during: During | None
     _timings: dict[str, Timing] = field(default_factory=dict)
-    _programs: dict[str, Program] = field(default_factory=dict)
-    _starts: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._held = Held(self.task, self._listened_to)
 
     def run(self, ways: Sequence[Plan], most: int) -> Verdict | None:
         """Compiles up to `most` of `ways`, the first that can be; the winner is the eager plan, or faster and proven.
@@ -70,10 +72,7 @@ class Settling:
             self.say(f"auto goes on eagerly: its plans couldn't be raced ({told(error)[0]})")
             return None
         finally:
-            for program in self._programs.values():
-                program.close()
-            self._programs.clear()
-            gc.collect()  # models and optimizers refer to each other
+            self._held.give_up(list(self._held.programs))
         return None if self.baseline.brief() not in self._timings else self._verdict(winner, time.monotonic() - began)
 
     @property
@@ -131,7 +130,7 @@ class Settling:
         seconds = Budget.of(step_s, steps, None, device).race_s(_RACED, len(plans) - 1)
         entrants = [Entrant(plan.brief(), partial(self._lowered, plan), plan, plan.brief()) for plan in plans]
         found = measure(entrants, self.baseline.brief(), steps=steps, time_limit_s=seconds, brief=True)
-        self._timings |= {one.name: with_start(one, self._starts.get(one.name), steps) for one in found.plans}
+        self._timings |= {one.name: with_start(one, self._held.starts.get(one.name), steps) for one in found.plans}
 
     def _proven(self, ready: Sequence[Plan]) -> Plan:
         """The fastest whose proof succeeds, of those that are faster than the eager plan; or that one."""
@@ -163,27 +162,19 @@ class Settling:
         return "" if saves_s > proof_s else f"it saves {saves_s:.0f} s, and a proof takes about {proof_s:.0f} s"
 
     def _parity(self, plan: Plan) -> Parity:
-        self._give_up_but(plan)
+        self._held.give_up(self._held.programs.keys() - {plan.brief()})
         try:
             return prove_programs(self.task, [self._lowered(plan)])[0]
         except Exception as error:
             reason, short = told(error)
             return Parity(plan=plan.brief(), parity="unproven", reason=reason, states=0, short_of_memory=short)
 
-    def _give_up_but(self, plan: Plan) -> None:
-        """Frees the memory of the other Programs for a proof; they can be lowered again, from what was compiled."""
-        for name in self._programs.keys() - {plan.brief()}:
-            self._programs.pop(name).close()
-        gc.collect()  # models and optimizers refer to each other
-
     def _lowered(self, plan: Plan) -> Program:
-        name = plan.brief()
-        if name not in self._programs:
-            began = time.perf_counter()
-            listeners = (self.say, self.during) if plan.compile != "none" else ()  # the others were told of before
-            program = self._programs[name] = lower(self.task, plan, *listeners)
-            self._starts[name] = (time.perf_counter() - began - program.compile_s, program.compile_s)
-        return self._programs[name]
+        return self._held.lowered(plan.brief(), plan)
+
+    def _listened_to(self, task: Task, plan: Plan) -> Program:
+        """Lowers a plan, and says what goes on where it is compiled; the others were told of before."""
+        return lower(task, plan, *((self.say, self.during) if plan.compile != "none" else ()))
 
     def _pass_over(self, plan: Plan, why: str) -> None:
         self.say(f"auto passes over {plan.brief()}: {why}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from hotloop.lowering import Program, lower
@@ -17,11 +17,13 @@ class Held:
     """Programs of one Task.
 
     Attributes:
+        lower: makes one from a Task and a plan.
         programs: by name; those that are given up can be lowered again.
         starts: seconds of lowering without compiling, and of compiling, by name; of the first time.
     """
 
     task: Task
+    lower: Callable[[Task, Plan], Program] = lower
     programs: dict[str, Program] = field(default_factory=dict)
     starts: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -33,7 +35,7 @@ class Held:
         """
         if name not in self.programs:
             began = time.perf_counter()
-            program = self.programs[name] = lower(self.task, plan)
+            program = self.programs[name] = self.lower(self.task, plan)
             self.starts.setdefault(name, (time.perf_counter() - began - program.compile_s, program.compile_s))
         return self.programs[name]
 
@@ -48,7 +50,7 @@ class Held:
     def compiled_again_s(self, name: str, plan: Plan) -> float:
         """Seconds of compiling once more; as many as the first time where that fails."""
         try:
-            program = lower(self.task, plan)
+            program = self.lower(self.task, plan)
         except Exception:
             return self.starts[name][1] if name in self.starts else 0.0
         program.close()
