@@ -319,7 +319,7 @@ def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch
         held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(
-        module, "makeup", lambda program: counted.append(program.parts.plan.optimizer) or Makeup(10_000)
+        module, "makeup", lambda program: counted.append(program.parts.plan.optimizer) or Makeup(1_000)
     )
     races = Races(optimizer__fused=1.3, layout__channels_last=1.4, compile__package=2.0)
     searching(monkeypatch, races, steps=200_000, compiler=True).run()
@@ -332,6 +332,7 @@ def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch
     ("steps", "raced"),
     [
         (8_000, ["compile=step rewrites=all"]),  # which is compiled sooner
+        (14_000, ["compile=package rewrites=all"]),  # of 140 s it leaves 70, too few to compile another
         (200_000, ["compile=package", "compile=package rewrites=all"]),
     ],
 )
@@ -360,12 +361,12 @@ def test_a_compiled_step_is_not_left_out_for_a_rewritten_one_that_is_broken(monk
 
 
 @pytest.mark.parametrize(
-    ("speed", "steps", "alone"), [(4.0, 200_000, True), (1.5, 200_000, False), (4.0, 12_000, False)]
+    ("speed", "steps", "alone"), [(4.0, 200_000, True), (1.5, 200_000, False), (4.0, 20_000, False)]
 )
 def test_a_short_compiled_step_races_on_one_thread_too_where_there_is_time(
     monkeypatch: pytest.MonkeyPatch, speed: float, steps: int, alone: bool
 ) -> None:
-    """A step of 10 ms / 4 is too short to share, of 10 / 1.5 it isn't; 120 s leave time for two compilations."""
+    """A step of 10 ms / 4 is too short to share, of 10 / 1.5 it isn't; of 200 s it leaves 50, too few to compile it once more."""
     lowered = held.lower
     monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
     monkeypatch.setattr(module, "makeup", lambda program: HALF)

@@ -54,6 +54,9 @@ _SHORT_MS = 5.0
 _DOUBT = 2
 """Times what a race costs: so much must be hoped for to hold it again."""
 
+_ANOTHER = 0.15
+"""Of what a compiled run takes, so much may be won by compiling it in another form: not rewritten, or for one thread."""
+
 Progress = Callable[[str, float], None]
 Prove = Callable[[Sequence[Program]], list[Parity]]
 
@@ -264,18 +267,23 @@ class Search:
 
     def _race_way(self, way: Chance, lost_s: float, budget: Budget) -> bool:
         """Races one way to compile, as it is and rewritten; False where it can't be run."""
-        plans, won_s = [way.plan, *self._rewritten(way.plan)], way.won_s - lost_s
-        if self.time_limit_s is None and won_s < 2 * way.compile_s + way.telling_s:
-            for plan in reversed(plans):  # there is time for one; that nothing can be rewritten shows before it
+        plans = [way.plan, *self._rewritten(way.plan)]
+        if not self._pays_again(way, budget.run_s and budget.run_s - way.won_s + lost_s):
+            for plan in reversed(plans):  # that nothing can be rewritten shows before it is compiled
                 self._race([plan], budget.race_s(1 / 4))
                 if not self._fails(plan):
                     return True
             return False
         seconds = budget.race_s(1 / 8, len(plans), self._spent_s)
         raced = self._race(plans, seconds) if seconds else self._race(plans[:1], budget.race_s(1 / 8, 1, self._spent_s))
-        if won_s >= 3 * way.compile_s:
+        best = max([self.base, *plans], key=self._ratio)
+        if self._pays_again(way, budget.after(self._ratio(best) or 1.0).run_s):
             self._on_one_thread(raced, budget)
         return not all(map(self._fails, plans))
+
+    def _pays_again(self, way: Chance, run_s: float | None) -> bool:
+        """Whether a second compilation is likely to win back its time in what a compiled run takes."""
+        return self.time_limit_s is not None or run_s is None or _ANOTHER * run_s > way.compile_s
 
     def _fails(self, plan: Plan) -> bool:
         timing = self.timings.get(plan.brief())
