@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hotloop.choosing import placed
 from hotloop.errors import DeviceError, HotloopError, TaskError
-from hotloop.interrupts import Terminated
+from hotloop.interrupts import how_ended
 from hotloop.kept import remember
 from hotloop.lowering import Program
 from hotloop.lowering.telling import Say
@@ -211,16 +211,9 @@ def raced_scales(
     except (HotloopError, KeyboardInterrupt) as error:
         if not races:
             raise
-        ended = _ended(f"{name}={values[len(races)]}", error)
+        ended = how_ended(f"{name}={values[len(races)]}", error)
     done = list(values[: len(races)])
     return Scaling(parameter=name, values=done, races=races, crossings=_crossings(races, sizes[: len(races)]), **ended)
-
-
-def _ended(at: str, error: HotloopError | KeyboardInterrupt) -> dict[str, str]:
-    if isinstance(error, HotloopError):
-        return {"ended_by": "failure", "ended": f"{at}: {error}"}
-    by = "SIGTERM" if isinstance(error, Terminated) else "SIGINT"
-    return {"ended_by": by, "ended": f"stopped by {by} at {at}"}
 
 
 def _sizes(name: str, values: Sequence[str]) -> list[float]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from hotloop.errors import HotloopError
 from hotloop.handlers import INTERRUPTING, handled
 
 REASONS = (None, "stop-after", "SIGTERM", "SIGINT")
@@ -25,6 +26,14 @@ class Stopped(Exception):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM came where there was nothing to save."""
+
+
+def how_ended(at: str, error: HotloopError | KeyboardInterrupt) -> dict[str, str]:
+    """`ended_by` and `ended` of a record of work that something kept from its end, at what was then done."""
+    if isinstance(error, HotloopError):
+        return {"ended_by": "failure", "ended": f"{at}: {error}"}
+    by = "SIGTERM" if isinstance(error, Terminated) else "SIGINT"
+    return {"ended_by": by, "ended": f"stopped by {by} at {at}"}
 
 
 @contextmanager

@@ -36,7 +36,8 @@ def check(
         plan: a `Plan`, a TOML file, `auto` or `arrays`.
         device: where, whatever the plan says.
         converge: also train to the end with so many seeds, under the plan and under the baseline, and test whether both
-            end alike. That takes as long as it sounds.
+            end alike. That takes as long as it sounds; where a training fails, or at Ctrl-C, the proof and what was
+            trained until then are the result, and its `convergence.ended` says so.
         say: is told what the plan's lowering has to say.
         progress: told of states compared, and of trainings done.
 

@@ -49,11 +49,13 @@ class Convergence(Record):
 
     Attributes:
         what: the figure, `validation_loss` or `train_loss`, after `epochs`.
-        baseline, plan: it for each seed, in the same order.
-        difference: mean of the plan's minus the baseline's; `low` and `high` are the ends of its 90 % interval.
+        baseline, plan: it for each seed, in the same order; the plan's lacks the last one where it ended in between.
+        difference: mean of the plan's minus the baseline's; `low` and `high` are the ends of its 90 % interval. None
+            where a training failed, or fewer than three seeds were trained both ways.
         margin: what a difference may be: the spread of the baseline over the seeds, at least 1 % of its figure.
         equivalent: whether the whole interval lies within the margin: two one-sided tests at 5 % (Schuirmann: A
             comparison of the two one-sided tests procedure and the power approach, 1987).
+        ended_by: what kept it from training with the other seeds, and `ended` the same in words; None where all were.
     """
 
     what: str
@@ -61,11 +63,13 @@ class Convergence(Record):
     seeds: list[int]
     baseline: list[float]
     plan: list[float]
-    difference: float
-    low: float
-    high: float
-    margin: float
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    margin: float | None = None
     equivalent: bool
+    ended_by: Literal["failure", "SIGINT", "SIGTERM"] | None = None
+    ended: str | None = None
 
 
 class Parity(Record):
@@ -109,7 +113,7 @@ class Timing(Record):
         ratio: median of the baseline's time over this plan's, window by window; above 1 is faster. `ratio_low` and
             `ratio_high` are the ends of its 99 % interval.
         windows: pairs of windows that the ratio is from.
-        parity: its class, and `parity_reason`; None where it wasn't asked for.
+        parity: its class against the baseline on its own device, and `parity_reason`; None where it wasn't asked for.
         startup_s: from the Task to the first step, without compiling; `compile_s` compiling alone.
         compile_warm_s: compiling once more, with what was kept of the first time; None where nobody asked.
         run_s: time to finish this run of the Task, with both of them; None where its number of steps is unknown.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -113,6 +114,96 @@ def test_convergence_on_demand(hotloop: Hotloop) -> None:
     done = hotloop("check", "task.py", "--set", "optimizer=foreach", *CPU, "--converge", 3, "--json")
     assert done.document["convergence"]["equivalent"] is True
     assert len(done.document["convergence"]["seeds"]) == 3
+
+
+ENDS = f"""{SMALL}
+import itertools, signal
+
+VALIDATIONS = itertools.count(1)
+DONE = []
+
+
+def ends(number):
+    {{ends}}
+
+
+def metric(output, target):
+    DONE.append(next(VALIDATIONS))  # one of each training
+    if DONE[-1] == {{validation}}:
+        ends(DONE[-1])
+    return 0.0
+
+
+class Late(nn.Linear):
+    def forward(self, x):
+        if self.training and len(DONE) == {{trained}}:
+            ends(len(DONE))
+        return super().forward(x)
+
+
+task = make(model=lambda: Late(4, 3), validation=(X[:5], Y[:5]), metrics={{{{"m": metric}}}})
+"""
+CONVERGE = ("--set", "optimizer=foreach", *CPU, "--converge", 4)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_trainings_are_compared_leaves_the_proof_and_what_was_trained(
+    hotloop: Hotloop, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    late = ENDS.format(ends=f"signal.raise_signal({int(number)})", validation=4, trained=None)
+    (tmp_path / "late.py").write_text(late)
+    done = hotloop("check", "late.py", *CONVERGE, "--json")
+    assert done.code == code
+    assert done.document["parity"] == "bitwise"
+    found = done.document["convergence"]
+    assert (len(found["baseline"]), len(found["plan"]), found["seeds"]) == (2, 1, [0, 1])
+    assert (found["equivalent"], found["difference"]) == (False, None)
+    assert found["ended_by"] == number.name
+    said = f"stopped by {number.name} at the training of the plan with seed 1; what was found before is shown"
+    assert done.err.splitlines()[-1] == said
+
+
+def test_seeds_that_were_trained_both_ways_before_ctrl_c_are_tested(hotloop: Hotloop, tmp_path: Path) -> None:
+    late = ENDS.format(ends="signal.raise_signal(signal.SIGINT)", validation=7, trained=None)
+    (tmp_path / "late.py").write_text(late)
+    done = hotloop("check", "late.py", *CONVERGE)
+    assert done.code == 130
+    assert "3 seeds trained for 1 epochs" in done.err and "they end alike" in done.err
+
+
+def test_a_training_that_fails_is_one_line_beside_the_proof(hotloop: Hotloop, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(ENDS.format(ends='raise ValueError("planted")', validation=None, trained=7))
+    done = hotloop("check", "late.py", *CONVERGE, "--json")
+    assert done.code == 1
+    assert done.document["parity"] == "bitwise"
+    found = done.document["convergence"]
+    assert (len(found["baseline"]), len(found["plan"]), found["ended_by"]) == (4, 3, "failure")
+    assert found["equivalent"] is False  # though three seeds ended alike
+    assert (
+        "the training of the plan with seed 3: step 1 (epoch 1, batch 1) raised ValueError: planted (late.py:"
+        in done.err
+    )
+    assert "Traceback" not in done.err
+    words = hotloop("check", "late.py", *CONVERGE).err
+    assert "bitwise" in words and "3 seeds trained for 1 epochs: not shown to end alike" in words
+
+
+def test_validation_data_that_can_t_be_evaluated_is_one_line_beside_the_proof(hotloop: Hotloop, tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(
+        f"""{SMALL}
+task = make(
+    model=lambda: nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(8, 3)),
+    data=(X.argsort(1), Y),
+    validation=(torch.full((5, 4), 9), Y[:5]),
+)
+"""
+    )
+    done = hotloop("check", "rows.py", *CONVERGE)
+    assert done.code == 1
+    assert "bitwise" in done.err and "Traceback" not in done.err
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: the training of the baseline with seed 0: validation after step 4: an index is out")
+    assert "'0' (Embedding)" in last and "indices from 0 to 8" in last
 
 
 WRONG = {

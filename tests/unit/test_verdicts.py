@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from hotloop.report.contest import sentence, table
+from hotloop.report.contest import page, sentence, table
 from hotloop.verdicts import Timing, Verdict, best_of
 
 
@@ -94,3 +95,23 @@ def test_without_a_number_of_steps_the_quickest_step_wins() -> None:
 def test_a_verdict_goes_to_json_and_back() -> None:
     one = verdict([BASE, FAST], "fast")
     assert Verdict.model_validate_json(one.model_dump_json()) == one
+
+
+def test_on_another_device_a_plan_is_proven_against_the_baseline_there() -> None:
+    def on(device: str, one: Timing) -> Timing:
+        return one.model_copy(update={"plan": {"device": device}, "parity_reason": "each bit is the baseline's"})
+
+    base, gpu = on("cpu", BASE), on("cuda:0", timing("gpu", 5.0, "faster", "bitwise"))
+    assert "and proven bitwise against the baseline on cuda:0" in sentence(verdict([base, gpu], "gpu"))
+    assert _page(verdict([base, gpu], "gpu")).count("gpu is bitwise against the baseline on cuda:0: each bit") == 1
+    broken = on("cuda:0", timing("gpu", 5.0, "faster", "broken"))
+    assert "but broken against the baseline on cuda:0." in sentence(verdict([base, broken], "baseline"))
+    same = on("cpu", FAST)
+    assert "against the baseline" not in _page(verdict([base, same], "fast"))
+
+
+def _page(one: Verdict) -> str:
+    console = Console(width=400)
+    with console.capture() as captured:
+        console.print(page(one))
+    return captured.get()

@@ -18,6 +18,8 @@ from hotloop.report.confusion import most_frequent, write_confusion
 from hotloop.report.curves import write_curves
 from hotloop.report.mistakes import write_mistakes
 from hotloop.report.profile_pictures import write_pictures
+from hotloop.report.scales import write_picture
+from hotloop.verdicts import Crossing, Scaling, Timing, Verdict
 from tests.unit.made_profiles import made
 from tests.web.chromium import Drawn, draw, needs_browser
 
@@ -217,6 +219,36 @@ def test_a_profile_has_its_phases_its_modules_and_the_roofline(tmp_path, drawn) 
     assert modules.shapes["slice"] == 5 and "Net[red]" in shown and "<b>Odd</b>" in shown
     assert roofline.shapes["point"] == 3  # modules without others inside, of known counts
     assert {"limit, fp32", "limit, bf16", "features.0", "head"} <= set(roofline.texts)
+
+
+MARGIN = 60
+"""Pixels left of where points are counted from."""
+
+
+def scaled(at: float) -> Scaling:
+    """Two plans at widths of 100 and 1000 that overtake each other in between."""
+    figures = dict(
+        task="t", fingerprint="", baseline="baseline", winner=None, steps=1, machine="", versions={}, seconds=0
+    )
+    races = [
+        Verdict(plans=[Timing(name="baseline", step_ms=1.0), Timing(name="<i>", step_ms=step_ms)], **figures)
+        for step_ms in (2.0, 0.5)
+    ]
+    crossing = Crossing(name="<i>", at=at, low=200, high=500, faster="above", reason="arithmetic decides")
+    return Scaling(parameter="width", values=["100", "1000"], races=races, crossings=[crossing])
+
+
+@needs_browser
+def test_a_crossing_is_named_beside_its_line_between_the_sizes(tmp_path, drawn) -> None:
+    write_picture(scaled(316), tmp_path / "sizes.html")
+    found = drawn(tmp_path / "sizes.html")
+    assert found.errors == [] and "<i>: 316" in found.texts
+    left, right = (float(x) for x in re.findall(r'class="point" transform="translate\(([\d.]+),', found.html)[:2])
+    (line,) = map(float, re.findall(r'<path data-index="0"[^>]* d="M([\d.]+),', found.html))
+    (text,) = map(float, re.findall(r'class="cursor-pointer" transform="translate\(([\d.]+),', found.html))
+    assert right - left > 500  # of 1200 pixels
+    assert line == pytest.approx(MARGIN + (left + right) / 2, abs=2)  # 316 is halfway in powers of ten
+    assert text == pytest.approx(line, abs=2)
 
 
 def test_pictures_without_anything_to_show_are_not_written(tmp_path) -> None:

@@ -16,6 +16,7 @@ from hotloop.cli.common import (
     axes,
     bar,
     console,
+    end_early,
     guarded,
     pairs,
     print_json,
@@ -56,7 +57,8 @@ def check(
     rounding alone comes to is measured on baselines that differ harmlessly. The classes, from the best on: bitwise,
     fp32-equivalent, reduced-precision (as asked for), unproven, broken.
 
-    Exit code 1 for a plan that is broken.
+    Exit code 1 for a plan that is broken, or where a training of --converge fails. Ctrl-C during those trainings
+    shows what was found until then.
     """
     given = pairs(param or [])
     on_top = axes(settings, device=device)
@@ -85,5 +87,7 @@ def check(
         print_json(parity.model_dump())
     else:
         console.print(page(parity))
+    if (ends := parity.convergence) is not None and ends.ended is not None:
+        end_early(ends.ended_by, f"{ends.ended}; what was found before is shown")
     if parity.parity == "broken":
         raise typer.Exit(FAILED)

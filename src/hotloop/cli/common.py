@@ -175,6 +175,12 @@ def end_with(error: HotloopError | None) -> None:
         raise typer.Exit(FAILED)
 
 
+def end_early(by: str | None, said: str) -> None:
+    """Ends a command that was kept from its end, by `failure` or a signal, and has printed what it found before."""
+    say(f"{'error: ' if by == 'failure' else ''}{said}")
+    raise typer.Exit({"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED}.get(by or "", FAILED))
+
+
 def _is_launched() -> bool:
     """Whether this process is one of the ranks that a `hotloop` has started: `LAUNCHED` in parallel/joining.py, which
     takes seconds to import."""

@@ -8,14 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from hotloop.cli.common import (
-    FAILED,
-    INTERRUPTED,
-    TERMINATED,
     AsJson,
     Param,
     attempted,
     axes,
     console,
+    end_early,
     end_with,
     guarded,
     pairs,
@@ -126,8 +124,7 @@ def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
     if scaling.ended is not None:
         if unwritten is not None:
             say(f"error: {unwritten}")
-        say(f"{'error: ' if scaling.ended_by == 'failure' else ''}{scaling.ended}; what was raced before is shown")
-        raise typer.Exit({"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED}.get(scaling.ended_by, FAILED))
+        end_early(scaling.ended_by, f"{scaling.ended}; what was raced before is shown")
     end_with(unwritten)
 
 

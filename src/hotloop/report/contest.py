@@ -31,8 +31,9 @@ def watched(console: Console) -> Iterator[Callable[[str, float], None]]:
 def page(verdict: Verdict) -> RenderableType:
     """The table, the notes and the sentence."""
     failures = [f"{timing.name}: {timing.failure}" for timing in verdict.plans if timing.failure]
+    base = verdict.plan(verdict.baseline)
     reasons = [
-        f"{timing.name} is {timing.parity}: {timing.parity_reason}"
+        f"{timing.name} is {_class(timing, base)}: {timing.parity_reason}"
         for timing in verdict.plans
         if timing.parity and timing.name != verdict.baseline
     ]
@@ -86,7 +87,9 @@ def sentence(verdict: Verdict) -> str:
         return "No winner: too little was measured to say which plan is faster. Give it more time by --time-limit."
     base, winner = verdict.plan(verdict.baseline), verdict.plan(verdict.winner)
     if winner is not base:
-        return f"{winner.name} wins: {_speed(winner, base)}{_trust(winner)}{_finish(winner, base, verdict.steps)}."
+        return (
+            f"{winner.name} wins: {_speed(winner, base)}{_trust(winner, base)}{_finish(winner, base, verdict.steps)}."
+        )
     rivals = [timing for timing in verdict.plans if timing is not base]
     if not rivals:
         return f"{base.name} stays: nothing was raced against it."
@@ -97,8 +100,14 @@ def _speed(timing: Timing, base: Timing) -> str:
     return f"{timing.ratio:.2f} times as fast as {base.name} (99 % interval {timing.ratio_low:.2f} to {timing.ratio_high:.2f})"
 
 
-def _trust(timing: Timing) -> str:
-    return f", and proven {timing.parity}" if timing.parity in TRUSTED else ""
+def _trust(timing: Timing, base: Timing) -> str:
+    return f", and proven {_class(timing, base)}" if timing.parity in TRUSTED else ""
+
+
+def _class(timing: Timing, base: Timing) -> str:
+    """Its parity, and what that is against where it isn't the baseline shown: a plan is proven on its own device."""
+    device = timing.plan.get("device")
+    return f"{timing.parity}" + (f" against the baseline on {device}" if device != base.plan.get("device") else "")
 
 
 def _finish(timing: Timing, base: Timing, steps: int | None) -> str:
@@ -123,7 +132,7 @@ def _lost(rival: Timing, base: Timing, steps: int | None) -> str:
     if rival.verdict != "faster":
         return f"no difference was found to {rival.name}"
     if rival.parity is not None and rival.parity not in TRUSTED:
-        return f"{rival.name} is {rival.ratio:.2f} times as fast, but {rival.parity}"
+        return f"{rival.name} is {rival.ratio:.2f} times as fast, but {_class(rival, base)}"
     if rival.parity is None and rival.finishes(steps) < base.finishes(steps):
         return f"{rival.name} is {rival.ratio:.2f} times as fast, but it wasn't proven"
     pays = "" if rival.pays_after is None else f", which pays after {rival.pays_after:,} steps"

@@ -43,7 +43,10 @@ def _worst(parity: Parity) -> Table:
 
 def _converged(found: Convergence) -> str:
     outcome = "they end alike" if found.equivalent else "not shown to end alike"
+    trained = f"{len(found.plan)} seeds trained for {found.epochs} epochs"
+    if found.difference is None:
+        return f"{trained}: {outcome}"
     return (
-        f"{len(found.seeds)} seeds trained for {found.epochs} epochs: {found.what.replace('_', ' ')} differs by"
+        f"{trained}: {found.what.replace('_', ' ')} differs by"
         f" {found.difference:.2g} ({found.low:.2g} to {found.high:.2g}), allowed {found.margin:.2g}: {outcome}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 from pathlib import Path
 
@@ -91,13 +92,20 @@ def picture(scaling: Scaling) -> go.Figure:
         )
     for crossing in scaling.crossings:
         if crossing.at is not None:
-            text = f"{escape(crossing.name)}: {crossing.at:.3g}"
-            figure.add_vline(x=crossing.at, line_dash="dot", line_color="#616e7c", annotation_text=text)
+            _mark(figure, crossing.at, f"{escape(crossing.name)}: {crossing.at:.3g}")
     figure.update_xaxes(title_text=escape(scaling.parameter), type="log")
     figure.update_yaxes(title_text="milliseconds of a step", type="log")
     note = "; ".join(sentence(scaling, name) for name in _reasons(scaling))
     return styled(figure, f"{scaling.races[0].task}: step time against {scaling.parameter}", note).update_layout(
         height=520
+    )
+
+
+def _mark(figure: go.Figure, at: float, text: str) -> None:
+    """A line across a logarithmic axis, with a text at its top: plotly takes the place of a text there as an exponent."""
+    figure.add_vline(x=at, line_dash="dot", line_color="#616e7c")
+    figure.add_annotation(
+        x=math.log10(at), y=1, yref="y domain", xanchor="left", yanchor="top", showarrow=False, text=text
     )
 
 
