@@ -199,6 +199,18 @@ def test_what_fails_beside_one_baseline_may_pass_beside_all(monkeypatch: pytest.
     assert prove_programs(task, [program])[0].parity in ("bitwise", "fp32-equivalent")
 
 
+@pytest.mark.parametrize(
+    ("epochs", "states", "says"), [(2, 10, "in all 10 single steps of the training"), (9, 17, "in 17 single steps")]
+)
+def test_the_reason_says_how_many_steps_were_compared(epochs: int, states: int, says: str) -> None:
+    """Two epochs of five batches, the last of which is smaller, have no state to compare twice."""
+    task = a_task(epochs=epochs)
+    programs = [lower(task, plan) for plan in (Plan(optimizer="foreach"), Plan(accumulation=2))]
+    found = prove_programs(task, programs)
+    assert [one.parity for one in found] == ["bitwise", "fp32-equivalent"]
+    assert all(one.states == states and says in one.reason for one in found)
+
+
 def test_a_schedule_that_ends_before_the_free_run_is_not_passed() -> None:
     scheduled = lambda optimizer, total: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)  # noqa: E731
     found = prove(a_task(epochs=2, schedule=scheduled), Plan(optimizer="foreach"))

@@ -114,6 +114,58 @@ def test_a_buffer_that_keeps_samples_has_no_floor_of_another_order() -> None:
     assert str(no_features.first).startswith("buffer 'features'") and str(no_kinds.first).startswith("buffer 'kinds'")
 
 
+class Masked(nn.Module):
+    """A causal mask beside a batch normalisation's running statistics, which it says nothing of."""
+
+    def __init__(self, mask: float) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.register_buffer("mask", torch.full((6, 6), mask).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.norm(x)[:, :, None] + self.mask
+        return self.layer((scores.softmax(-1) @ x[:, :, None]).flatten(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mask", [-torch.inf, -1e9, torch.finfo(torch.float32).min])
+def test_a_constant_buffer_hides_no_other_one(mask: float) -> None:
+    task = a_task(model=lambda: Masked(mask), epochs=9)
+    programs = [lower(task, Plan(optimizer="foreach")) for _ in range(2)]
+    programs[1].model.norm.momentum = 0.0  # type: ignore[union-attr, assignment]
+    honest, never_updated = prove_programs(task, programs)
+    assert honest.parity in TRUSTED, honest.reason
+    assert never_updated.parity == "broken" and str(never_updated.first).startswith("buffer 'norm.running_")
+
+
+class Extremes(nn.Module):
+    """Keeps the largest outputs, of which one is never seen; and a whole number that rounding changes at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.keeps = nn.Linear(6, 3), (True, True)
+        self.register_buffer("largest", torch.full((4,), -torch.inf))
+        self.register_buffer("digits", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        if self.keeps[0]:
+            self.largest[:3] = out.detach().amax(0)
+        if self.keeps[1]:
+            self.digits.copy_((out.detach().double().sum() * 1e12).long())
+        return out
+
+
+def test_what_is_not_finite_hides_nothing_beside_it_and_what_can_t_be_compared_must_be_bitwise_equal() -> None:
+    task = a_task(model=Extremes, epochs=9)
+    programs = [lower(task, Plan(optimizer="foreach")) for _ in range(3)]
+    for program, keeps in zip(programs, [(True, True), (False, True), (True, False)], strict=True):
+        program.model.keeps = keeps  # type: ignore[assignment]
+    honest, no_largest, no_digits = prove_programs(task, programs)
+    assert honest.parity in TRUSTED, honest.reason
+    assert no_largest.parity == "broken" and str(no_largest.first).startswith("buffer 'largest'")
+    assert no_digits.parity == "unproven" and "the buffer 'digits' can't be compared" in no_digits.reason
+
+
 def test_a_peer_that_is_left_out_leaves_the_baseline_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are called `nudged`: the eager step in a reduced precision, and the one in fp32."""
     monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)  # this CPU may only emulate it

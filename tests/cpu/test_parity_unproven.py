@@ -15,10 +15,12 @@ import hotloop
 from hotloop import parity
 from hotloop.lowering import lower
 from hotloop.parity import prove, prove_plans, prove_programs
+from hotloop.parity.witnesses import Truth
 from hotloop.plan import BASELINE, Plan
 from hotloop.verdicts import TRUSTED
 from tests.cpu.families import family
 from tests.cpu.programs import a_task
+from tests.cpu.test_task import OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,6 +67,21 @@ class NoDouble(nn.Linear):
         return super()._apply(function, recurse)
 
 
+class Coarse(torch.optim.Optimizer):
+    """Steps in bf16, with a loss that it asks for itself."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for value in self.param_groups[0]["params"]:
+                value -= 0.1 * value.grad.bfloat16()
+        return loss
+
+
 class Rows(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter((torch.ones(6) * number, torch.tensor(number % 3)) for number in range(24))
@@ -76,17 +93,30 @@ class Rows(torch.utils.data.IterableDataset):
         ({"model": lambda: nn.Sequential(Norm(), nn.Linear(6, 3))}, "'0' (Norm) turns float64 into float32"),
         ({"model": lambda: Bits(6, 3)}, "can't be run in float64"),
         ({"model": lambda: NoDouble(6, 3)}, "weights of 32 bits alone"),
+        ({"optimizer": OPTIMIZERS["Muon"]}, "the optimizer (Muon) turns float64 into bfloat16"),
+        ({"optimizer": Coarse}, "the optimizer (Coarse) turns float64 into bfloat16"),
         ({"model": OwnGenerator}, "too random to compare"),
         ({"model": lambda: Clock(6, 3)}, "too random to compare"),
         ({"data": torch.utils.data.DataLoader(Rows(), batch_size=5), "batch_size": None}, "stream"),
     ],
-    ids=["cast inside", "bits", "no double", "own generator", "clock", "stream"],
+    ids=["cast inside", "bits", "no double", "Muon", "own optimizer", "own generator", "clock", "stream"],
 )
 def test_what_can_t_be_compared_is_unproven_and_named(fields: dict[str, Any], says: str) -> None:
     found = prove(a_task(**fields), BASELINE)
     assert found.parity == "unproven"
     assert says in found.reason
     assert "\n" not in found.reason
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"Muon"}))
+def test_an_optimizer_that_counts_in_fp32_alone_has_a_truth(name: str) -> None:
+    task = a_task(optimizer=OPTIMIZERS[name])
+    truth, program = Truth(task, torch.device("cpu")), lower(task, BASELINE)
+    batch, _ = next(iter(program.feed.epoch(0)))
+    for _ in range(2):
+        truth.step(program.state(), batch)
+        program.step(batch)
+    assert truth.watch.narrowed is None and not truth.watch.draws
 
 
 # ---------------------------------------------------------------- what can't be run

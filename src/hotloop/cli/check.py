@@ -53,8 +53,8 @@ def check(
     hotloop check examples/fashion.py --set compile=step
     hotloop check examples/fashion.py --set precision=bf16 --device cuda --converge 5
 
-    Single steps from at least 16 states are compared with the same steps in float64, then some steps on end. What
-    rounding alone comes to is measured on baselines that differ harmlessly. The classes, from the best on: bitwise,
+    Single steps from at least 16 states, or all of a shorter training, are compared with the same steps in float64, then
+    some steps on end. What rounding alone comes to is measured on baselines that differ harmlessly. The classes, from the best on: bitwise,
     fp32-equivalent, reduced-precision (as asked for), unproven, broken.
 
     Exit code 1 for a plan that is broken, or where a training of --converge fails. Ctrl-C during those trainings

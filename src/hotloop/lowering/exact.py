@@ -7,7 +7,7 @@ than float64, it is no truth any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -103,13 +103,21 @@ class ExactStep(EagerStep):
         with self.watch.watching():  # what is computed again in backward draws again
             super()._backward_of(loss)
 
+    def _update(self) -> None:
+        with self.watch.updating(self.optimizer):
+            super()._update()
+
+    def _closure_step(self, batch: Any, samples: int, step: int) -> Computed:
+        with self.watch.updating(self.optimizer):
+            return super()._closure_step(batch, samples, step)
+
 
 class Watch(Onlooker):
     """Sees each operation of a step that should be float64 throughout.
 
     Attributes:
-        narrowed: which module first gave a result of fewer bits though it follows from float64, and how.
-        draws: whether anything random was drawn.
+        narrowed: which module, or the optimizer, first gave a result of fewer bits though it follows from float64, and how.
+        draws: whether model or loss drew anything random.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,11 +126,14 @@ class Watch(Onlooker):
         self.draws = False
         self._model = model
         self._inside: list[str] = []
+        self._updating = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        """Model and loss, whose numbers of the default dtype are float64 then."""
         before = torch.get_default_dtype()
         with ExitStack() as stack:
+            stack.enter_context(self._looking("the loss, or what surrounds the model,", updating=False))
             for name, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
@@ -130,22 +141,39 @@ class Watch(Onlooker):
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             torch.set_default_dtype(torch.float64)
             stack.callback(torch.set_default_dtype, before)
-            stack.enter_context(self)
             yield
+
+    @contextmanager
+    def updating(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """The optimizer, whose counts of steps keep their default dtype; it may ask for model and loss on the way."""
+        with self._looking(f"the optimizer ({type(optimizer).__name__})", updating=True):
+            yield
+
+    @contextmanager
+    def _looking(self, where: str, *, updating: bool) -> Iterator[None]:
+        with nullcontext() if self._inside else self:
+            before, depth = self._updating, len(self._inside)
+            self._inside.append(where)
+            self._updating = updating
+            try:
+                yield
+            finally:
+                del self._inside[depth:]
+                self._updating = before
 
     def _enter(self, name: str, module: nn.Module) -> Callable:
         where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         return lambda *_: self._inside.append(where)
 
     def _leave(self, *_: Any) -> None:
-        if self._inside:
+        if len(self._inside) > 1:  # another hook may have failed before the module was entered
             self._inside.pop()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in function.tags and _does_draw(function, args, kwargs):
-            self.draws = True
+            self.draws = self.draws or not self._updating
             if not name.startswith(_DRAWS_WITHIN):
                 return _drawn(function, args, kwargs)
             self._note(f"draws inside of {name}, which float64 can't repeat")
@@ -155,8 +183,7 @@ class Watch(Onlooker):
         return result
 
     def _note(self, what: str) -> None:
-        where = self._inside[-1] if self._inside else "the loss, or what surrounds the model,"
-        self.narrowed = self.narrowed or f"{where} {what}"
+        self.narrowed = self.narrowed or f"{self._inside[-1]} {what}"
 
 
 def _is_wide(tree: Any) -> bool:

@@ -17,6 +17,7 @@ class Account:
     Attributes:
         errors: of each tensor, at each state.
         differs: where the State first wasn't bitwise the baseline's after a step.
+        unequal: what once wasn't bitwise the eager step's at a state where that is further from float64 than can be told.
         failed: what a step raised, and which; nothing is asked of it from then on.
         drawn: whether its random numbers were looked at in themselves, and `draws` what is wrong with them.
         unproven: why it can't be compared, though others can; `short_of_memory` says that it lacked memory.
@@ -26,6 +27,7 @@ class Account:
     name: str
     errors: list[Errors] = field(default_factory=list)
     differs: str | None = None
+    unequal: set[Key] = field(default_factory=set)
     failed: str | None = None
     drawn: bool = False
     draws: str | None = None

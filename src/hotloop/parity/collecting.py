@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from hotloop.errors import HotloopError, blame, out_of_memory
 from hotloop.lowering import Program
 from hotloop.parity.accounts import Account, Errors, Evidence
 from hotloop.parity.path import Stop, stops
-from hotloop.parity.seen import UNIT, Seen, errors, missing, one_step, scales
+from hotloop.parity.seen import UNIT, Key, Seen, errors, missing, one_step, scales
 from hotloop.parity.witnesses import Truth, Witness, in_another_order
 from hotloop.state import State, differences
 
@@ -72,7 +73,7 @@ class Collector:
             return f"there is no float64 truth to compare with: {self.truth.watch.narrowed}"
         if not number and len(self.witnesses) > 1 and not self.truth.watch.draws:
             self.witnesses.append(in_another_order(self.walker))
-        sizes = scales(true)
+        sizes = scales(true, stop.state)
         plain, after = self.witnesses[0].step(stop.state, stop.batch, number)
         if (off := errors(plain, true, sizes)[_LOSS]) > _ALIKE:
             # Two steps may have been alike by chance.
@@ -82,24 +83,27 @@ class Collector:
         self.witnesses[0].account.errors.append(errors(plain, true, sizes))
         for witness in self.witnesses[1:]:
             self._listen(witness, _HARMLESS, stop, number, (true, sizes))
-        for peer in self.peers:
-            self._listen(peer, _ALIKE_IN_PRECISION, stop, number, (true, sizes))
+        heard = [self._listen(peer, _ALIKE_IN_PRECISION, stop, number, (true, sizes)) for peer in self.peers]
         evidence.baselines, evidence.peers = _active(self.witnesses), _active(self.peers)
         if self.peers and not evidence.peers:
             return "the eager step in that precision can't be run"
         evidence.steps.append(stop.state.position.step)
         evidence.rounding.append(worst([account.errors[-1] for account in evidence.judges]))
+        eager = next((seen for seen in heard if seen), plain)
         for program, account in zip(self.candidates, evidence.candidates, strict=True):
             if account.able:
-                self._try(program, account, stop, (true, sizes, after))
+                self._try(program, account, stop, (true, sizes, eager, after))
         return None
 
-    def _listen(self, witness: Witness, most: float, stop: Stop, number: int, known: tuple[Seen, Errors]) -> None:
+    def _listen(
+        self, witness: Witness, most: float, stop: Stop, number: int, known: tuple[Seen, Errors]
+    ) -> Seen | None:
         """One step of it; if it fails, or changes the loss by more than that, it is not harmless and goes."""
         if not witness.active:
-            return
+            return None
         try:
-            found = errors(witness.step(stop.state, stop.batch, number)[0], *known)
+            seen = witness.step(stop.state, stop.batch, number)[0]
+            found = errors(seen, *known)
         except Exception as error:
             if out_of_memory(error):
                 raise
@@ -107,11 +111,13 @@ class Collector:
         if not witness.in_order:  # a buffer that keeps samples has them in another order then, which is no rounding
             found = {key: error for key, error in found.items() if key[0] != "buffer" or error <= _ALIKE}
         witness.active = found[_LOSS] <= most
-        if witness.active:
-            witness.account.errors.append(found)
+        if not witness.active:
+            return None
+        witness.account.errors.append(found)
+        return seen
 
-    def _try(self, program: Program, account: Account, stop: Stop, known: tuple[Seen, Errors, State]) -> None:
-        true, sizes, expected = known
+    def _try(self, program: Program, account: Account, stop: Stop, known: tuple[Seen, Errors, Seen, State]) -> None:
+        true, sizes, eager, expected = known
         try:
             seen, after = one_step(program, stop.state, stop.batch)
         except Exception as error:
@@ -125,6 +131,9 @@ class Collector:
         account.errors.append(found)
         if account.differs is None and (paths := differences(after, expected)):
             account.differs = f"{paths[0].strip('/')} after step {stop.state.position.step + 1}"
+        account.unequal |= _unequal(
+            seen, eager, {key for key in found if self.evidence.rounding[-1].get(key) == math.inf}
+        )
         if account.looks < _LOOKS and _ratio(found, self.evidence.rounding[-1]) > _SUSPICIOUS:
             account.looks += 1
             self._look_closer(stop, true, sizes)
@@ -183,12 +192,18 @@ def worst(found: Sequence[Errors]) -> Errors:
     return {key: max(one.get(key, 0.0) for one in found) for key in {key for one in found for key in one}}
 
 
+def _unequal(seen: Seen, eager: Seen, keys: set[Key]) -> set[Key]:
+    """Which of them aren't bitwise the eager step's."""
+    off = errors(seen, eager, dict.fromkeys(seen, 1.0)) if keys else {}
+    return {key for key in keys if off.get(key, math.inf)}
+
+
 def _ratio(found: Errors, floor: Errors) -> float:
     return max((ratio(found[key], floor.get(key)) for key in found), default=0.0)
 
 
 def ratio(error: float, floor: float | None) -> float:
     """An error in multiples of the floor, which is no lower than rounding a number once."""
-    if floor == float("inf"):  # even the baselines can't be compared here
+    if floor == math.inf:  # even the baselines can't be compared here; `Account.unequal` has what isn't theirs
         return 0.0
     return error / max(floor or 0.0, UNIT)

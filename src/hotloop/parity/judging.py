@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from hotloop.parity.accounts import Account, Errors, Evidence
 from hotloop.parity.collecting import ratio, worst
+from hotloop.parity.path import STATES
 from hotloop.parity.running import Freely
 from hotloop.parity.seen import KINDS, UNIT, Key
 from hotloop.verdicts import TensorError
@@ -52,23 +54,44 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
             f" rounding alone comes to {free.rounding:.2g}"
         )
         return known | {"parity": "broken", "reason": reason, "first": f"the parameters, within {free.steps} steps"}
+    if (reason := _incomparable(account, evidence, table)) is not None:
+        return known | {"parity": "unproven", "reason": reason}
     bitwise = not evidence.in_pieces and account.differs is None and (free is None or free.bitwise)
-    return known | _fine(account, table, bitwise, evidence)
+    return known | _fine(account, table, bitwise, evidence, 0 if free is None else free.steps)
 
 
-def _fine(account: Account, table: Sequence[TensorError], bitwise: bool, evidence: Evidence) -> dict[str, Any]:
+def _incomparable(account: Account, evidence: Evidence, table: Sequence[TensorError]) -> str | None:
+    """Why a tensor has no error that could be judged, though it isn't bitwise the eager step's, if there is one."""
+    rows = [row for row in table if row.floor == math.inf and (row.what, row.name) in account.unequal]
+    if not rows:
+        return None
+    row = min(rows, key=lambda row: KINDS.index(row.what))
+    whose = (
+        "the eager step's in that precision" if evidence.peers else "the baseline's or that of a harmless change of it"
+    )
+    return (
+        f"the {row.what} {row.name!r} can't be compared: {whose} is altogether another than in float64, and the plan's"
+        " isn't bitwise equal"
+    )
+
+
+def _fine(
+    account: Account, table: Sequence[TensorError], bitwise: bool, evidence: Evidence, free_steps: int
+) -> dict[str, Any]:
     largest, states = max((one.ratio for one in table), default=0.0), len(evidence.steps)
+    compared = f"{states} single steps" if states >= STATES else f"all {states} single steps of the training"
     if bitwise:
-        return {"parity": "bitwise", "reason": f"in {states} single steps and the free run, each bit is the baseline's"}
+        reason = f"in {compared} and a free run of {free_steps}, each bit is the baseline's"
+        return {"parity": "bitwise", "reason": reason}
     if evidence.peers:
         reason = (
-            f"it rounds to fewer bits, as it was asked to: its errors are at most {max(largest, 0.1):.1f} times those of"
-            f" the eager step in that precision (allowed: {TYPICAL:g}), and larger than those of fp32"
+            f"it rounds to fewer bits, as it was asked to: in {compared} its errors are at most {max(largest, 0.1):.1f}"
+            f" times those of the eager step in that precision (allowed: {TYPICAL:g}), and larger than those of fp32"
         )
         return {"parity": "reduced-precision", "reason": reason}
     reason = (
-        f"no tensor is further from float64 than {max(largest, 0.1):.1f} times what harmless changes of the baseline"
-        f" come to (allowed: {TYPICAL:g})"
+        f"in {compared} no tensor is further from float64 than {max(largest, 0.1):.1f} times what harmless changes of"
+        f" the baseline come to (allowed: {TYPICAL:g})"
     )
     if evidence.in_pieces:
         reason += "; the baseline drew the plan's random numbers, which come for each piece of a batch"

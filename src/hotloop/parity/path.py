@@ -27,7 +27,7 @@ class Stop:
 
 
 def stops(program: Program, count: int = STATES) -> Iterator[Stop]:
-    """Walks the Program along its path and yields so many States; fewer where training or its schedule is over before.
+    """Walks the Program along its path and yields so many States; of a shorter training or schedule all.
 
     The epoch's last batch is among them if it is smaller than the others, though the path may not come that far.
     """
@@ -47,7 +47,7 @@ def stops(program: Program, count: int = STATES) -> Iterator[Stop]:
         if program.position.epoch + 1 >= program.parts.task.epochs or program.schedule_left() == 0 or taken == count:
             break
         program.end_epoch(1.0)
-    last = _last(program)
+    last = _last(program) if taken == count else None  # a path through all of the training has met it
     if last is not None:
         yield last
 

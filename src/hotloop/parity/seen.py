@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +35,7 @@ def one_step(program: Program, state: State, batch: Any) -> tuple[Seen, State]:
     program.step(given)
     after = program.state()
     seen: Seen = {("count" if name in _COUNTS else "loss", name): _wide(value) for name, value in after.sums.items()}
-    seen |= {("buffer", name): _wide(value) for name, value in {**after.buffers, **after.loss}.items()}
+    seen |= dict(_buffers(after))
     for name, parameter in program.model.named_parameters():
         gradient, (old, version) = parameter.grad, before[name]
         if gradient is not None and (gradient is not old or gradient._version != version):  # made in this step
@@ -53,6 +55,11 @@ def one_step(program: Program, state: State, batch: Any) -> tuple[Seen, State]:
 _COUNTS = ("samples", "weight")
 
 
+def _buffers(state: State) -> Iterator[tuple[Key, Tensor]]:
+    for name, value in {**state.buffers, **state.loss}.items():
+        yield ("buffer", name), _wide(value)
+
+
 def _version(tensor: Tensor | None) -> int:
     return -1 if tensor is None else tensor._version
 
@@ -70,25 +77,33 @@ def _wide(value: Any) -> Tensor:
     return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
 
 
-def scales(truth: Seen) -> dict[Key, float]:
+def scales(truth: Seen, before: State) -> dict[Key, float]:
     """The size of each tensor: its norm, but not less than a hundredth of what its kind comes to.
 
     So an error in what is truly zero, such as the gradient of a bias before a batch normalisation, is measured by its
-    neighbours.
+    neighbours; but not by a buffer that the step leaves as it was `before`, such as a mask, which may have any size.
     """
+    constant = {key for key, value in _buffers(before) if key in truth and torch.equal(value, truth[key])}
+    sizes = {key: _size(value) for key, value in truth.items()}
     largest: dict[Key, float] = {}
     for key, value in truth.items():
-        if value.numel():
-            largest[_kin(key)] = max(largest.get(_kin(key), 0.0), _norm(value) / value.numel() ** 0.5)
+        if value.numel() and key not in constant and sizes[key] < math.inf:
+            largest[_kin(key)] = max(largest.get(_kin(key), 0.0), sizes[key] / value.numel() ** 0.5)
     return {
-        key: max(_norm(value), 0.01 * largest.get(_kin(key), 0.0) * value.numel() ** 0.5)
-        for key, value in truth.items()
+        key: max(sizes[key], 0.01 * largest.get(_kin(key), 0.0) * value.numel() ** 0.5) for key, value in truth.items()
     }
 
 
 def _kin(key: Key) -> Key:
-    """Those of a kind; of an optimizer's state, those with the same role."""
-    return (key[0], key[1].rpartition("/")[2] if key[0] == "optimizer" else "")
+    """Those of a kind; of an optimizer's state and of buffers, those with the same role, as running means have."""
+    separator = {"optimizer": "/", "buffer": "."}.get(key[0])
+    return key[0], key[1].rpartition(separator)[2] if separator else ""
+
+
+def _size(value: Tensor) -> float:
+    """The norm of what is finite in it."""
+    norm = _norm(value)
+    return norm if math.isfinite(norm) else _norm(value.nan_to_num(0.0, 0.0, 0.0))
 
 
 def errors(seen: Seen, truth: Seen, sizes: dict[Key, float]) -> dict[Key, float]:
@@ -103,7 +118,7 @@ def errors(seen: Seen, truth: Seen, sizes: dict[Key, float]) -> dict[Key, float]
             found[key] = float("inf")
             continue
         found[key] = _distance(value, true, sizes[key])
-        if key[0] == "update" and (size := float(torch.dot(true.flatten(), true.flatten()))) > 0:
+        if key[0] == "update" and 0 < (size := float(torch.dot(true.flatten(), true.flatten()))) < math.inf:
             along = torch.dot(value.double().flatten(), true.flatten())
             found["size of update", key[1]] = abs(float(along) / size - 1)
     return found
@@ -118,10 +133,12 @@ def _distance(value: Tensor, true: Tensor, size: float) -> float:
     if not true.is_floating_point() or not value.is_floating_point():
         return 0.0 if torch.equal(value.double(), true.double()) else float("inf")
     off = _norm(value - true)
-    if off != off or size == float("inf"):  # not finite: the same on both sides is no error
-        same = torch.equal(torch.nan_to_num(value, nan=1e300), torch.nan_to_num(true, nan=1e300))
-        return 0.0 if same else float("inf")
-    return off / size if size else (0.0 if off == 0 else float("inf"))
+    if not math.isfinite(off):  # what isn't finite is no error where it is the same on both sides
+        same = torch.isclose(value, true, rtol=0.0, atol=0.0, equal_nan=True)
+        off = _norm(torch.where(same, 0.0, value - true))
+    if off == 0:
+        return 0.0
+    return off / size if math.isfinite(off) and 0 < size < math.inf else math.inf
 
 
 def _norm(value: Tensor) -> float:
