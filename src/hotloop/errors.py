@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import errno
 import re
+import subprocess
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ _NO_MEMORY = re.compile(
     r"|_ALLOC_FAILED|Invalid buffer size",
     re.IGNORECASE,
 )
+_PASSING = re.compile("No space left on device|Disk quota exceeded|Killed|terminated abruptly")
+"""What compilers say of a full disk, or of a process of theirs that was killed."""
+
+_SIGKILL = 9
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parent))
 
 
@@ -157,10 +162,27 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> tuple[str, bool]:
-    """What to say of an error that doesn't end all, in one line; and whether memory was lacking, which may do another time."""
+    """What to say of an error that doesn't end all, in one line; and whether all may do another time.
+
+    So it may where memory or room on the disk was lacking, or a compiler was killed, as the system does where memory is short.
+    """
     text = error.given if isinstance(error, HotloopError) else blame(error)
-    both = [one for one in (error, error.__cause__) if one is not None]
-    return text, any(isinstance(one, MemoryExhausted | RoomError) or out_of_memory(one) for one in both)
+    return text, any(map(_passes, _causes(error)))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """What it came from too; torch's compiler hides its own causes from tracebacks."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _passes(error: BaseException) -> bool:
+    if isinstance(error, MemoryExhausted | RoomError | DiskError) or out_of_memory(error):
+        return True
+    if isinstance(error, subprocess.CalledProcessError):
+        return error.returncode == -_SIGKILL
+    return _PASSING.search(str(error)) is not None
 
 
 def _read(text: str) -> tuple[str, list[tuple[str, int]]]:

@@ -1,8 +1,8 @@
 """Results of races, kept in the user's cache folder: one file for each plan of a Task on a machine with its versions.
 
 Only ratios against the plain baseline are kept, since times of races on different days don't compare. What doesn't work
-is kept as well, so that nobody tries it again before something has changed; but not what only lacked memory that day, be it
-a plan or its proof.
+is kept as well, so that nobody tries it again before something has changed; but not what only lacked memory or room on the
+disk that day, be it a plan or its proof.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def remember(verdict: Verdict) -> list[str]:
 
 
 def _without_proof_in_vain(timing: Timing) -> Timing:
-    """Without a parity that only says that memory was lacking; one from before stays then."""
+    """Without a parity that only says that memory or disk was lacking; one from before stays then."""
     if timing.failure is not None or not timing.short_of_memory:
         return timing
     return timing.model_copy(update={"parity": None, "parity_reason": None, "short_of_memory": False})

@@ -139,13 +139,13 @@ def _by_rules(facts: TaskFacts, hardware: Hardware, base: Plan, start: Plan) -> 
 
 
 def _about(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
-    axes = {axis: getattr(start, axis) for axis in base.model_fields_set | {"device"}}
+    axes = start.model_dump(include=base.model_fields_set | {"device"})
     compiles = machine.compiler() is not None
     return earlier.about(facts.fingerprint, machine_name(), speed_versions(), axes, compiles=compiles)
 
 
 def _keep(search: Search, verdict: Verdict, limit_s: float | None, steps: int | None, key: dict[str, Any]) -> None:
-    """Remembers a search that found nothing, if it could tell anything, and all that it tried had memory enough."""
+    """Remembers a search that found nothing, if it could tell anything, and nothing that it tried lacked memory or disk."""
     step_ms = verdict.plan(BASELINE).step_ms
     if verdict.winner != BASELINE:
         earlier.forget(key)

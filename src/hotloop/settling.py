@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import time
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -26,14 +25,11 @@ from hotloop.task import Task
 from hotloop.tuning.budget import PROVING_STEPS, Budget, saved_steps
 from hotloop.tuning.held import Held
 from hotloop.tuning.room import plans_at_once
-from hotloop.tuning.starts import with_start
+from hotloop.tuning.starts import with_starts
 from hotloop.verdicts import Parity, Timing, Verdict
 
 _GLANCE_S = 0.2
 """For a first idea of the baseline's step."""
-
-_PASSING = re.compile("No space left on device|Killed|terminated abruptly")
-"""What compilers say of a full disk, or of a process that was killed: nothing of the plan, which may do another time."""
 
 _RACED = 1 / 2
 """Of what a search may race for."""
@@ -63,7 +59,7 @@ class Settling:
     def run(self, ways: Sequence[Plan], most: int) -> Verdict | None:
         """Compiles up to `most` of `ways`, the first that can be; the winner is the eager plan, or faster and proven.
 
-        None where nothing could be raced.
+        What can't be compiled is in the Verdict too. None where there was no memory for a race, or it failed.
         """
         began = time.monotonic()
         try:
@@ -98,10 +94,11 @@ class Settling:
 
     def _glance(self) -> float:
         """Seconds of the baseline's step; where there is no memory for it, that shows before anything is compiled."""
-        program = self._lowered(self.baseline)
+        program, name = self._lowered(self.baseline), self.baseline.brief()
         with preserved(*program.devices):
             step_s = Runner(program).warm_up(_GLANCE_S)[1]
         program.close()  # its loaders rest while others are compiled
+        self._timings[name] = Timing(name=name, plan=self.baseline.model_dump(), step_ms=1e3 * step_s)
         return step_s
 
     def _compiled(self, ways: Sequence[Plan], most: int) -> list[Plan]:
@@ -112,9 +109,9 @@ class Settling:
             try:
                 self._lowered(way)
             except Exception as error:
-                why, short = told(error)
+                why, passing = told(error)
                 self._pass_over(way, why)
-                if isinstance(error, PlanError) and not (short or _PASSING.search(str(error.__cause__))):
+                if isinstance(error, PlanError) and not passing:
                     self._timings[way.brief()] = Timing(name=way.brief(), plan=way.model_dump(), failure=why)
             else:
                 ready.append(way)
@@ -130,7 +127,7 @@ class Settling:
         seconds = Budget.of(step_s, steps, None, device).race_s(_RACED, len(plans) - 1)
         entrants = [Entrant(plan.brief(), partial(self._lowered, plan), plan, plan.brief()) for plan in plans]
         found = measure(entrants, self.baseline.brief(), steps=steps, time_limit_s=seconds, brief=True)
-        self._timings |= {one.name: with_start(one, self._held.starts.get(one.name), steps) for one in found.plans}
+        self._timings |= with_starts(found.plans, self.baseline.brief(), self._held.starts, steps)
 
     def _proven(self, ready: Sequence[Plan]) -> Plan:
         """The fastest whose proof succeeds, of those that are faster than the eager plan; or that one."""
@@ -166,8 +163,8 @@ class Settling:
         try:
             return prove_programs(self.task, [self._lowered(plan)])[0]
         except Exception as error:
-            reason, short = told(error)
-            return Parity(plan=plan.brief(), parity="unproven", reason=reason, states=0, short_of_memory=short)
+            reason, passing = told(error)
+            return Parity(plan=plan.brief(), parity="unproven", reason=reason, states=0, short_of_memory=passing)
 
     def _lowered(self, plan: Plan) -> Program:
         return self._held.lowered(plan.brief(), plan)

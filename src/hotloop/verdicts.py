@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -84,7 +85,8 @@ class Parity(Record):
         first: the first tensor that went wrong, and at which step; None where nothing did.
         convergence: where it was asked for.
         seconds: what the proof took.
-        short_of_memory: whether it is unproven for lack of memory, of which there may be enough another time.
+        short_of_memory: whether it is unproven for lack of memory or of room on the disk, of which there may be enough
+            another time, or since a compiler was killed.
     """
 
     version: int = 1
@@ -124,7 +126,7 @@ class Timing(Record):
         left_out: whether it was left out before the end, clearly behind the baseline or another plan; a search does that
             after so few pairs that there may be no verdict.
         failure: why it couldn't be run or measured; then figures are None. `short_of_memory` says that it, or its proof,
-            lacked memory, of which there may be enough another time.
+            lacked memory or room on the disk, of which there may be enough another time, or that a compiler was killed.
     """
 
     name: str
@@ -161,6 +163,11 @@ class Timing(Record):
         """Whether it was found slower than the baseline, or left out by as much as it would have been beside that alone."""
         clearly = 1 - FAR_BEHIND if self.windows >= FIRST_PAIRS else 1 / FAR_SLOWER
         return self.verdict == "slower" or (self.left_out and (self.ratio or 1.0) < clearly)
+
+    @property
+    def starts_s(self) -> float:
+        """Seconds from the Task to the first step, with compiling for the first time."""
+        return (self.startup_s or 0.0) + (self.compile_s or 0.0)
 
     def proven(self, parity: Parity) -> Timing:
         """With what its proof found."""
@@ -206,6 +213,15 @@ class Verdict(Record):
 
     def plan(self, name: str) -> Timing:
         return next(timing for timing in self.plans if timing.name == name)
+
+
+def paying(timing: Timing, baseline: Timing) -> Timing:
+    """With the steps that win back what it costs more to start and compile than the baseline, where it is faster."""
+    saves_s = ((baseline.step_ms or 0.0) - (timing.step_ms or 0.0)) / 1e3
+    if timing.verdict != "faster" or saves_s <= 0:
+        return timing.model_copy(update={"pays_after": None})
+    steps = math.ceil((timing.starts_s - baseline.starts_s) / saves_s)
+    return timing.model_copy(update={"pays_after": max(0, steps)})
 
 
 def best_of(plans: Sequence[Timing], baseline: str, *, proven: bool) -> str | None:

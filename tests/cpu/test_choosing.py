@@ -345,6 +345,26 @@ def test_a_failure_to_compile_that_may_pass_is_not_remembered(
     assert failed == ([REWRITTEN.model_dump()] if lasting else []) and len(found) - len(failed) == 3
 
 
+def test_where_nothing_can_be_compiled_that_is_remembered(long, tmp_path, monkeypatch) -> None:
+    class Branching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+    task, said, verdicts = a_task(model=lambda: Branching(6, 3)), list[str](), list[Verdict]()
+    monkeypatch.setattr(weighing.Hope, "compilations", 2)
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
+    assert lowered(task, AUTO, said.append, memory=weighing.Memory(keep=verdicts.append)).parts.plan.compile == "none"
+    (passed_over,) = (line for line in said if line.startswith("auto passes over compile=package: the step can't"))
+    [verdict] = verdicts
+    kept.remember(verdict)
+    [before] = kept.recall(verdict.fingerprint, verdict.machine, verdict.versions)[0]
+    assert before.timing.plan == Plan(compile="package").model_dump()
+    said.clear()
+    lowered(task, AUTO, said.append, memory=weighing.Memory([before.timing]))
+    failure = passed_over.partition(": ")[2]
+    assert said == [f"auto passes over compile=package: it failed before ({failure})", "auto: optimizer=fused"]
+
+
 def test_without_memory_for_plans_side_by_side_nothing_is_compiled(long, pretended, monkeypatch) -> None:
     monkeypatch.setattr(settling, "plans_at_once", lambda facts, device: 2)
     said: list[str] = []

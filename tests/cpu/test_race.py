@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 
 import hotloop
 from bench.race_verdicts import MARKED, delayed, one
-from hotloop.errors import HotloopError, MemoryExhausted, PlanError, RoomError, TaskError
+from hotloop.errors import DiskError, HotloopError, MemoryExhausted, PlanError, RoomError, TaskError
 from hotloop.lowering import Program, lower
 from hotloop.lowering.step import EagerStep
 from hotloop.measuring import Entrant, load, measure
@@ -270,13 +272,15 @@ LACKING: dict[str, tuple[Exception, bool]] = {
     "memory": (torch.OutOfMemoryError("no room"), True),
     "memory, as hotloop says it": (MemoryExhausted("no room"), True),
     "room for data": (RoomError("no room"), True),
+    "room on the disk": (OSError(28, "No space left on device"), True),
+    "room on the disk, as hotloop says it": (DiskError("the disk is full"), True),
     "anything else": (RuntimeError("no such kernel"), False),
 }
 
 
 @pytest.mark.parametrize("name", LACKING)
 @pytest.mark.parametrize("where", ["lowering", "a step"])
-def test_a_lack_of_memory_is_told_from_other_failures(name: str, where: str, clock: Clock, monkeypatch) -> None:
+def test_what_was_lacking_is_told_from_other_failures(name: str, where: str, clock: Clock, monkeypatch) -> None:
     task, (error, short) = a_task(), LACKING[name]
     as_it_is, count = EagerStep.__call__, {"steps": 0}
 
@@ -292,6 +296,23 @@ def test_a_lack_of_memory_is_told_from_other_failures(name: str, where: str, clo
     rival = Entrant("rival", fails if where == "lowering" else lambda: lower(task, MARKED), MARKED)
     found = measure([*entrants(task, baseline=CPU), rival], "baseline", steps=9, time_limit_s=10, clock=clock)
     assert found.plans[1].failure and found.plans[1].short_of_memory == short
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_compiler_that_was_killed_says_nothing_of_the_plan(
+    killed: bool, clock: Clock, tmp_path: Path, monkeypatch
+) -> None:
+    """As the system does where memory is short."""
+    for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\n{"kill -9 $$" if killed else "exit 1"}\n'
+    )
+    compiler.chmod(0o755)
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
+        found = raced(a_task(), clock, baseline=CPU, compiled=CPU.with_axes(compile="package")).plans[1]
+    assert "can't be compiled" in (found.failure or "") and found.short_of_memory is killed
 
 
 @pytest.mark.parametrize("when", ["before it is read", "while it is read"])

@@ -658,6 +658,24 @@ def test_times_of_two_races_stand_beside_one_baseline(monkeypatch: pytest.Monkey
         assert timing.step_ms == pytest.approx((base.step_ms or 0) / (timing.ratio or 1))
 
 
+def test_a_plan_pays_once_its_whole_start_is_won_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each race but the first its Program is there already."""
+    lowered = held.lower
+
+    def lower(task: Any, plan: Plan) -> Any:
+        program = lowered(task, plan)
+        program.compile_s = 30.0 if plan.optimizer == "fused" else 0.0
+        return program
+
+    monkeypatch.setattr(held, "lower", lower)
+    looked = searching(monkeypatch, Doubtful(optimizer__fused=1.25))
+    monkeypatch.setattr(held, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    assert looked.run() == "optimizer=fused"
+    fused = looked.timings["optimizer=fused"]
+    assert fused.startup_s is not None and fused.compile_s == 30.0
+    assert fused.pays_after == 15_000  # at 2 ms a step
+
+
 def test_axes_that_were_set_stay_where_nothing_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     base = Timing(name=BASELINE, plan=Plan().model_dump(), ratio=1.0)
     given: dict[str, Any] = dict(

@@ -16,7 +16,8 @@ from hotloop.choosing import known
 from hotloop.errors import TaskError
 from hotloop.lowering.step import EagerStep
 from hotloop.plan import Plan
-from hotloop.taskfile import load_task
+from hotloop.taskfile import Loaded, load_task
+from hotloop.tuning import held
 from hotloop.tuning import search as module
 from hotloop.tuning.budget import Budget, hopeless
 from hotloop.tuning.search import BASELINE
@@ -236,6 +237,22 @@ def test_a_search_in_vain_is_not_made_again(
     assert len(races.raced) > raced
 
 
+def test_a_search_with_a_placement_is_remembered_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr(module, "measure", races := Races())
+    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
+    monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
+    parts = "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))"
+    (tmp_path / "task.py").write_text(TASK.replace("torch.nn.Linear(4, 3)", parts))
+    loaded = load_task(str(tmp_path / "task.py"))
+    wanted = {where: Wanted.of("auto", {"device": "cpu", "placement": f"{where}=cpu"}) for where in "01"}
+    for where, again in (("0", False), ("0", True), ("1", False)):
+        raced = len(races.raced)
+        plan, told = seeking.remembered_or_tuned(loaded, wanted[where])
+        assert plan is not None and plan.placement == {where: "cpu"}
+        assert ("an earlier search" in told) is again is (len(races.raced) == raced)
+
+
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Races], int]:
     """How many plans a training that searches races, by races that are made up."""
@@ -293,13 +310,31 @@ class Samples(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return iter([(torch.zeros(4), 1)] * 200)
 
 
-def test_a_stream_that_is_over_soon_is_not_looked_at_for_long() -> None:
-    """And no more than a look at what it takes is run of it."""
-    task = a_task(data=Samples(), model=lambda: torch.nn.Linear(4, 3), batch_size=10, epochs=2)
-    verdict = hotloop.tune(task, device="cpu", progress=False)
-    assert verdict.steps == 40
-    assert [timing.name for timing in verdict.plans] == [BASELINE]
-    assert any("doesn't pay" in note for note in verdict.notes)
+def weighted() -> Any:
+    every = torch.utils.data.TensorDataset(torch.zeros(200, 4), torch.ones(200, dtype=torch.int64))
+    sampler = torch.utils.data.WeightedRandomSampler(torch.ones(200), 200)
+    return torch.utils.data.DataLoader(every, batch_size=10, sampler=sampler)
+
+
+OF_THEIR_OWN: dict[str, dict[str, Any]] = {
+    "a stream": {"data": Samples(), "batch_size": 10},
+    "a sampler": {"data": weighted(), "batch_size": None},
+}
+
+
+@pytest.mark.parametrize("data", OF_THEIR_OWN)
+def test_where_nothing_can_be_proven_nothing_is_raced_and_the_rules_have_their_way(
+    data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "lower", lambda task, plan: pytest.fail("it was lowered"))
+    fields = OF_THEIR_OWN[data] | {"model": lambda: torch.nn.Linear(4, 3), "optimizer": torch.optim.Adam}
+    task = a_task(epochs=10_000, **fields)
+    for time_limit in (None, "1s"):
+        verdict = hotloop.tune(task, device="cpu", time_limit=time_limit, progress=False)
+        assert [timing.name for timing in verdict.plans] == [verdict.winner] == [BASELINE]
+        assert verdict.left_open and "its data has an order of its own, so no plan can be proven" in verdict.notes[0]
+    plan, told = seeking.remembered_or_tuned(Loaded(task, None, {}), Wanted.of("auto", {"device": "cpu"}))
+    assert plan is None and "the plan is that of the rules, as without --tune" in told
 
 
 class Raising(torch.nn.Module):

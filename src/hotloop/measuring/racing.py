@@ -20,7 +20,7 @@ from hotloop.measuring.statistics import LEAST_PAIRS, Ratio, answer, undecided
 from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.trouble import explained
-from hotloop.verdicts import Timing
+from hotloop.verdicts import Timing, paying
 
 Progress = Callable[[str, float], None]
 """Called with what goes on, and which share of it is done."""
@@ -260,23 +260,22 @@ def _summed_up(racers: Sequence[_Racer], baseline: str, steps: int | None) -> Me
         assert racer.lane is not None and base.lane is not None
         found = ratio(racer.lane, base.lane)
         notes += _waits(racer.lane)
-        plans.append(_timing(racer, base, found, steps))
+        plans.append(_timing(racer, base.lane, found, steps))
         if not racer.lane.running:
             notes.append(f"{racer.name} was left out after {found.pairs} pairs of windows: it can't be the fastest")
         elif racer is not base and (note := _doubt(racer.name, found)):
             notes.append(note)
-    return Measured(plans, notes)
+    beside = plans[racers.index(base)]
+    return Measured([paying(timing, beside) for timing in plans], notes)
 
 
-def _timing(racer: _Racer, base: _Racer, found: Ratio, steps: int | None) -> Timing:
+def _timing(racer: _Racer, base: Lane, found: Ratio, steps: int | None) -> Timing:
     """Its step takes the baseline's time over the ratio of the pairs: its own windows may have been others."""
     assert racer.lane is not None and racer.runner is not None and racer.program is not None
-    assert base.lane is not None and base.program is not None
     compile_s = racer.program.compile_s
-    base_step_s = statistics.median(base.lane.times)
-    step_s = base_step_s / found.median
+    step_s = statistics.median(base.times) / found.median
     start_s = racer.startup_s + compile_s
-    timing = Timing(
+    return Timing(
         name=racer.name,
         step_ms=1e3 * step_s,
         samples_per_s=racer.runner.samples / racer.runner.steps / step_s,
@@ -291,17 +290,6 @@ def _timing(racer: _Racer, base: _Racer, found: Ratio, steps: int | None) -> Tim
         left_out=not racer.lane.running,
         **racer.figures,
     )
-    if timing.verdict != "faster":
-        return timing
-    base_start_s = base.startup_s + base.program.compile_s
-    return timing.model_copy(update={"pays_after": _pays_after(start_s - base_start_s, base_step_s - step_s)})
-
-
-def _pays_after(costs_s: float, saves_s: float) -> int | None:
-    """Steps that win back what starting costs more than the baseline's start."""
-    if saves_s <= 0:
-        return None
-    return max(0, math.ceil(costs_s / saves_s))
 
 
 def _waits(lane: Lane) -> list[str]:

@@ -25,13 +25,11 @@ class Runner:
 
     Attributes:
         samples, steps: what was trained on within the clock, and in how many steps.
-        epoch_steps: of the last epoch that came to its end; None before.
     """
 
     def __init__(self, program: Program, clock: Clock = time.perf_counter) -> None:
         self.program = program
         self.samples, self.steps = 0, 0
-        self.epoch_steps: int | None = None
         self._clock = clock
         self._start = program.state()
         self._begun_at = self._start.position.epoch  # the epoch of the data at which the run began last
@@ -91,7 +89,6 @@ class Runner:
             self._begin_again()
             return 0.0, Outcome(0, 0, False)
         if outcome.ended:
-            self.epoch_steps = program.position.batch
             program.end_epoch(1.0)
         synchronise(*program.devices)
         return self._clock() - began, outcome

@@ -53,10 +53,10 @@ def prove_plans(task: Task, plans: Sequence[Plan], *, progress: Progress = lambd
         try:
             groups.setdefault((plan.device, plan.precision), []).append(lower(task, plan))
         except Exception as error:
-            why, short = told(error)
-            if not (short or isinstance(error, HotloopError)):
+            why, passing = told(error)
+            if not (passing or isinstance(error, HotloopError)):
                 raise
-            found[plan] = _unproven(plan, why if isinstance(error, HotloopError) else _no_memory(error), short)
+            found[plan] = _unproven(plan, _no_memory(error) if out_of_memory(error) else why, passing)
     for programs in groups.values():
         try:
             parities = prove_programs(task, programs, progress=progress)

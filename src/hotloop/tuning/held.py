@@ -23,7 +23,7 @@ class Held:
     """
 
     task: Task
-    lower: Callable[[Task, Plan], Program] = lower
+    lower: Callable[[Task, Plan], Program] = lambda task, plan: lower(task, plan)
     programs: dict[str, Program] = field(default_factory=dict)
     starts: dict[str, tuple[float, float]] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from hotloop.errors import HotloopError, PlanError, told
+from hotloop.errors import PlanError, out_of_memory, told
 from hotloop.plan import Plan
 from hotloop.tuning.budget import PROVING_STEPS, Budget
 from hotloop.verdicts import Parity, Timing
@@ -74,9 +74,9 @@ class Proofs:
         try:
             return self.prove(timing)
         except Exception as error:
-            reason, short = told(error)
-            if not (short or isinstance(error, PlanError)):
+            reason, passing = told(error)
+            if not (passing or isinstance(error, PlanError)):
                 raise
-            if not isinstance(error, HotloopError):
+            if out_of_memory(error):
                 reason = f"there was no memory left for a proof ({reason})"
-        return Parity(plan=timing.name, parity="unproven", reason=reason, states=0, short_of_memory=short)
+        return Parity(plan=timing.name, parity="unproven", reason=reason, states=0, short_of_memory=passing)

@@ -37,7 +37,7 @@ from hotloop.tuning.compiling import Chance, chances, compile_s
 from hotloop.tuning.held import Held
 from hotloop.tuning.proofs import Proofs
 from hotloop.tuning.room import in_groups, plans_at_once
-from hotloop.tuning.starts import on_one_clock, with_start
+from hotloop.tuning.starts import on_one_clock, with_starts
 from hotloop.verdicts import TRUSTED, Parity, Timing
 
 BASELINE = "baseline"
@@ -45,8 +45,10 @@ BASELINE = "baseline"
 _GLANCE_S = 0.2
 """For a first idea of the baseline's step, and for a baseline that nothing is raced against."""
 
-_STREAM_GLANCE_S = 2.0
-"""For a stream that doesn't say how long it is, in which it may come to its end."""
+_OF_ITS_OWN = (
+    "its data has an order of its own, so no plan can be proven equal and none was raced, whatever the --time-limit;"
+    " hotloop race tells how fast they are"
+)
 
 _SHORT_MS = 5.0
 """A step's, for which threads may cost more than they save."""
@@ -101,43 +103,42 @@ class Search:
             self.held.close()
 
     def _run(self) -> str:
+        if not self.facts.exact:
+            return self._left(_OF_ITS_OWN)
         if self.time_limit_s is None and hopeless(self.facts.steps):
-            return self._not_looked()
+            return self._left(self._doesn_t_pay())
         step_s = self._glance()
         budget = Budget.of(step_s, self.facts.steps, self.time_limit_s, torch.device(self.baseline.device).type)
         if self.time_limit_s is None and (budget.too_small or hopeless(self.facts.steps)):
             self._race([], _GLANCE_S)
-            return self._not_looked(budget)
+            return self._left(self._doesn_t_pay(budget))
         plan = self._eagerly(budget)
         self._compiled(plan, budget)
         winner = self._proven(budget, step_s)
         self._say_if_too_short()
         return winner
 
-    def _not_looked(self, budget: Budget | None = None) -> str:
+    def _left(self, why: str) -> str:
         """Says why nothing is looked for, and leaves it at the baseline."""
+        self.notes.append(why)
+        self.timings.setdefault(BASELINE, Timing(name=BASELINE, plan=self.baseline.model_dump()))
+        return BASELINE
+
+    def _doesn_t_pay(self, budget: Budget | None = None) -> str:
         if budget is not None and budget.too_small:
             why = f"the whole run takes {budget.run_s:.0f} s under the baseline"
         else:
             why = f"a proof takes as long as about {PROVING_STEPS} steps, and the whole run has {self.facts.steps}"
-        self.notes.append(f"{why}, so looking for a better plan doesn't pay; a --time-limit looks for one all the same")
-        self.timings.setdefault(BASELINE, Timing(name=BASELINE, plan=self.baseline.model_dump()))
-        return BASELINE
+        return f"{why}, so looking for a better plan doesn't pay; a --time-limit looks for one all the same"
 
     def _glance(self) -> float:
-        """Seconds of the baseline's step; a stream that comes to its end meanwhile has told how long it is."""
+        """Seconds of the baseline's step."""
         program = self.held.lowered(BASELINE, self.baseline)
         try:
             with preserved(*program.devices):
-                runner = Runner(program)
-                step_s = runner.warm_up(_GLANCE_S)[1]
-                if self.facts.steps is None and runner.epoch_steps is None and self.time_limit_s is None:
-                    step_s = runner.warm_up(_STREAM_GLANCE_S)[1]
+                return Runner(program).warm_up(_GLANCE_S)[1]
         except Exception as error:
             raise explained(error, program, None) from error
-        if self.facts.steps is None and runner.epoch_steps is not None:
-            self.facts = self.facts.model_copy(update={"steps": runner.epoch_steps * self.task.epochs})
-        return step_s
 
     @property
     def told(self) -> bool:
@@ -363,8 +364,7 @@ class Search:
         ]
         steps = self.facts.steps
         found = measure(entrants, BASELINE, steps=steps, time_limit_s=seconds, brief=True, progress=self.progress)
-        for timing in found.plans:
-            self.timings[timing.name] = with_start(timing, self.held.starts.get(timing.name), steps)
+        self.timings |= with_starts(found.plans, BASELINE, self.held.starts, steps)
 
     def _proven(self, budget: Budget, step_s: float) -> str:
         """The first of the plans that finish earlier than the baseline, best first, whose proof pays and succeeds."""

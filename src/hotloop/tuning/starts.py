@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from hotloop.verdicts import Timing
+from hotloop.verdicts import Timing, paying
 
 
-def with_start(timing: Timing, start: tuple[float, float] | None, steps: int | None) -> Timing:
-    """A Program is used in several races, and costs its start in the first alone.
+def with_starts(
+    timings: Iterable[Timing], baseline: str, starts: Mapping[str, tuple[float, float]], steps: int | None
+) -> dict[str, Timing]:
+    """Times of one race, by name: a Program is used in several races, and costs its start in the first alone.
 
     Args:
-        start: seconds of lowering it without compiling, and of compiling; None where that failed.
+        starts: seconds of lowering each without compiling, and of compiling; nothing of those that failed.
         steps: of the whole run; None if unknown.
     """
+    return _beside_one({one.name: _with_start(one, starts.get(one.name), steps) for one in timings}, baseline)
+
+
+def _with_start(timing: Timing, start: tuple[float, float] | None, steps: int | None) -> Timing:
     if timing.step_ms is None or start is None:
         return timing
     startup_s, compile_s = max(start[0], timing.startup_s or 0.0), start[1]
@@ -25,17 +31,21 @@ def on_one_clock(timings: Mapping[str, Timing], baseline: str, steps: int | None
     """Times of several races, each beside its own baseline, as they would be beside that of the last one."""
     base_ms = timings[baseline].step_ms
     assert base_ms is not None
-    return {name: timing if name == baseline else _beside(base_ms, timing, steps) for name, timing in timings.items()}
+    moved = {name: one if name == baseline else _beside(base_ms, one, steps) for name, one in timings.items()}
+    return _beside_one(moved, baseline)
+
+
+def _beside_one(timings: Mapping[str, Timing], baseline: str) -> dict[str, Timing]:
+    return {name: paying(timing, timings[baseline]) for name, timing in timings.items()}
 
 
 def _beside(base_ms: float, timing: Timing, steps: int | None) -> Timing:
     if not (timing.step_ms and timing.ratio):
         return timing
     step_ms = base_ms / timing.ratio
-    start_s = (timing.startup_s or 0.0) + (timing.compile_s or 0.0)
     changed = {
         "step_ms": step_ms,
         "samples_per_s": (timing.samples_per_s or 0.0) * timing.step_ms / step_ms,
-        "run_s": None if steps is None else start_s + steps * step_ms / 1e3,
+        "run_s": None if steps is None else timing.starts_s + steps * step_ms / 1e3,
     }
     return timing.model_copy(update=changed)
