@@ -177,6 +177,29 @@ def test_a_script_that_asks_for_another_profiler_is_profiled_on(tmp_path) -> Non
     assert not any("cProfile" in note for note in profile.notes)
 
 
+@pytest.mark.parametrize("follows", ["", "import cProfile\n"])
+def test_a_profile_function_that_a_script_sets_itself_stays(alone, tmp_path, follows: str) -> None:
+    script = tmp_path / "profiles.py"
+    script.write_text(
+        "import sys\ndef heard(frame, event, argument): ...\nsys.setprofile(heard)\n"
+        f"{follows}print(sys.getprofile() is heard)\n"
+    )
+    notes = alone(str(script)).notes
+    if not hasattr(sys, "monitoring"):  # from Python 3.12 on, both are heard until the end
+        assert any(f"it uses {'cProfile' if follows else 'sys.setprofile'} itself" in note for note in notes)
+
+
+def test_a_profiler_written_in_c_is_left_alone(alone, tmp_path) -> None:
+    """It needn't ask Python whether somebody profiles, and takes the place."""
+    (tmp_path / "yappi.py").write_text("import _lsprof\none = _lsprof.Profiler()\none.enable()\n")
+    script = tmp_path / "profiles.py"
+    script.write_text(
+        "import yappi, cProfile\ndef counted(): ...\nfor _ in range(3): counted()\n"
+        "print([one.callcount for one in yappi.one.getstats() if getattr(one.code, 'co_name', '') == 'counted'])\n"
+    )
+    assert any("it uses yappi itself" in note for note in alone(str(script)).notes)
+
+
 def test_torch_that_came_with_the_machines_sitecustomize(tmp_path, monkeypatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import torch\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

@@ -108,9 +108,9 @@ class Closely:
         for module, name in _LOSSES:
             self._put(module, "", name, "loss")
         for name in _SYNCHRONISING:
-            patches.put(Tensor, name, self._in("synchronisation") if name not in _WARNING else self._converting)
+            patches.put(Tensor, name, self._method(self._in("synchronisation"), warns=name in _WARNING))
         for name in _COPYING:
-            patches.put(Tensor, name, self._copying(name))
+            patches.put(Tensor, name, self._method(self._copying(name)))
         for table, phase in ((_UPDATING, "update"), (_LOGGING, "logging")):
             for module, owner, name in table:
                 self._put(module, owner, name, phase)  # type: ignore[arg-type]
@@ -155,8 +155,8 @@ class Closely:
             lambda token, args, kwargs, result, done: timeline.leave(),
         )
 
-    def _converting(self, original: Any) -> Any:
-        return _Converting(original, self._in("synchronisation")(original))
+    def _method(self, hear: Callable[[Any], Any], *, warns: bool = False) -> Callable[[Any], Any]:
+        return lambda original: _Method(original, hear(original), warns=warns)
 
     def _copying(self, name: str) -> Callable[[Any], Any]:
         """For what copies from device to device; what only changes the dtype, or nothing, is none."""
@@ -175,32 +175,42 @@ class Closely:
         return around(self._listener.mine, began, ended)
 
 
-class _Converting:
-    """A conversion to a number, of which torch warns once if it can be differentiated: at the line that calls it.
+class _Method:
+    """A tensor's method, heard where it is called on a tensor; the class gives the original, by which torch knows it.
 
-    Such warnings go to the innermost line of Python, which must not be one of hotloop's: so the first one isn't heard.
+    `__torch_function__` gets what the class gives, and compares it with what it was when torch was imported.
+
+    Args:
+        warns: whether torch warns once of its call where the tensor can be differentiated: at the innermost line of
+            Python, which must not be one of hotloop's. So the first such call isn't heard.
     """
 
     warned = False
 
-    def __init__(self, original: Any, heard: Any) -> None:
-        self._original, self._heard = original, heard
+    def __init__(self, original: Any, heard: Any, *, warns: bool) -> None:
+        self._original, self._heard, self._warns = original, heard, warns
 
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
         if tensor is None:
             return self._original
-        if tensor.requires_grad and (torch.is_warn_always_enabled() or not _Converting.warned):
-            _Converting.warned = True
+        if self._warns and (torch.is_warn_always_enabled() or not _Method.warned) and _is_differentiated(tensor):
+            _Method.warned = True
             return self._original.__get__(tensor, owner)
         return self._heard.__get__(tensor, owner)
 
 
+def _is_differentiated(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return tensor.requires_grad
+
+
 def _elsewhere(name: str, args: tuple, kwargs: dict) -> bool:
     """Whether a method of a tensor's asks for another device than the tensor is on."""
-    here = args[0].device
-    if name in ("cpu", "cuda"):
-        return here.type != name or bool(args[1:] or kwargs)
-    return any(_is_other(value, here) for value in (*args[1:], *kwargs.values()))
+    with torch._C.DisableTorchFunction():
+        here = args[0].device
+        if name in ("cpu", "cuda"):
+            return here.type != name or bool(args[1:] or kwargs)
+        return any(_is_other(value, here) for value in (*args[1:], *kwargs.values()))
 
 
 def _is_other(value: Any, here: torch.device) -> bool:

@@ -276,9 +276,12 @@ def _inputs_of(args: tuple, kwargs: dict) -> frozenset[tuple]:
 
 
 def _known_by(value: Tensor) -> tuple:
+    if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # its numbers may lie elsewhere
+        return value.shape, id(value)
     try:
-        few = value.detach().reshape(-1)[:: max(1, value.numel() // _NUMBERS)]
-        return value.shape, value.detach().sum().item(), *few.tolist()
+        with torch._C._DisableTorchDispatch():  # the script's modes hear nothing
+            few = value.detach().reshape(-1)[:: max(1, value.numel() // _NUMBERS)]
+            return value.shape, value.detach().sum().item(), *few.tolist()
     except RuntimeError:  # there are no numbers to look at, as under torch.func
         return value.shape, id(value)
 

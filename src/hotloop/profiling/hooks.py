@@ -95,12 +95,16 @@ def _calls_ms(function: Callable[[], Any]) -> float:
 
 
 def safe(method: Callable[..., Any]) -> Callable[..., Any]:
-    """An error of a listener's own ends its listening, by its `fail`, and never the script."""
+    """An error of a listener's own ends its listening, by its `fail`, and never the script.
+
+    What it asks of tensors isn't heard by the script's modes, nor by tensors with a `__torch_function__` of their own.
+    """
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return method(self, *args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                return method(self, *args, **kwargs)
         except Exception as error:
             return self.fail(error)
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -25,7 +26,8 @@ class Inputs:
         first = args[0] if args else None
         if inside is None or not isinstance(first, Tensor):
             return
-        with suppress(RuntimeError, NotImplementedError):  # there is no memory, as of what torch.func maps
+        # There may be no memory, as of what torch.func maps; the script's modes hear nothing.
+        with suppress(RuntimeError, NotImplementedError), torch._C.DisableTorchFunction():
             memory = StorageWeakRef(first.untyped_storage())  # which no other tensor gets as long as this is there
             # What was written there since is another input, as in a stack of layers that add to one tensor.
             self._given[id(inside), place.kind, memory, first._version][id(place)] = place

@@ -286,7 +286,8 @@ class _Times:
 
 def _nodes(roots: Any) -> dict[Any, int]:
     """All nodes of the graph below with their numbers; those that accumulate gradients left out."""
-    waiting = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
+    with torch._C.DisableTorchFunction():  # a mode of the script's hears nothing
+        waiting = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
     found: dict[Any, int] = {}
     while waiting:
         node = waiting.pop()

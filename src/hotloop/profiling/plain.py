@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _lsprof  # what cProfile is made of; a script that imports that one itself must not find it there already
 import os
+import sys
 from types import CodeType
 from typing import Any
 
@@ -11,7 +12,20 @@ from hotloop.profiling.importing import AtImport
 from hotloop.profiling.sites import Sites, is_library
 
 _MOST = 200
-_OTHERS = ("cProfile", "profile", "coverage", "pdb", "debugpy")
+_OTHERS = (
+    "cProfile",
+    "profile",
+    "coverage",
+    "pdb",
+    "debugpy",
+    "line_profiler",
+    "memray",
+    "pyinstrument",
+    "viztracer",
+    "yappi",
+)
+_SHARED = not hasattr(sys, "monitoring")
+"""Whether there is one place for all profilers: up to Python 3.11 whoever stops empties it, whosever it is by then."""
 
 
 class PlainProfiler:
@@ -19,7 +33,7 @@ class PlainProfiler:
 
     def __init__(self) -> None:
         self.stopped_by = ""
-        self._profiler = _lsprof.Profiler(subcalls=True, builtins=True)
+        self._profiler: Any = _lsprof.Profiler(subcalls=True, builtins=True)
         self._others = AtImport(_OTHERS, before=self.stop)
         self._on = False
 
@@ -34,8 +48,11 @@ class PlainProfiler:
         if self._on:
             self._on = False
             self._others.end()
-            self._profiler.disable()
-            self.stopped_by = why
+            if not _SHARED or sys.getprofile() is self._profiler:
+                self._profiler.disable()
+                self.stopped_by = why
+            else:  # somebody else has taken the place, and keeps it
+                self.stopped_by = why or "sys.setprofile"
 
     def lines(self, sites: Sites) -> list[dict[str, Any]]:
         """As `profiles.LineTime`, one for each function of the user's, the longest first; ms are of the whole run."""
