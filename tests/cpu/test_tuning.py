@@ -318,9 +318,7 @@ def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
-    monkeypatch.setattr(
-        module, "makeup", lambda program: counted.append(program.parts.plan.optimizer) or Makeup(1_000)
-    )
+    monkeypatch.setattr(module, "makeup", lambda program: counted.append(program.parts.plan.optimizer) or Makeup(1_000))
     races = Races(optimizer__fused=1.3, layout__channels_last=1.4, compile__package=2.0)
     searching(monkeypatch, races, steps=200_000, compiler=True).run()
     # A compiler writes the update its own way, and rewrites know the usual order of dimensions.
