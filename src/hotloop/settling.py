@@ -17,6 +17,7 @@ from hotloop.lowering.telling import During, Say
 from hotloop.measuring import Entrant, measure
 from hotloop.measuring.runner import Runner
 from hotloop.parity import prove_programs
+from hotloop.parity.needs import lacking
 from hotloop.plan import Plan
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
@@ -83,6 +84,9 @@ class Settling:
             self.say("auto goes on eagerly: there is no memory for a compiled plan beside the eager one")
             return self.eager
         step_s = self._glance()
+        if why := lacking([self._lowered(self.baseline)]):
+            self.say(f"auto goes on eagerly: nothing compiled could be proven, since {why}")
+            return self.eager
         ready = self._compiled(ways, min(most, room))
         if not ready:
             return self.eager

@@ -18,7 +18,7 @@ from hotloop.errors import DeviceError, DiskError, MemoryExhausted, PlanError, R
 from hotloop.hardware import Device
 from hotloop.lowering import order, residency
 from hotloop.lowering.ingredients import Ingredients
-from hotloop.parity import prove_programs
+from hotloop.parity import needs, prove_programs
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
 from hotloop.state import differences
@@ -371,6 +371,14 @@ def test_without_memory_for_plans_side_by_side_nothing_is_compiled(long, pretend
     assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
     assert {plan.compile for plan in pretended} == {"none"}
     assert said[-2] == "auto goes on eagerly: there is no memory for a compiled plan beside the eager one"
+
+
+def test_without_memory_for_a_proof_nothing_is_compiled(long, pretended, monkeypatch) -> None:
+    monkeypatch.setattr(needs, "room_bytes", lambda device: 1 << 10)
+    said: list[str] = []
+    assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
+    assert {plan.compile for plan in pretended} == {"none"}
+    assert said[-2].startswith("auto goes on eagerly: nothing compiled could be proven, since a proof takes about")
 
 
 def test_no_plan_is_left_out_for_one_that_is_not_proven(long, pretended, monkeypatch) -> None:

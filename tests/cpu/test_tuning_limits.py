@@ -15,6 +15,7 @@ from hotloop import seeking
 from hotloop.choosing import known
 from hotloop.errors import TaskError
 from hotloop.lowering.step import EagerStep
+from hotloop.parity import needs
 from hotloop.plan import Plan
 from hotloop.taskfile import Loaded, load_task
 from hotloop.tuning import held
@@ -335,6 +336,13 @@ def test_where_nothing_can_be_proven_nothing_is_raced_and_the_rules_have_their_w
         assert verdict.left_open and "its data has an order of its own, so no plan can be proven" in verdict.notes[0]
     plan, told = seeking.remembered_or_tuned(Loaded(task, None, {}), Wanted.of("auto", {"device": "cpu"}))
     assert plan is None and "the plan is that of the rules, as without --tune" in told
+
+
+def test_nothing_is_raced_where_a_proof_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "room_bytes", lambda device: 1 << 10)
+    verdict = hotloop.tune(a_task(epochs=10_000), device="cpu", time_limit="1s", progress=False)
+    assert [timing.name for timing in verdict.plans] == [verdict.winner] == [BASELINE] and verdict.left_open
+    assert "a proof takes about" in verdict.notes[0] and "none was raced" in verdict.notes[0]
 
 
 class Raising(torch.nn.Module):

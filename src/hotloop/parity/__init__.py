@@ -15,6 +15,7 @@ from hotloop.parity.accounts import Evidence
 from hotloop.parity.collecting import Collector
 from hotloop.parity.draws import Pieces, look
 from hotloop.parity.judging import judged
+from hotloop.parity.needs import lacking
 from hotloop.parity.own_draws import look_at_draws
 from hotloop.parity.path import STATES
 from hotloop.parity.running import NUDGES, Freely, run_freely
@@ -77,6 +78,8 @@ def prove_programs(
     small multiple of what several baselines are that differ harmlessly. A free run across the end of an epoch follows.
     Their States are put back afterwards. Where there is no memory for all of that, they are unproven.
     """
+    if why := lacking(programs):
+        return [_unproven(program.parts.plan, why, True) for program in programs]
     found: dict[int, Parity] = {}
     try:
         for pieces, together in _drawing_alike(task, programs):

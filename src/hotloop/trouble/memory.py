@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 import traceback
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -19,10 +17,9 @@ from hotloop.data.tree import tensors, to_device
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.lowering import Program
 from hotloop.onlooker import Onlooker
-from hotloop.probe.limits import cgroup_limits
+from hotloop.probe.room import UNITS, room_bytes, size
 
 _ASKED = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SAFE = 0.9
 """Share of the free memory that an advice uses: what a small batch tells of a large one is not exact."""
 
@@ -49,34 +46,6 @@ def exhausted(error: Exception, program: Program, place: str, *, training: bool)
     return MemoryExhausted(f"{given}; {held}; {free} are free without the batch", fix=advice)
 
 
-def size(number: float) -> str:
-    """`12.3 GiB`: bytes as one reads them."""
-    power = 0
-    while number >= 1024 and power < len(_UNITS) - 1:
-        number, power = number / 1024, power + 1
-    return f"{number:.0f} bytes" if power == 0 else f"{number:.1f} {_UNITS[power]}"
-
-
-def room_bytes(device: torch.device) -> int:
-    """Memory that this process could still get."""
-    if device.type in ("cuda", "xpu"):
-        module = torch.get_device_module(device)
-        free, _ = module.mem_get_info(device)
-        return int(free + module.memory_reserved(device) - module.memory_allocated(device))
-    limits = (cgroup_limits().memory_room_bytes, _address_room())
-    return min([psutil.virtual_memory().available, *(limit for limit in limits if limit is not None)])
-
-
-def _address_room() -> int | None:
-    """What `ulimit -v` leaves; None without such a limit."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
-
-
 def _where(device: torch.device, program: Program) -> str:
     return f" on {device}" if program.parts.elsewhere else ""
 
@@ -85,7 +54,7 @@ def _asked(text: str) -> str:
     found = _ASKED.search(text)
     if found is None:
         return ""
-    power = _UNITS.index(found[2])
+    power = UNITS.index(found[2])
     return f" when it asked for {size(float(found[1]) * 1024**power)}"
 
 

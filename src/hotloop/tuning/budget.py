@@ -119,3 +119,12 @@ class Budget:
     def wins_s(self, ratio: float) -> float:
         """Seconds that a plan so many times as fast as the baseline saves in this run."""
         return float("inf") if self.run_s is None else self.run_s * (1 - 1 / ratio)
+
+
+def why_in_vain(steps: int | None, budget: Budget | None = None) -> str:
+    """Why looking for a better plan doesn't pay in a run of so many steps."""
+    if budget is not None and budget.too_small:
+        why = f"the whole run takes {budget.run_s:.0f} s under the baseline"
+    else:
+        why = f"a proof takes as long as about {PROVING_STEPS} steps, and the whole run has {steps}"
+    return f"{why}, so looking for a better plan doesn't pay; a --time-limit looks for one all the same"

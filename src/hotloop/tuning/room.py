@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hotloop.probe.room import room_bytes
 from hotloop.records import TaskFacts
-from hotloop.trouble.memory import room_bytes
 
 _EACH = 28
 """Bytes for each parameter: it, its gradient, two figures of an optimizer, and the copy that the State goes back to."""

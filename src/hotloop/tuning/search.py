@@ -15,13 +15,14 @@ from hotloop.hardware import Hardware
 from hotloop.lowering import Program
 from hotloop.measuring import Entrant, measure
 from hotloop.measuring.runner import Runner
+from hotloop.parity.needs import lacking
 from hotloop.plan import Plan
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.task import Task
 from hotloop.trouble import explained
 from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.budget import PROVING_STEPS, Budget, hopeless
+from hotloop.tuning.budget import PROVING_STEPS, Budget, hopeless, why_in_vain
 from hotloop.tuning.candidates import (
     Change,
     apart,
@@ -106,12 +107,14 @@ class Search:
         if not self.facts.exact:
             return self._left(_OF_ITS_OWN)
         if self.time_limit_s is None and hopeless(self.facts.steps):
-            return self._left(self._doesn_t_pay())
+            return self._left(why_in_vain(self.facts.steps))
         step_s = self._glance()
         budget = Budget.of(step_s, self.facts.steps, self.time_limit_s, torch.device(self.baseline.device).type)
         if self.time_limit_s is None and (budget.too_small or hopeless(self.facts.steps)):
             self._race([], _GLANCE_S)
-            return self._left(self._doesn_t_pay(budget))
+            return self._left(why_in_vain(self.facts.steps, budget))
+        if why := lacking([self.held.lowered(BASELINE, self.baseline)]):
+            return self._left(f"{why}, so no plan could be proven equal and none was raced")
         plan = self._eagerly(budget)
         self._compiled(plan, budget)
         winner = self._proven(budget, step_s)
@@ -123,13 +126,6 @@ class Search:
         self.notes.append(why)
         self.timings.setdefault(BASELINE, Timing(name=BASELINE, plan=self.baseline.model_dump()))
         return BASELINE
-
-    def _doesn_t_pay(self, budget: Budget | None = None) -> str:
-        if budget is not None and budget.too_small:
-            why = f"the whole run takes {budget.run_s:.0f} s under the baseline"
-        else:
-            why = f"a proof takes as long as about {PROVING_STEPS} steps, and the whole run has {self.facts.steps}"
-        return f"{why}, so looking for a better plan doesn't pay; a --time-limit looks for one all the same"
 
     def _glance(self) -> float:
         """Seconds of the baseline's step."""

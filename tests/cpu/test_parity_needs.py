@@ -1,0 +1,58 @@
+"""A proof says what memory it takes before it takes it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hotloop.lowering import lower
+from hotloop.parity import needs, prove_programs
+from hotloop.plan import BASELINE, Plan
+from tests.cpu.families import family
+
+PROOF = """
+import json, resource, psutil, torch
+from torch import nn
+import hotloop
+from hotloop.parity import prove_programs
+from hotloop.parity.needs import needed_bytes
+from hotloop.plan import Plan
+
+x = torch.randn(64, 1500)
+task = hotloop.Task(
+    model=lambda: nn.Linear(1500, 1500, bias=False),
+    loss=nn.MSELoss(),
+    optimizer=lambda p: torch.optim.OPTIMIZER,
+    data=(x, x),
+    batch_size=4,
+)
+program = hotloop.lower(task, Plan(device="cpu", threads=1))
+program.advance(1)
+[needed] = needed_bytes([program]).values()
+before = psutil.Process().memory_info().rss
+[found] = prove_programs(task, [program])
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([found.parity, peak - before, needed]))
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["Adam(p)", "SGD(p, lr=0.1)"])
+def test_it_takes_as_much_as_it_says(optimizer: str) -> None:
+    script = PROOF.replace("OPTIMIZER", optimizer)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    parity, taken, needed = json.loads(done.stdout)
+    assert parity == "bitwise"
+    assert 0.7 < taken / needed < 1.1
+
+
+def test_none_is_begun_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "room_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr("hotloop.parity.Truth", lambda *given: pytest.fail("it was begun"))
+    programs = [lower(family("mlp"), BASELINE), lower(family("mlp"), Plan(optimizer="foreach"))]
+    found = prove_programs(family("mlp"), programs)
+    assert [one.parity for one in found] == ["unproven", "unproven"] and all(one.short_of_memory for one in found)
+    assert all("a proof takes about" in one.reason and "1.0 KiB are free" in one.reason for one in found)
