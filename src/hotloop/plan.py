@@ -106,7 +106,8 @@ class Plan(BaseModel):
             `package`: the same, as a package that a later run loads in milliseconds.
         rewrites: equal forms of parts of the network that the compiler makes faster programs of. `pool_first`: ReLU after
             max pooling; `conv_as_gemm`: a first convolution of few channels as a matrix product; `pool_as_max`: max
-            pooling as a maximum of shifted views; `all` of them that apply.
+            pooling as a maximum of shifted views; `mm_by_onednn`: products of fp32 matrices by oneDNN; `all` of them that
+            apply and are likely to win.
         graphs: a CUDA graph of the whole `step`, or of so many steps in one replay.
         optimizer: how the update is written: `default` (as the Task's factory has it), parameter by parameter
             (`forloop`), over lists of them (`foreach`), or as one kernel (`fused`).
@@ -145,7 +146,7 @@ class Plan(BaseModel):
     layout: Literal["contiguous", "channels_last"] = "contiguous"
     residency: Literal["stream", "host", "device"] = "stream"
     compile: Literal["none", "forward", "step", "package"] = "none"
-    rewrites: Literal["none", "pool_first", "conv_as_gemm", "pool_as_max", "all"] = "none"
+    rewrites: Literal["none", "pool_first", "conv_as_gemm", "pool_as_max", "mm_by_onednn", "all"] = "none"
     graphs: Literal["none", "step"] | Steps = "none"
     optimizer: Literal["default", "forloop", "foreach", "fused"] = "default"
     accumulation: int = Field(default=1, ge=1)

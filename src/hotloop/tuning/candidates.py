@@ -7,6 +7,7 @@ from typing import Any
 
 from hotloop.feasible import device_of, violations
 from hotloop.hardware import Hardware
+from hotloop.lowering.rewrites.mm_by_onednn import mkl_is_slow
 from hotloop.plan import Plan
 from hotloop.records import TaskFacts
 from hotloop.rules import read_again
@@ -36,8 +37,9 @@ def compiled_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[C
 
 
 def rewriting_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
-    """What may make a compiled plan faster still, where there are images."""
-    return _feasible([{"rewrites": "all"}] if facts.convolutions else [], facts, hardware, base)
+    """What may make a compiled plan faster still: with images, or where oneDNN multiplies faster than torch's own library."""
+    some = facts.convolutions or mkl_is_slow(hardware.processor.model)
+    return _feasible([{"rewrites": "all"}] if some else [], facts, hardware, base)
 
 
 def thread_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:

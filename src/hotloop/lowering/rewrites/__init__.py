@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 
 from hotloop.errors import PlanError
 from hotloop.lowering.rewrites.conv_as_gemm import convolution_as_product, convolution_in_cache
+from hotloop.lowering.rewrites.mm_by_onednn import product_by_onednn, product_where_mkl_is_slow
 from hotloop.lowering.rewrites.pool_as_max import pooling_as_maximum
 from hotloop.lowering.rewrites.pool_first import relu_after_pooling
 from hotloop.lowering.rewrites.walking import straightened
@@ -16,18 +17,23 @@ REWRITES: dict[str, Callable[[GraphModule], int]] = {
     "pool_first": relu_after_pooling,
     "pool_as_max": pooling_as_maximum,
     "conv_as_gemm": convolution_as_product,
+    "mm_by_onednn": product_by_onednn,
 }
 """Each changes a graph and says how often it could; they apply from first to last."""
 
-_WHERE_LIKELY = {**REWRITES, "conv_as_gemm": convolution_in_cache}
+_WHERE_LIKELY = {**REWRITES, "conv_as_gemm": convolution_in_cache, "mm_by_onednn": product_where_mkl_is_slow}
 """For `all`: the same, but where one is known to be slower; who names it gets it everywhere."""
 
 EXPECTED = {
     "pool_first": "a ReLU whose result is max pooled and nothing else",
     "conv_as_gemm": "a 2d convolution of the data itself, with at most 32 weights in a filter",
     "pool_as_max": "a 2d max pooling whose windows touch, don't overlap, and take in the whole image",
+    "mm_by_onednn": "a product of two matrices in fp32 that takes 2 MFLOP or more",
 }
-_LIKELY = {"conv_as_gemm": " whose columns fit 1 MiB (name conv_as_gemm to have it anyway)"}
+_LIKELY = {
+    "conv_as_gemm": " whose columns fit 1 MiB (name conv_as_gemm to have it anyway)",
+    "mm_by_onednn": ", on a processor for which MKL is slow (name mm_by_onednn to have it anyway)",
+}
 EXPECTED["all"] = "; or ".join(expected + _LIKELY.get(name, "") for name, expected in EXPECTED.items())
 
 

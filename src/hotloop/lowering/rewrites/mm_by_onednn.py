@@ -1,0 +1,98 @@
+"""Matrix products in fp32 by oneDNN, in place of the library that torch was built with.
+
+torch's wheels for x86 come with Intel's MKL, which takes its widest instructions on Intel's own processors alone: on others
+with AVX-512 a product can take twice as long as it has to. oneDNN, which computes torch's convolutions, goes by what a
+processor has. It takes operands as they lie in memory, so that nothing is copied for it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from hotloop.lowering.rewrites.walking import argument, aten, calls, operand, replaced, value_of, written
+from hotloop.probe import machine
+
+LEAST_FLOP = 2e6
+"""A smaller product is over before another library could win anything."""
+
+
+def product_by_onednn(graph: GraphModule) -> int:
+    """Wherever two matrices in fp32 are multiplied that aren't small; returns how often."""
+    product = _operator()
+    found = [node for target in (aten.mm.default, aten.addmm.default) for node in calls(graph, target) if _fits(node)]
+    for node in found:
+        added = [operand(node)] if node.target is aten.addmm.default else []
+        given = [*node.args[len(added) :], *added]
+        replaced(graph, node, written(graph, node, lambda a, b, *bias: product(a, b.t(), *bias), *given))
+    return len(found)
+
+
+def product_where_mkl_is_slow(graph: GraphModule) -> int:
+    """Only where that is likely to be faster."""
+    return product_by_onednn(graph) if mkl_is_slow(machine.processor().model) else 0
+
+
+def mkl_is_slow(processor: str | None) -> bool:
+    """Whether MKL leaves the widest instructions of this processor aside."""
+    return "AMD" in (processor or "") and torch.backends.mkl.is_available()
+
+
+def _fits(node: Node) -> bool:
+    made, given = value_of(node), [value_of(one) for one in node.args if isinstance(one, Node)]
+    if any(value.dtype != torch.float32 for value in given) or not torch.backends.mkldnn.is_available():
+        return False
+    if node.target is aten.addmm.default and (
+        given[0].shape != made.shape[1:] or argument(node, "beta") != 1 or argument(node, "alpha") != 1
+    ):
+        return False
+    return bool(2 * made.numel() * given[-1].shape[0] >= LEAST_FLOP)
+
+
+@cache
+def _operator() -> Any:
+    """`(input (m, k), weight (n, k), bias (n) or none) -> (m, n)`, which compilers know by the time that it is there."""
+    from torch._inductor.lowering import register_lowering
+
+    @torch.library.custom_op("hotloop::product", mutates_args=())
+    def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+    @product.register_fake
+    def _(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return input.new_empty(input.shape[0], weight.shape[0])
+
+    known = torch.ops.hotloop.product.default
+    register_lowering(known, type_promotion_kind=None)(_lowered)
+    return known
+
+
+def _lowered(input: Any, weight: Any, bias: Any = None) -> Any:
+    """Inductor's own call of oneDNN, which would copy what doesn't lie row by row."""
+    from torch._inductor.ir import FixedLayout, TensorBox
+    from torch._inductor.mkldnn_ir import LinearUnary, _create_output_node
+
+    inputs = [_in_place(input), _in_place(weight)]
+    layout = FixedLayout(inputs[0].get_device(), inputs[0].get_dtype(), [one.get_size()[0] for one in inputs])
+    how: list[Any] = ["none", [-1], ""]
+    if bias is None:
+        how.insert(0, None)
+    else:
+        inputs.append(LinearUnary.require_contiguous(LinearUnary.realize_input(bias)))
+    return TensorBox.create(_create_output_node(LinearUnary(layout, inputs, how)))
+
+
+def _in_place(given: Any) -> Any:
+    """A matrix as it lies there, by rows or by columns; any other as a copy."""
+    from torch._inductor.ir import as_storage_and_layout
+    from torch._inductor.mkldnn_ir import LinearUnary
+
+    matrix = LinearUnary.realize_input(given)
+    as_storage_and_layout(matrix, freeze=True)
+    (rows, columns), (down, along) = matrix.get_size(), matrix.get_stride()
+    lies = (along == 1 and down >= columns) or (down == 1 and along >= rows)
+    return matrix if lies else LinearUnary.require_contiguous(matrix)
