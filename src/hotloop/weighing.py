@@ -32,7 +32,7 @@ _GLANCE_S, _LOOK_S = 0.05, 0.2
 """For a first idea of a step, which tells that most short runs are too short; and for one to reckon with."""
 
 _BATCHES = 4
-"""That are compared: a compiled step is for batches of one shape, and runs others eagerly."""
+"""That are compared: a compiled step is for batches that are alike, and runs others eagerly."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def hoped(program: Program, steps: int, *, way: str, rewrites: bool) -> Hope | s
             if hope.wins_s < hope.costs_s():
                 return hope
         if not _alike(program):
-            return "its batches differ in shape, and a compiled step is for batches of one shape"
+            return "its batches differ in keys or shapes, and a compiled step is for batches that are alike"
         with _on_one_batch(program):
             step_s = Runner(program).warm_up(_LOOK_S)[1]
             made = makeup(program, rewrites=rewrites)
@@ -156,7 +156,7 @@ def _loading_s(program: Program) -> float:
 
 
 def _alike(program: Program) -> bool:
-    """Whether the first batches have the same shapes; the last one of an epoch may have fewer samples."""
+    """Whether the first batches have the same keys and shapes; the last one of an epoch may have fewer samples."""
     from hotloop.lowering.compiled import signature  # torch's compiler comes with it, which short runs do without
 
     batches = program.feed.batches

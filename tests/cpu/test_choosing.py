@@ -480,7 +480,7 @@ def test_batches_of_several_shapes_are_not_compiled_for(long, pretended) -> None
     lowered(a_task(data=loader, batch_size=None, model=lambda: Reads(4, 3), epochs=1000), AUTO, said.append)
     assert {plan.compile for plan in pretended} == {"none"}
     assert said[1] == (
-        "auto goes on eagerly: its batches differ in shape, and a compiled step is for batches of one shape"
+        "auto goes on eagerly: its batches differ in keys or shapes, and a compiled step is for batches that are alike"
     )
 
 

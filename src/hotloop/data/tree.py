@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,22 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, Mapping):  # asked last: that takes longest
         for item in tree.values():
             yield from tensors(item)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+    """The leaves of a tree, in order, and a function that makes the same tree of other leaves."""
+    leaves: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
+
+    def unflatten(values: Iterable[Any]) -> Any:
+        left = iter(values)
+        return map_tensors(lambda _: next(left), tree, lambda _: next(left))
+
+    map_tensors(note, tree, note)
+    return leaves, unflatten
 
 
 def copied(tree: Any) -> Any:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
@@ -25,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 
+from hotloop.data.tree import flatten
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.accumulation import accumulate_on_device
 from hotloop.lowering.hooked import bare_step, hooked_optimizer
@@ -112,7 +112,7 @@ class _Tracer:
         self.gradients: tuple[str, ...] = ()
 
     def trace(self, values: Any) -> Captured:
-        leaves, spec = pytree.tree_flatten(values)
+        leaves, unflatten = flatten(values)
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         if others:
             raise _refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
@@ -122,7 +122,7 @@ class _Tracer:
         drawn = _drawn()
         try:
             with mode, _tracing(examples):
-                run = make_fx(lambda *flat: self.run(*pytree.tree_unflatten(list(flat), spec)), _WRITTEN_OUT)
+                run = make_fx(lambda *flat: self.run(*unflatten(flat)), _WRITTEN_OUT)
                 graph = run(*examples)
         except PlanError:
             raise

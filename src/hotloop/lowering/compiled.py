@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from hotloop.data.tree import batch_length, tensors
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.capture import Captured, capture, step_tensors
 from hotloop.lowering.hosted import host
-from hotloop.lowering.hyper import Hyper, hyper_of
+from hotloop.lowering.hyper import Hyper, Moved, hyper_of
 from hotloop.lowering.indices import Indices
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.packages import packaged
@@ -31,8 +30,9 @@ _OPTIONS = {"fallback_random": True}
 class CompiledStep(EagerStep):
     """One training step as a compiled program, for batches like the one that it was prepared with.
 
-    Other batches, such as an incomplete last one, and steps before the optimizer has all its state, run eagerly on the
-    same tensors: the program only reads and changes what the eager step does.
+    Other batches, such as an incomplete last one, steps before the optimizer has all its state, and those for which a
+    schedule has moved a number that the program holds fixed, run eagerly on the same tensors: the program only reads and
+    changes what the eager step does. A whole step keeps its gradients to itself: parameters have none after it.
     """
 
     def __init__(self, parts: Ingredients) -> None:
@@ -43,9 +43,9 @@ class CompiledStep(EagerStep):
         self._hyper = Hyper(self.optimizer, {})
         self._indices: Indices | None = None
         self._bound: list[Tensor] | None = None
-        self._signature: tuple = ()
-        self._samples = 0
-        self._told = False
+        self._signature: Any = ()
+        self._given = self._samples = 0
+        self._told: set[str] = set()
         self.ran: int = 0
 
     def make_ready(self, batch: Any, samples: int) -> None:
@@ -59,6 +59,8 @@ class CompiledStep(EagerStep):
         self(batch, samples, 1)
         self.end_epoch(0.0)  # a schedule by epochs moves now; whoever prepares a Program puts its State back
         later = hyper_of(self.optimizer)
+        if self.whole:
+            self._drop_gradients()
         self.prepare(batch, {place for place in later if later[place] != first[place] or place.endswith("/lr")})
 
     def prepare(self, batch: Any, varying: set[str]) -> None:
@@ -72,10 +74,11 @@ class CompiledStep(EagerStep):
             PlanError: the step can't be captured or compiled.
         """
         cells = {place: torch.zeros((), dtype=torch.float64) for place in sorted(varying)}
-        self._hyper = Hyper(self.optimizer, cells, fix="choose compile=forward")
+        self._hyper = Hyper(self.optimizer, cells)
+        self._given = len(list(tensors(batch)))
         self._captured = capture(self, batch, batch_length(batch), cells, whole=self.whole)
         if self.parts.device.type == "cpu":
-            self._indices = Indices(self._captured, len(signature(batch)))
+            self._indices = Indices(self._captured, self._given)
         self._rewrite(self._captured)
         self._runner = built(self._captured, self.parts)
         self._signature, self._samples = signature(batch), batch_length(batch)
@@ -98,14 +101,14 @@ class CompiledStep(EagerStep):
 
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
         """Runs step number `step`; returns the loss, 0-dim, on the device."""
-        if self._runner is None or signature(batch) != self._signature or not self._is_bound():
+        if self._runner is None or signature(batch) != self._signature or not self._knows_numbers():
+            return self._run_eagerly(batch, samples, step)
+        if not self._is_bound():
             return self._run_eagerly(batch, samples, step)
         flat = [*self._bound, *tensors(batch)]  # type: ignore[misc]
         if self._indices is not None and not self._indices.within(flat):
             return self._run_eagerly(batch, samples, step)  # it says what is wrong
         self.draws.seed(step)
-        if self.whole:
-            self._hyper.fill()
         self._set_scale()
         try:
             with torch.no_grad():
@@ -121,18 +124,31 @@ class CompiledStep(EagerStep):
 
     def _run_eagerly(self, batch: Any, samples: int, step: int) -> Tensor:
         self._bound = None  # an eager step may replace tensors of the optimizer's state
-        self._tell(batch, samples)
+        if self._runner is not None and signature(batch) != self._signature:
+            other = f"of {samples} instead of {self._samples} samples"
+            if samples == self._samples:
+                other = "of other keys, shapes, dtypes or strides than the first"
+            self._tell("batch", f"a batch {other}: steps on such batches run eagerly")
         return EagerStep.__call__(self, batch, samples, step)
 
-    def _tell(self, batch: Any, samples: int) -> None:
-        """Says, once, that a batch is not like the one that the program was made for."""
-        if self._told or self._runner is None or signature(batch) == self._signature:
-            return
-        self._told = True
-        other = f"of {samples} instead of {self._samples} samples"
-        if samples == self._samples:
-            other = "of other shapes, dtypes or strides than the first"
-        self.parts.say(f"a batch {other}: steps on such batches run eagerly")
+    def _tell(self, what: str, line: str) -> None:
+        """Says why a step runs eagerly, once of each `what`."""
+        if what not in self._told:
+            self._told.add(what)
+            self.parts.say(line)
+
+    def _knows_numbers(self) -> bool:
+        """Gives the program the optimizer's numbers; False where a schedule has moved one that the program holds fixed."""
+        try:
+            if self.whole:
+                self._hyper.fill()
+        except Moved as moved:
+            self._tell_of(moved)
+            return False
+        return True
+
+    def _tell_of(self, moved: Moved) -> None:
+        self._tell("number", f"{moved}: while that is so, steps run eagerly")
 
     def _finish(self, outputs: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and scalars; with gradients, the update too."""
@@ -160,18 +176,37 @@ class CompiledStep(EagerStep):
         if self._bound is None:
             assert self._captured is not None
             values = step_tensors(self, self._hyper.cells, whole=self.whole)
-            found = pytree.tree_leaves(values)
-            expected = self._captured.examples[: len(found)]
-            count = len(self._captured.examples) - len(self._signature)
-            if len(found) != count or any(not alike(a, b) for a, b in zip(found, expected, strict=True)):
+            found = list(tensors(values))
+            expected = self._captured.examples[: len(self._captured.examples) - self._given]
+            if len(found) != len(expected) or not all(map(alike, found, expected)):
                 return False
-            self._bound = found
+            self._bind(found)
         return True
 
+    def _bind(self, found: list[Tensor]) -> None:
+        """From now on the program works on these, and what an eager step left of gradients is memory that nobody needs."""
+        self._bound = found
+        if self.whole:
+            self._drop_gradients()
 
-def signature(batch: Any) -> tuple:
-    """Shapes, dtypes and strides of a batch: a compiled program checks none of them itself."""
-    return tuple([(value.shape, value.dtype, value.stride(), value.device) for value in tensors(batch)])
+    def _drop_gradients(self) -> None:
+        for value in self._filled:
+            value.grad = None
+
+
+def signature(batch: Any) -> Any:
+    """What a compiled program holds fixed of a batch, and checks nowhere itself, in about 1 us for each tensor.
+
+    That is the kinds of containers, their keys, and the shapes, dtypes, strides and devices of tensors. Of other leaves,
+    with which no batch is captured, it is their kind.
+    """
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype, batch.stride(), batch.device
+    if isinstance(batch, tuple | list):
+        return type(batch), *[signature(item) for item in batch]
+    if isinstance(batch, Mapping):
+        return type(batch), *batch, *[signature(item) for item in batch.values()]
+    return type(batch)
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

@@ -8,14 +8,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from hotloop.data.tree import batch_length, map_tensors, tensors
 from hotloop.errors import PlanError, blame, out_of_memory
 from hotloop.lowering.capture import capture, step_tensors
 from hotloop.lowering.compiled import CompiledStep, alike, built, signature
-from hotloop.lowering.hyper import Hyper
+from hotloop.lowering.hyper import Hyper, Moved
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.lifted import lift
 from hotloop.lowering.recorder import Recorder, Recording, Work
@@ -57,7 +56,7 @@ class GraphedStep(CompiledStep):
         self._batches = [map_tensors(torch.clone, batch) for _ in range(self.at_once)]
         self._cells = torch.zeros(self.at_once, len(varying), dtype=torch.float64, device=device)
         rows = [dict(zip(sorted(varying), row.unbind(), strict=True)) for row in self._cells]
-        self._hyper = Hyper(self.optimizer, rows[0], fix="choose graphs=none")
+        self._hyper = Hyper(self.optimizer, rows[0])
         self._set_cells([list(self._hyper.now().values())] * self.at_once)
         compiles = plan.compile != "none"
         captured = capture(self, self._batches[0], batch_length(batch), rows[0], whole=True, singly=compiles)
@@ -91,17 +90,36 @@ class GraphedStep(CompiledStep):
         return self._replay(group, step).clone() if self._can_replay(group) else self._run_eagerly(*group[0], step)
 
     def _can_replay(self, group: Sequence[tuple[Any, int]]) -> bool:
-        fits = all(signature(batch) == self._signature for batch, _ in group)
-        return len(group) in self._recordings and fits and self._is_bound()
+        fits = len(group) in self._recordings and all(signature(batch) == self._signature for batch, _ in group)
+        return fits and self._knows_numbers() and self._is_bound()
 
     def _replay(self, group: Sequence[tuple[Any, int]], step: int) -> Tensor:
         """Runs steps on a group of batches, as many as there is a recording of; returns the last loss."""
+        rows = self._rows(len(group))
+        if len(rows) == len(group):
+            return self._replay_with(rows, group, step)
+        for place, pair in enumerate(group):
+            if place < len(rows):
+                loss = self._replay_with(rows[place : place + 1], [pair], step + place)
+            else:
+                loss = self._run_eagerly(*pair, step + place)
+        return loss
+
+    def _rows(self, steps: int) -> list[list[float]]:
+        """The optimizer's numbers of so many steps, past which the schedule goes; fewer where it moves a fixed one."""
+        rows: list[list[float]] = []
+        try:
+            for _ in range(steps):
+                rows.append(list(self._hyper.now().values()))
+                self.step_schedule()
+        except Moved as moved:
+            self._tell_of(moved)
+        return rows
+
+    def _replay_with(self, rows: list[list[float]], group: Sequence[tuple[Any, int]], step: int) -> Tensor:
         assert self._captured is not None
-        recording, rows = self._recordings[len(group)], []
+        recording = self._recordings[len(group)]
         self._fill(batch for batch, _ in group)
-        for _ in group:
-            rows.append(list(self._hyper.now().values()))
-            self.step_schedule()
         self._set_cells(rows)
         self.ran += len(group)
         recording.replay([self.draws.seed_of(step + number) for number in range(len(group))])
@@ -127,7 +145,7 @@ class GraphedStep(CompiledStep):
             return tuple(self._runner([*self._tensors(hyper), *tensors(batch)]))
 
     def _tensors(self, hyper: dict[str, Tensor] | None = None) -> list[Tensor]:
-        return pytree.tree_leaves(step_tensors(self, hyper or self._hyper.cells, whole=True))
+        return list(tensors(step_tensors(self, hyper or self._hyper.cells, whole=True)))
 
     def _is_bound(self) -> bool:
         """Moves what was put elsewhere back to where the graph works; False while the optimizer's state isn't complete."""
@@ -135,13 +153,13 @@ class GraphedStep(CompiledStep):
             values = step_tensors(self, self._hyper.cells, whole=True) | {
                 "parameters": dict(self.parts.model.named_parameters())
             }
-            found = pytree.tree_leaves(values)
+            found = list(tensors(values))
             if len(found) != len(self._static) or not all(map(alike, found, self._static)):
                 return False
             for tensor, static in zip(found, self._static, strict=True):
                 if tensor.data_ptr() != static.data_ptr():
                     tensor.data = static.copy_(tensor.detach())
-            self._bound = found
+            self._bind(found)
         return True
 
     def _recorded(self, works: Sequence[Work]) -> Recording:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.errors import PlanError
+
+class Moved(Exception):
+    """A number of the optimizer's isn't what the captured step holds fixed; the message says which."""
 
 
 class Hyper:
@@ -17,17 +19,20 @@ class Hyper:
 
     Args:
         cells: a float64 of shape () for each number that a schedule changes, by place, which the step reads.
-        fix: what to do where another number changes.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, cells: dict[str, Tensor], fix: str = "") -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, cells: dict[str, Tensor]) -> None:
         self.cells = cells
-        self._optimizer, self._fix = optimizer, fix
+        self._optimizer = optimizer
         self._fixed = {place: value for place, value in hyper_of(optimizer).items() if place not in cells}
         self._seen: list[Any] = []
 
     def fill(self) -> None:
-        """Gives the cells what the schedule says now; nothing to do where each setting is the very object that it was."""
+        """Gives the cells what the schedule says now; nothing to do where each setting is the very object that it was.
+
+        Raises:
+            Moved: it has changed what the step holds fixed.
+        """
         groups = self._optimizer.param_groups
         now = [value for group in groups for key, value in group.items() if key != "params"]
         if len(now) == len(self._seen) and all(map(operator.is_, now, self._seen)):
@@ -40,16 +45,14 @@ class Hyper:
         """What the schedule says now, by place, in the order of the cells.
 
         Raises:
-            PlanError: it has changed what the step holds fixed.
+            Moved: it has changed what the step holds fixed.
         """
         now = hyper_of(self._optimizer)
         varying = {place: now.pop(place) for place in self.cells}
         if now != self._fixed:
-            place = next(place for place in now if now[place] != self._fixed.get(place))
-            raise PlanError(
-                f"the optimizer's {place} has changed to {now[place]}, which the compiled step holds fixed",
-                expected="a schedule that changes the same numbers from its first steps on",
-                fix=self._fix,
+            place = next(place for place in now | self._fixed if now.get(place) != self._fixed.get(place))
+            raise Moved(
+                f"the optimizer's {place} is {now.get(place)}, and {self._fixed.get(place)} in the compiled step"
             )
         return varying
 
