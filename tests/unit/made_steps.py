@@ -79,6 +79,13 @@ def loop(calls: int, each_ms: float, where: str = "net.py:7", **fields: Any) -> 
     return [operator(name, calls * each_ms, calls, where=where, flops=10.0, bytes=100.0, **fields) for name in names]
 
 
+def table(shape: str, gradient: str = "", asked: str = "64x8", **fields: Any) -> list[OperatorTime]:
+    """A look into an embedding, and the `dense` or `sparse` gradient that it gives, if any."""
+    found = [operator("embedding", 0.01, shapes=[shape, asked], **(dict(where="net.py:20") | fields))]
+    backward = dict(phase="backward", where="net.py:20", shapes=[asked]) | fields
+    return found + ([operator(f"embedding_{gradient}_backward", 0.01, **backward)] if gradient else [])
+
+
 def each_once(modules: int, **fields: Any) -> list[OperatorTime]:
     """Small operations that a line starts once for each of several modules."""
     given = dict(where="net.py:7", flops=10.0, bytes=100.0, line_runs=float(modules)) | fields

@@ -19,6 +19,7 @@ from tests.unit.made_steps import (
     product,
     remedies,
     seen,
+    table,
 )
 
 
@@ -59,7 +60,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         seen(
             {"update": 5.0},
             optimizers=[adam(5.0, "fused", numbers=1_000_000)],
-            operators=[operator("embedding", 0.01, where="net.py:20", shapes=["10000x100", "64x8"])],
+            operators=table("10000x100", "dense"),
         ),
         "embedding of 10000 rows",
         "net.py:20",
@@ -126,6 +127,11 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
             {"backward": 8.0},
             operators=[operator("_index_put_impl_", 6.0, phase="backward", where="net.py:30", bytes=1e6, flops=0.0)],
         ),
+        "scatter by index",
+        "net.py:30",
+    ),
+    "messages that are summed over the edges of a graph": (
+        seen({"forward": 8.0}, operators=[operator("scatter_add_", 6.0, where="net.py:30", bytes=1e6, flops=0.0)]),
         "scatter by index",
         "net.py:30",
     ),
@@ -276,6 +282,12 @@ def test_a_fault_is_named_first_with_its_place(fault: str) -> None:
     assert found.remedy and any(letter.isdigit() for letter in found.evidence)
 
 
+def test_sums_by_index_have_other_remedies_than_values_that_are_put_somewhere() -> None:
+    faults = "messages that are summed over the edges of a graph", "a scatter"
+    summed, put = (first(FAULTS[fault][0]).remedy for fault in faults)
+    assert "torch.sparse.mm" in summed and "torch.segment_reduce" in summed and "F.max_pool2d" in put
+
+
 FOR_A_RACE: dict[str, tuple[Profile, dict[str, str | int]]] = {
     "convolutions far from the limit": (
         seen({"forward": 8.0}, operators=[operator("convolution", 6.0, module="conv", flops=1e6, bytes=1e5)]),
@@ -327,13 +339,24 @@ HARMLESS: dict[str, Profile] = {
     "an embedding whose rows are mostly used": seen(
         {"update": 3.0},
         optimizers=[adam(3.0, "fused", numbers=100_000)],
-        operators=[operator("embedding", 0.01, where="net.py:20", shapes=["1000x100", "64x16"])],
+        operators=table("1000x100", "dense", "64x16"),
+    ),
+    "an embedding with sparse gradients": seen(
+        {"update": 5.0}, optimizers=[adam(5.0, "fused", numbers=1_000_000)], operators=table("10000x100", "sparse")
+    ),
+    "a frozen embedding": seen(
+        {"update": 5.0}, optimizers=[adam(5.0, "fused", numbers=1_000_000)], operators=table("10000x100")
+    ),
+    "a frozen embedding beside one that is used as a whole": seen(
+        {"update": 5.0},
+        optimizers=[adam(5.0, "fused", numbers=1_000_000)],
+        operators=[*table("10000x100", module="net.frozen"), *table("8x100", "dense", module="net.positions")],
     ),
     "an embedding whose weights are those of the output layer": seen(
         {"update": 5.0},
         optimizers=[adam(5.0, "fused", numbers=1_000_000)],
         operators=[
-            operator("embedding", 0.01, where="net.py:20", shapes=["10000x100", "64x8"]),
+            *table("10000x100", "dense"),
             operator("addmm", 1.0, where="net.py:21", shapes=["64x100", "100x10000"], flops=1e8, bytes=1e6),
         ],
     ),

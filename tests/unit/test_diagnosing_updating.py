@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hotloop.profiles import Remedy
-from tests.unit.made_steps import adam, operator, remedies, seen
+from tests.unit.made_steps import adam, as_task, operator, remedies, seen, table
 
 
 def test_a_fused_optimizer_asks_each_tensor_too() -> None:
@@ -58,3 +58,35 @@ def test_an_optimizer_that_takes_lists_or_has_no_other_way_is_no_loop(kind: str,
 
 def test_reading_in_the_optimizer_is_not_the_users() -> None:
     assert remedies(seen(operators=[operator("item", 0.01, phase="update", where="train.py:13")])) == []
+
+
+@pytest.mark.parametrize(("each_ms", "share"), [(0.01, 0.3), (0.04, 0.0)])
+def test_lists_win_on_a_cpu_what_lies_between_the_operations_alone(each_ms: float, share: float) -> None:
+    """There torch goes through them from tensor to tensor, too: what each operation takes stays."""
+    ones = [operator("add_", 100 * each_ms, 100, phase="update", where="train.py:13", flops=1e2, bytes=1e3)]
+    profile = seen({"update": 4.0}, optimizers=[adam(4.0, kind="RMSprop")], operators=ones)
+    found = [one for one in remedies(as_task(profile)) if "for-loop" in one.cause]
+    assert sum(one.gain for one in found) == pytest.approx(share)
+    assert all(one.axes == {"optimizer": "foreach"} and "one kernel" not in one.evidence for one in found)
+
+
+def test_lists_are_one_kernel_on_an_accelerator() -> None:
+    profile = seen({"update": 4.0}, optimizers=[adam(4.0, kind="RMSprop")], device="cuda:0")
+    assert "as one kernel" in remedies(profile)[0].evidence
+
+
+def test_lists_are_not_proposed_on_a_cpu_to_an_optimizer_that_they_hold_up() -> None:
+    ones = [operator("add_", 1.0, 100, phase="update", where="train.py:13", flops=1e2, bytes=1e3)]
+    profile = seen({"update": 4.0}, optimizers=[adam(4.0, kind="ASGD")], operators=ones)
+    assert not [one for one in remedies(profile) if "for-loop" in one.cause]
+
+
+@pytest.mark.parametrize(
+    ("kind", "gradient", "apart"),
+    [("SGD", "sparse", True), ("Adagrad", "sparse", True), ("SGD", "dense", False), ("Adam", "sparse", False)],
+)
+def test_a_single_kernel_takes_no_sparse_gradients(kind: str, gradient: str, apart: bool) -> None:
+    """Adam takes none in any way, so that those that there are go to another optimizer."""
+    profile = seen({"update": 4.0}, optimizers=[adam(4.0, kind=kind)], operators=table("10000x8", gradient))
+    found = next(one for one in remedies(as_task(profile)) if "for-loop" in one.cause)
+    assert ("optimizer of its own" in found.remedy) is apart and found.axes == ({} if apart else {"optimizer": "fused"})

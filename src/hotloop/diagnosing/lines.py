@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from hotloop.diagnosing.repeats import over_parameters, rounds_of
 from hotloop.diagnosing.step import COMPUTING, DEDUCED, Step, grouped
 from hotloop.profiles import LineTime, Phase, Remedy
 
@@ -11,6 +12,11 @@ _ASIDE: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "c
 """Phases whose lines are the user's own work between the parts of training."""
 
 _REDUCE = "look what it is asked for at each step (callbacks, logging, checks), and leave out what isn't needed"
+
+_COMPARING = frozenset({"aten::eq", "aten::ne"})
+_CHOOSING = frozenset({"aten::argmax", "aten::topk", "aten::max"})
+_COUNTING = frozenset({"aten::sum", "aten::mean"})
+"""What the share of right answers is made of, on one line or on several."""
 
 _ARRAYS = ("numpy", "scipy", "cupy", "pandas")
 
@@ -110,6 +116,13 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
             f"work of the network's own, called past its modules: {_called(hottest)}",
             "call modules, not their forward; and leave out work on tensors that isn't needed in each step",
         )
+    if parameters := _over_parameters(step, hottest):
+        return parameters
+    if library in ("", "torch") and _is_metric(step, hottest):
+        return (
+            f"metrics at each step: {_called(hottest)}",
+            "compute them every hundred steps, or after an epoch; keep their sums on the device until then",
+        )
     if library == "torch" or (not library and step.worked_at(hottest.where, hottest.phase) > 0.5 * hottest.own_ms):
         return (
             "tensors made or turned over in the loop, outside of the network",
@@ -121,6 +134,20 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
         f"plain Python in the loop, on numbers or lists: {_called(hottest)}",
         "write it with operations on whole tensors, or do it once before the loop",
     )
+
+
+def _over_parameters(step: Step, line: LineTime) -> tuple[str, str] | None:
+    ones = step.spots.get(line.where, [])
+    return over_parameters(step, ones, rounds_of(ones))
+
+
+def _is_metric(step: Step, line: LineTime) -> bool:
+    """Whether a line chooses or compares answers, in a file that counts which are right; what makes a batch may look like it."""
+    file = line.where.rpartition(":")[0]
+    ones = step.operators(lambda one: one.phase in _ASIDE and one.phase != "batch")
+    there = {one.name for one in ones if one.where.rpartition(":")[0] == file}
+    own = {one.name for one in ones if one.where == line.where}
+    return bool(own & (_CHOOSING | _COMPARING)) and bool(there & _COMPARING) and bool(there & _COUNTING)
 
 
 def _called(line: LineTime) -> str:

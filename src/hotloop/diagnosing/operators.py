@@ -8,6 +8,7 @@ from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest, least_of
 from hotloop.profiles import Remedy
 
 _BY_INDEX = ("index_put", "scatter", "index_add", "index_copy", "put_", "index_reduce", "masked_scatter")
+_SUMMING = ("scatter_add", "index_add", "scatter_reduce", "index_reduce")
 _MAINLY = 1 / 3
 """Part of a line's time that scatters must have for being what the line is about."""
 
@@ -37,12 +38,24 @@ def by_index(step: Step) -> Iterator[Remedy]:
             yield Remedy(
                 cause=f"a scatter by index in the {phase}: {worst.name}",
                 where=where,
-                remedy="a mask or a built-in operation in its place (multiply by where the value was taken, "
-                "torch.where, F.max_pool2d, F.embedding)",
+                remedy=_instead(worst.name),
                 gain=step.share(spent - least),
                 evidence=f"{worst.name} and what it needs take {spent:.2f} ms of each step of {step.ms:.2f} ms, "
                 f"where reading and writing as much takes {least:.2f} ms",
             )
+
+
+def _instead(name: str) -> str:
+    """What does the work of a scatter."""
+    if any(part in name for part in _SUMMING):
+        return (
+            "for sums over edges or groups torch.sparse.mm with a matrix of who adds to whom, or torch.segment_reduce over "
+            "rows in the order of their groups; else F.embedding, or a mask"
+        )
+    return (
+        "a mask or a built-in operation in its place (multiply by where the value was taken, torch.where, F.max_pool2d, "
+        "F.embedding)"
+    )
 
 
 def double_precision(step: Step) -> Iterator[Remedy]:

@@ -18,13 +18,16 @@ _JOINED = ("cpp_fused", "triton_")
 
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
+_WITH_BUFFERS = 2.0
+"""So many times as many tensors as parameters has a network at most, with what its batch norms keep."""
+
 
 def loops(step: Step) -> Iterator[Remedy]:
     """Lines that a Python loop goes over: time steps, samples, columns, heads."""
     loaders = {use.where for use in step.profile.loaders}
     for where, there in step.spots.items():
         ones = [one for one in there if one.phase != "data"]  # samples that a loader makes one by one are said of it
-        rounds = _rounds(ones)
+        rounds = rounds_of(ones)
         if not where or where in loaders or rounds < _LOOP:
             continue
         won = (1 - 1 / rounds) * sum(step.reclaimable(one) for one in ones)
@@ -43,7 +46,7 @@ def loops(step: Step) -> Iterator[Remedy]:
         )
 
 
-def _rounds(ones: Sequence[OperatorTime]) -> float:
+def rounds_of(ones: Sequence[OperatorTime]) -> float:
     """How often a line is gone through in a step: as often as the rarest of the operations that it repeats.
 
     Views don't count: a single call of a library's layer, such as attention, looks at its tensors from many sides. And it
@@ -76,6 +79,8 @@ def _named(step: Step, where: str, ones: Sequence[OperatorTime], rounds: float) 
             f"a Python loop over time steps: {cells[0]} is called {rounds:.0f} times",
             f"give the whole sequence to nn.{whole} at once",
         )
+    if parameters := over_parameters(step, ones, rounds):
+        return parameters
     samples = step.profile.samples_per_step if step.profile.loaders else None  # else rows, which may be time steps
     if samples and samples >= _LOOP and abs(rounds - samples) < 0.5:
         return (
@@ -86,6 +91,24 @@ def _named(step: Step, where: str, ones: Sequence[OperatorTime], rounds: float) 
         f"many tiny kernels: a Python loop of {rounds:.0f} rounds (time steps, samples, columns, heads) over small operations",
         "work on all of them at once: one product for all before the loop, a batched product or a whole layer "
         "(nn.RNN, nn.LSTM) in its place; what must stay a loop: torch.compile",
+    )
+
+
+def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:
+    """In words, and what to do, if a line goes from parameter to parameter outside of the optimizer, as averages of weights do.
+
+    It changes tensors of several shapes in place, and about as many of them as an optimizer has.
+    """
+    updated = [sum(group.tensors for group in use.groups) for use in step.profile.optimizers]
+    as_many = any(0 < many <= rounds <= _WITH_BUFFERS * many for many in (*updated, sum(updated)))
+    aside = all(one.phase in ("python", "batch") for one in ones)
+    changed = {tuple(one.shapes[:1]) for one in ones if one.name.endswith("_") and (one.bytes or one.bytes is None)}
+    if not (as_many and aside and len(changed) > 1):
+        return None
+    return (
+        f"a Python loop over parameters, outside of the optimizer: {rounds:.0f} tensors are changed one by one",
+        "torch._foreach_ operations over the lists of parameters; for an average of weights torch._foreach_lerp_, or "
+        "torch.optim.swa_utils.AveragedModel with multi_avg_fn=get_ema_multi_avg_fn(decay)",
     )
 
 

@@ -100,7 +100,11 @@ class Step:
         wasted = max(0.0, each - least_of(one, self.profile) / calls)
         large = max(1.0, each * self.had_core / self.small_ms)
         inside = max(min(self.launch_ms, each), min(wasted, each / large**2))
-        return one.calls * (min(self.between_ms(one.phase), self.small_ms) * self.had_core + inside)
+        return self.around(one) + one.calls * inside
+
+    def around(self, one: OperatorTime) -> float:
+        """Milliseconds of Python between an operator's calls, as far as that is no more than a small operator takes."""
+        return one.calls * min(self.between_ms(one.phase), self.small_ms) * self.had_core
 
     def lines(self, *phases: Phase) -> list[LineTime]:
         """Lines in these phases, as parts of what these take: the samples say of each phase how it is divided."""

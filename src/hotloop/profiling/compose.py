@@ -23,6 +23,7 @@ from hotloop.profiles import (
 from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.middle import SEVERAL, middle_mean
 from hotloop.profiling.refining import refined
+from hotloop.profiling.schedule import DEFAULT_STEPS
 from hotloop.profiling.turning import turned
 
 _FEW = 8
@@ -101,7 +102,7 @@ def _attributed(phases: dict[Phase, float]) -> float | None:
 
 
 def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[dict]:
-    if facts.optimizers or facts.updates or not facts.by_hand or "update" not in phases:
+    if facts.optimizers or facts.updates or facts.awaited or not facts.by_hand or "update" not in phases:
         return [one | {"ms": one["ms"] * scale} for one in facts.optimizers]
     by_hand = {"kind": "by hand", "where": facts.anchor, "implementation": "", "groups": [], "steps": 1.0}
     return [{**by_hand, "ms": phases["update"]}]
@@ -181,12 +182,8 @@ def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
     notes = []
     if len(measured) < 2 * _FEW:
         notes.append(f"only {len(measured)} step{'s'[: len(measured) - 1]} could be measured, so the times are rough")
-    if facts.by_hand and facts.updates:
-        times = f"{facts.updates} time{'s'[: facts.updates - 1]}"
-        notes.append(
-            f"an optimizer stepped only {times} while it was watched, too seldom to tell its steps apart: each backward "
-            "counts as one, and updates are left out; train for longer to profile it"
-        )
+    if facts.by_hand and (facts.updates or facts.awaited):
+        notes.append(_too_few_updates(facts, measured))
     elif facts.by_hand:
         notes.append(
             "no optimizer stepped while it was watched: each backward counts as a step, and the update is what follows it"
@@ -194,3 +191,16 @@ def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
     if facts.functional:
         notes.append("no module was called, so making the batch, forward and loss can't be told apart")
     return notes
+
+
+def _too_few_updates(facts: Facts, measured: Sequence[StepFact]) -> str:
+    times = (
+        f"stepped only {facts.updates} time{'s'[: facts.updates - 1]}" if facts.updates else "was made, but didn't step"
+    )
+    longer = (
+        f"--steps {max(DEFAULT_STEPS, 2 * len(measured))} watches it for longer" if facts.closed else "train for longer"
+    )
+    return (
+        f"an optimizer {times} while it was watched, too seldom to tell its steps apart: each backward counts as one, and "
+        f"updates are left out; {longer} to profile it"
+    )

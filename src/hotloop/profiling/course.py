@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
@@ -15,6 +14,8 @@ from hotloop.profiles import Phase
 from hotloop.profiling.early import early_steps
 from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.middle import SEVERAL
+from hotloop.profiling.observer_group import ObserverGroup
+from hotloop.profiling.optimizers import optimizer_awaited
 from hotloop.profiling.phases import HostClock, Timeline, durations
 from hotloop.profiling.protocols import Observer, Stage
 from hotloop.profiling.schedule import CLOSE, DEFAULT_STEPS, DISTURBING, Kind, order
@@ -37,7 +38,7 @@ _STRAYED = 10
 """So many updates elsewhere since the last step, and the script has gone on to another loop."""
 
 _AWAITED = 400
-"""Backwards by which more updates are awaited, once one has shown that an optimizer steps after all."""
+"""Backwards by which more updates are awaited, where an optimizer steps after all, or may."""
 
 _LIKE_CLEAN: tuple[Kind, ...] = ("clocked", "sampled")
 """Of those that disturb, the ones that take hardly longer than a clean one."""
@@ -50,6 +51,9 @@ SETTLED = 8
 
 LONGEST_S = 30.0
 """Of watching, once so many are measured."""
+
+PATIENCE = 8.0
+"""So many times as long, while updates are awaited."""
 
 
 class Course:
@@ -84,7 +88,7 @@ class Course:
         self.timeline = Timeline(HostClock())
         self.step: StepFact | None = None
         self.over, self.mark_ms, self._alone = False, 0.0, False
-        self.observers: list[Observer] = []
+        self.observers = ObserverGroup()
         self.cores, self.stretch = Cores(), Stretch()
         self._stage, self._observers_of = stage, observers
         self._finder = Finder()
@@ -169,7 +173,7 @@ class Course:
         self._steps_sought += 1
         if self.step is None and self._steps_sought == _HOPELESS:
             self._since = time.perf_counter()
-            self.observers = self._observers_of()
+            self.observers = ObserverGroup(self._observers_of())
             self._next_step("whole")
         elif self.step is not None and (
             time.perf_counter() - self._since > _WHOLE_S or self._steps_sought > _MOST_WHOLE
@@ -190,7 +194,7 @@ class Course:
             self._stage.end()
             self.step = None
         self.close()
-        self.observers = []
+        self.observers = ObserverGroup()
 
     def _stray(self, event: Event) -> None:
         """Notices when the script trains in another loop now, or an optimizer steps where backwards were taken for steps."""
@@ -223,11 +227,11 @@ class Course:
         assert self._anchor is not None
         self.facts.anchor, self.facts.by_hand = self._anchor.where, self._anchor.what == "backward"
         self._pending = [one for one in self._pending if one[0].kind == "early"]
-        self.facts.steps, self.facts.between_ms, self.facts.warm_up_s = [], {}, 0.0
+        self.facts.steps, self.facts.between_ms, self.facts.warm_up_s, self.facts.awaited = [], {}, 0.0, False
         self._warm = self.stretch.left = 0
         self._since = time.perf_counter()
         if not self.observers:
-            self.observers = self._observers_of()
+            self.observers = ObserverGroup(self._observers_of())
         self._next_step("warm-up")
 
     def boundary(self, at: Any = None) -> None:
@@ -259,7 +263,8 @@ class Course:
         if self._is_long():
             return None
         if not self._left:
-            return self._await_update()
+            self._awaited += 1
+            return "settling" if self._awaited <= _AWAITED and self._awaits_updates() else None
         kind = self._left[0]
         if self._in_step and kind in ("clean", "instrumented") and self.facts.steps[-1].kind in DISTURBING:
             return "settling"  # whatever it took here, the other ranks decide alike
@@ -269,12 +274,16 @@ class Course:
 
     def _is_long(self) -> bool:
         """Whether it is too long to go on."""
-        return self._limited and time.perf_counter() - self._since > LONGEST_S and self.measured() >= SETTLED
+        passed_s = time.perf_counter() - self._since
+        if not self._limited or passed_s <= LONGEST_S or self.measured() < SETTLED:
+            return False
+        return passed_s > PATIENCE * LONGEST_S or not self._awaits_updates()
 
-    def _await_update(self) -> Kind | None:
-        """After enough backwards, if some updates of an optimizer's may be their steps."""
-        self._awaited += 1
-        return "settling" if self._strayed and self._awaited <= _AWAITED else None
+    def _awaits_updates(self) -> bool:
+        """Whether a backward ends a step as far as is known, and updates may show yet that it is a piece of one."""
+        facts = self.facts
+        facts.awaited = facts.by_hand and bool(self._strayed or facts.awaited or optimizer_awaited())
+        return facts.awaited
 
     def _rehearse(self) -> None:
         """A step goes by as the clean one after it will, with as little as possible between them."""
@@ -326,9 +335,7 @@ class Course:
     def _next_step(self, kind: Kind) -> None:
         self.step = StepFact(kind)
         ground = self._stage.begin(kind)
-        for observer in self.observers:
-            if kind in observer.kinds:
-                observer.begin()
+        self.observers.begin(kind)
         self._stage.ready()
         self.cores.begin()
         if kind in CLOSE:
@@ -365,28 +372,21 @@ class Course:
         """Ends what watches the step that is on, and forgets what it saw of it if asked to."""
         if self.timeline.on:
             self.timeline.end()
-        for observer in reversed(self.observers):
-            if self.step is not None and self.step.kind in observer.kinds:
-                observer.drop() if drop else observer.end()
+        if self.step is not None:
+            self.observers.end(self.step.kind, drop=drop)
 
     def close(self) -> None:
         """Nobody watches any more; what was seen stays."""
-        with ExitStack() as ending:  # whatever one of them fails at
-            for observer in reversed(self.observers):
-                ending.callback(observer.close)
+        self._awaits_updates()
+        self.observers.close()
 
     def abandon(self) -> None:
-        """In a forked child: takes away what watches modules.
-
-        A profiler and a sampler aren't asked to end: the threads and locks that they would wait for stayed in the parent.
-        """
+        """In a forked child: takes away what watches modules."""
         if self.step is not None and self.step.kind in ("traced", "whole"):
             sys.settrace(None)
             torch._C._autograd._enable_record_function(False)
         self.timeline.on = False
-        for observer in self.observers:
-            if "clocked" in observer.kinds:
-                observer.drop()
+        self.observers.drop_modules()
 
     def settle(self, *, wait: bool = False) -> None:
         """Reads the clock's marks of steps that the device has done; with `wait`, of all."""

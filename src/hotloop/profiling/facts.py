@@ -42,6 +42,7 @@ class Facts:
         updates: of optimizers alone.
         anchor: the line that ends a step; empty where none was found.
         by_hand: whether the update is written out, without an optimizer.
+        awaited: whether an optimizer was there that may step after more backwards than were seen.
         functional: whether no module was called.
         turned: from which phase of the timeline to which one, and what part of it, as the lines say that ran in it.
         warm_up_s: from the first thing that trains to the first step that counts.
@@ -56,6 +57,7 @@ class Facts:
     updates: int = 0
     anchor: str = ""
     by_hand: bool = False
+    awaited: bool = False
     functional: bool = False
     turned: list[tuple[Phase, Phase, float]] = field(default_factory=list)
     between_ms: dict[str, float] = field(default_factory=dict)

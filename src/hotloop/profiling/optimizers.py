@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from statistics import median
@@ -118,6 +119,16 @@ class Optimizers:
             for used in self._used
             if used.spent
         ]
+
+
+def optimizer_awaited() -> bool:
+    """Whether there is an optimizer whose parameters have gradients, so that it may step yet; to ask takes some 10 ms.
+
+    Optimizers may have been made before anybody watched, and torch keeps no list of them.
+    """
+    made = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
+    groups = (group for one in made for group in getattr(one, "param_groups", ()))
+    return any(value.grad is not None for group in groups for value in group["params"])
 
 
 def _per_step(seconds: list[float], steps: int) -> float | None:

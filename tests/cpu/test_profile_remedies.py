@@ -1,0 +1,140 @@
+"""What is said of loops as people write them: watched, and then read as a profile is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hotloop.diagnosing import lines, repeats, updating
+from hotloop.diagnosing.step import Detector, Step
+from hotloop.profiles import LineTime, Profile, Remedy
+from hotloop.profiling.observing import observers
+from tests.cpu.watching import watched
+
+
+def said(detector: Detector, loop: Callable[[], None]) -> list[Remedy]:
+    """All that a detector says of a loop, however little it wins."""
+    return list(detector(as_step(profiled(loop))))
+
+
+def profiled(loop: Callable[[], None]) -> Profile:
+    return watched(loop, observers=lambda watch: observers(watch, None))
+
+
+def as_step(profile: Profile) -> Step:
+    assert profile.step_ms is not None
+    return Step(profile, profile.step_ms)
+
+
+def named(profile: Profile, text: str) -> str:
+    """What is said of the line of this file that holds a text as its comment, if the loop's own work is at that line."""
+    source = Path(__file__).read_text(encoding="utf-8").splitlines()
+    number = next(number for number, line in enumerate(source, 1) if line.endswith(f"# {text}"))
+    where = next(one.where for one in profile.operators if one.where.endswith(f"{Path(__file__).name}:{number}"))
+    spent = LineTime(where=where, function="loop", library="torch", phase="python", ms=1.0, own_ms=1.0)
+    found = list(lines.aside(as_step(profile.model_copy(update={"lines": [spent]}))))
+    assert [one.where for one in found] == [where]
+    return found[0].cause
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.sparse = nn.Embedding(300, 4), nn.Embedding(400, 4, sparse=True)
+        self.frozen = nn.Embedding.from_pretrained(torch.randn(500, 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.dense(inputs) + self.sparse(inputs) + self.frozen(inputs)
+
+
+def test_a_table_is_updated_as_a_whole_if_its_gradient_has_all_rows() -> None:
+    model = Tables()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for _ in range(40):
+            model(torch.randint(0, 300, (8, 4))).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert [one.cause.partition(" rows")[0] for one in said(updating.dense_tables, loop)] == ["an embedding of 300"]
+
+
+def training(aside: Callable[[nn.Module, Tensor, Tensor], object]) -> Profile:
+    """Of a loop that does something beside training, with what the network has said, and what is right."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)), nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+
+    def loop() -> None:
+        for _ in range(40):
+            outputs, targets = model(torch.randn(16, 8)), torch.randint(0, 8, (16,))
+            F.cross_entropy(outputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            aside(model, outputs, targets)
+
+    return profiled(loop)
+
+
+def test_counting_right_answers_at_each_step_is_a_metric() -> None:
+    def aside(model: nn.Module, outputs: Tensor, targets: Tensor) -> None:
+        (outputs.argmax(1) == targets).sum().item()  # on one line
+        answers = outputs.topk(3).indices  # on several
+        (answers == targets[:, None]).any(1).float().mean()
+        torch.zeros(16).sin_()  # no metric
+
+    profile = training(aside)
+    for text in ("on one line", "on several"):
+        assert named(profile, text).startswith("metrics at each step"), text
+    assert named(profile, "no metric").startswith("tensors made")
+
+
+def test_an_action_that_is_chosen_is_no_metric() -> None:
+    def aside(model: nn.Module, outputs: Tensor, targets: Tensor) -> None:
+        outputs.argmax(1).tolist()  # chosen
+
+    assert named(training(aside), "chosen").startswith("tensors made")
+
+
+def averaged(averages: dict[str, Tensor], model: nn.Module) -> None:
+    for name, value in model.state_dict().items():
+        averages[name].mul_(0.9).add_(value, alpha=0.1) if value.is_floating_point() else averages[name].copy_(value)
+
+
+def averaged_parameters(averages: dict[str, Tensor], model: nn.Module) -> None:
+    for name, value in model.named_parameters():
+        averages[name].data.copy_(0.9 * averages[name].data + 0.1 * value.data)  # parameter by parameter
+
+
+@pytest.mark.parametrize("average", [averaged, averaged_parameters], ids=lambda average: average.__name__)
+def test_an_average_of_weights_is_a_loop_over_parameters(
+    average: Callable[[dict[str, Tensor], nn.Module], None],
+) -> None:
+    averages: dict[str, Tensor] = {}
+
+    def aside(model: nn.Module, *answers: Tensor) -> None:
+        if not averages:
+            averages.update(copy.deepcopy(model.state_dict()))
+        average(averages, model)
+
+    profile = training(aside)
+    loop = [one for one in repeats.loops(as_step(profile)) if "over parameters" in one.cause]
+    assert len(loop) == 1 and "_foreach_lerp_" in loop[0].remedy
+    if average is averaged_parameters:
+        assert named(profile, "parameter by parameter") == loop[0].cause
+
+
+def test_a_loop_over_samples_in_place_is_none_over_parameters() -> None:
+    noise = torch.zeros(12, 8)
+
+    def aside(*given: object) -> None:
+        for row in noise:
+            row.add_(torch.rand(8))
+
+    assert not [one for one in repeats.loops(as_step(training(aside))) if "over parameters" in one.cause]
