@@ -111,7 +111,7 @@ def _advice(program: Program) -> tuple[dict[str, int], str]:
 def _needs(program: Program, batch_size: int) -> dict[int, int]:
     """What small batches need in bytes, by their size; only those that fit."""
     needs: dict[int, int] = {}
-    for samples in (size for size in (1, 2, 4) if size <= batch_size):
+    for samples in (few for few in (1, 2, 4) if few <= batch_size):
         if 3 * max(needs.values(), default=0) > room_bytes(program.device):
             break  # a system that grants more than it has would end this process
         try:
