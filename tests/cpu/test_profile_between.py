@@ -112,6 +112,50 @@ def test_a_network_that_is_asked_again_and_again_has_no_samples() -> None:
     assert profile.phases["python"] > profile.phases.get("loss", 0.0)
 
 
+def replaying(evaluates: bool) -> Callable[[], None]:
+    """Asks a network for an action in each step, and trains it on samples of many steps before."""
+
+    def loop() -> None:
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(60):
+            net.train(not evaluates)
+            with torch.no_grad():
+                net(torch.randn(1, 4)).argmax()
+            net.train()
+            optimizer.zero_grad()
+            net(torch.randn(128, 4)).logsumexp(1).mean().backward()
+            optimizer.step()
+
+    return loop
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_one_who_acts_is_no_batch_and_no_evaluation(evaluates: bool) -> None:
+    profile = watched(replaying(evaluates))
+    assert (profile.batch, profile.samples_per_step, profile.habits) == (["128x4"], None, [])
+
+
+def test_samples_are_those_that_are_trained_on_whatever_is_looked_at_beside_them() -> None:
+    """Not in every step, and of more than them."""
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for step in range(60):
+            with torch.no_grad():
+                net(torch.randn(64, 4))
+            net(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+            if step % 9 == 8:
+                net.eval()
+                net(torch.randn(1, 4))
+                net.train()
+
+    profile = watched(loop)
+    assert (profile.batch, profile.samples_per_step) == (["8x4"], 8)
+
+
 def few(steps: int) -> Callable[[], None]:
     def loop() -> None:
         net = nn.Linear(4, 2)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from hotloop.probe.limits import CgroupLimits
 from hotloop.profiling import habits, usage
@@ -100,6 +101,24 @@ def asked_about_the_last(net: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize("step", [validated, asked_again, asked_about_the_last], ids=lambda step: step.__name__)
 def test_a_look_at_how_good_the_network_is_is_one(step: Step) -> None:
     assert seen(step) == {"evaluation": pytest.approx(1.0, abs=0.3)}
+
+
+def test_a_few_samples_that_a_loader_gave_are_looked_at_too() -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    held = DataLoader(TensorDataset(torch.randn(2, 4)), 2)
+
+    def loop() -> None:
+        for _ in range(40):
+            net.eval()
+            with torch.no_grad():
+                for (batch,) in held:
+                    net(batch)
+            net.train()
+            net(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+
+    assert [habit.what for habit in watched(loop).habits] == ["evaluation"]
 
 
 def test_taking_every_such_forward_for_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,15 @@ def by_gradients() -> None:
             value.data -= 0.01 * gradient
 
 
+def inside_the_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = {value: torch.optim.SGD([value], lr=0.01) for value in model.parameters()}
+    for value in model.parameters():
+        value.register_post_accumulate_grad_hook(lambda value: optimizers[value].step())
+    for _ in range(120):
+        model(torch.randn(8, 4)).pow(2).mean().backward()  # inside the backward
+
+
 def optimizers_made_anew() -> None:
     model = nn.Linear(4, 1)
     for _ in range(130):
@@ -115,7 +124,16 @@ def optimizers_made_anew() -> None:
         optimizer.step()  # optimizers made anew
 
 
-LOOPS = [two_optimizers, one_more_often, closure, accumulated, by_hand, by_gradients, optimizers_made_anew]
+LOOPS = [
+    two_optimizers,
+    one_more_often,
+    closure,
+    accumulated,
+    by_hand,
+    by_gradients,
+    inside_the_backward,
+    optimizers_made_anew,
+]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
@@ -223,6 +241,14 @@ def test_updates_too_few_to_tell_steps_by_are_told_of() -> None:
     assert any("stepped only 2 times" in note for note in profile.notes)
     assert not [note for note in profile.notes if "no optimizer" in note]
     assert not [one for one in profile.optimizers if one.kind == "by hand"]
+
+
+@pytest.mark.parametrize(("loop", "by_hand"), [(inside_the_backward, False), (by_hand, True)])
+def test_an_update_inside_the_backward_is_none_by_hand(loop, by_hand: bool) -> None:
+    profile = watched(loop)
+    said = " ".join(profile.notes)
+    assert ("no optimizer stepped" in said, "inside the backward" in said) == (by_hand, not by_hand)
+    assert [one.kind for one in profile.optimizers] == ["by hand"] * by_hand
 
 
 def test_nothing_remains_of_a_loop_that_the_script_has_left() -> None:

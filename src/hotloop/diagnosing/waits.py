@@ -17,13 +17,16 @@ _READS = (
 _LOOP = ("python", "batch", "copy", "logging", "unattributed")
 """Phases in which the loop itself calls torch; elsewhere torch's own layers and losses do."""
 
+_OTHERS = ("update", "data")
+"""Phases in which it isn't the step that waits for numbers: they lie in a sample, or in the optimizer."""
+
 _OFTEN = 0.5
 """Times in a step from which on it's a habit of the step."""
 
 
 def reading(step: Step) -> Iterator[Remedy]:
     """Numbers read on the host, which must wait until the device has them."""
-    found = step.operators(lambda one: _reads(one) and one.phase != "update" and bool(one.where))
+    found = step.operators(lambda one: _reads(one) and one.phase not in _OTHERS and bool(one.where))
     for where, ones in grouped(found, lambda one: one.where).items():
         calls = max(one.calls for one in ones)
         if calls < _OFTEN:

@@ -1,15 +1,58 @@
-"""What the loop itself calls in a step: which networks, how often, and between which backwards."""
+"""What the loop itself calls in a step: which networks, how often and between which backwards, and which modules beside them."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hotloop.profiles import Phase
+from hotloop.profiling.habits import has_gradient, is_loss
+from hotloop.profiling.phases import Timeline
 
 _MOST = 4
 """Of one network in a step, on average, if what it is given counts as samples."""
 
+_MOST_KNOWN = 1000
+
+
+class Given(NamedTuple):
+    """What a part of the training was called with.
+
+    Attributes:
+        inputs: the tensors among its arguments.
+        graded: whether gradients come back to it.
+        drawn: whether a loader gave something since the call before.
+    """
+
+    inputs: list[Tensor]
+    graded: bool = False
+    drawn: bool = False
+
+    @property
+    def shapes(self) -> list[str]:
+        return ["x".join(map(str, value.shape)) for value in self.inputs]
+
+    @property
+    def rows(self) -> int | None:
+        """Samples; None where none of the inputs has a dimension for several."""
+        return next((len(value) for value in self.inputs if value.ndim > value.is_floating_point()), None)
+
 
 class Calls:
-    """Of the step that is on; networks are known by their id."""
+    """Puts what is called into the phases of a timeline; networks are known by their id.
 
-    def __init__(self) -> None:
+    A module without parameters that no gradient goes back through is beside the networks: it augments a batch, or says how
+    good a result is.
+
+    Attributes:
+        drawn: whether a loader gave something since the last call.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._graded: dict[int, bool] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -17,7 +60,47 @@ class Calls:
         self._called: list[int] = []
         self._since: set[int] = set()
         self._trained: set[int] = set()
-        self._accumulates = False
+        self._accumulates = self.drawn = False
+        self._least: dict[int, int] = {}
+        self._most_graded: dict[int, int] = {}
+
+    def began(self, args: tuple, kwargs: dict, making: Phase, *, again: bool) -> None:
+        """A module begins, the first argument.
+
+        Args:
+            making: the phase in which batches are made.
+            again: whether a backward computes it again, as behind a checkpoint.
+        """
+        timeline = self._timeline
+        if not again and self._is_beside(args, kwargs):
+            timeline.enter(making if timeline.current == making else "logging")
+            return
+        if not again and self.called(id(args[0])):
+            timeline.unless("loss", "python")  # the same network is called again before any backward
+        timeline.enter("loss" if is_loss(args[0]) else "forward")
+
+    def ended(self, args: tuple, kwargs: dict, result: Any) -> Given | None:
+        """It is over and has left its phase; what it was given, if it is a part of the training."""
+        module, graded = args[0], has_gradient(result)
+        part = _may_learn(module) or bool(graded)
+        if torch.is_grad_enabled() and len(self._graded) < _MOST_KNOWN:
+            self._graded[id(module)] = part
+        if not part:
+            return None
+        if torch.is_grad_enabled():
+            self._timeline.turn("loss")
+        seen = torch.is_grad_enabled() and graded is not False  # what has no tensors to be seen may hold some
+        given = Given(_tensors(args[1:], kwargs), seen, self.drawn)
+        self.drawn = False
+        if given.inputs and not is_loss(module):
+            self._count(id(module), given)
+        return given
+
+    def _count(self, network: int, given: Given) -> None:
+        rows = given.rows or 1
+        self._least[network] = min(rows, self._least.get(network, rows))
+        if given.graded:
+            self._most_graded[network] = max(rows, self._most_graded.get(network, rows))
 
     def called(self, network: int) -> bool:
         """A network is called; whether it was the last one that was called before."""
@@ -39,4 +122,21 @@ class Calls:
     @property
     def tells_samples(self) -> bool:
         """Whether a network is given all samples of the step at a time; else nobody knows what one sample is."""
+        if any(self._least[network] < most for network, most in self._most_graded.items()):
+            return False  # it is asked about fewer than it is trained on, as by one who acts
         return not self._accumulates and len(self._called) <= _MOST * max(1, len(set(self._called)))
+
+    def _is_beside(self, args: tuple, kwargs: dict) -> bool:
+        """As it was the last time; the first time by whether it is given anything that has a gradient."""
+        if _may_learn(args[0]):
+            return False
+        given = any(value.requires_grad for value in _tensors(args[1:], kwargs))
+        return not self._graded.get(id(args[0]), given)
+
+
+def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+
+
+def _may_learn(module: nn.Module) -> bool:
+    return is_loss(module) or next(module.parameters(), None) is not None

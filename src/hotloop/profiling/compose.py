@@ -188,6 +188,8 @@ def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
         notes.append(
             "no optimizer stepped while it was watched: each backward counts as a step, and the update is what follows it"
         )
+    elif facts.updates_inside and not facts.updates:
+        notes.append("updates run inside the backward: each backward counts as a step")
     if facts.functional:
         notes.append("no module was called, so making the batch, forward and loss can't be told apart")
     return notes

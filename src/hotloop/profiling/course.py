@@ -165,7 +165,7 @@ class Course:
         self.settle(wait=True)
         found = early_steps(self._first, self._early)
         if found is not None:
-            self.facts.anchor, self.facts.by_hand = found[0].where, found[0].what == "backward"
+            self.facts.ends_at(found[0])
             self.facts.steps = found[1]
 
     def _watch_whole(self) -> None:
@@ -225,7 +225,7 @@ class Course:
 
     def _begin_measuring(self) -> None:
         assert self._anchor is not None
-        self.facts.anchor, self.facts.by_hand = self._anchor.where, self._anchor.what == "backward"
+        self.facts.ends_at(self._anchor)
         self._pending = [one for one in self._pending if one[0].kind == "early"]
         self.facts.steps, self.facts.between_ms, self.facts.warm_up_s, self.facts.awaited = [], {}, 0.0, False
         self._warm = self.stretch.left = 0

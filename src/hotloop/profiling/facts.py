@@ -8,6 +8,7 @@ from typing import Any
 
 from hotloop.profiles import Phase
 from hotloop.profiling.schedule import Kind
+from hotloop.profiling.steps import Event
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Facts:
         torch: whether torch was imported.
         trained: updates and backwards that were seen.
         updates: of optimizers alone.
+        updates_inside: of optimizers that stepped inside of a backward, as by hooks of parameters; they end no step.
         anchor: the line that ends a step; empty where none was found.
         by_hand: whether the update is written out, without an optimizer.
         awaited: whether an optimizer was there that may step after more backwards than were seen.
@@ -55,6 +57,7 @@ class Facts:
     torch: bool = False
     trained: int = 0
     updates: int = 0
+    updates_inside: int = 0
     anchor: str = ""
     by_hand: bool = False
     awaited: bool = False
@@ -81,6 +84,10 @@ class Facts:
     versions: dict[str, str] = field(default_factory=dict)
     children: int = 0
     closed: str = ""
+
+    def ends_at(self, event: Event) -> None:
+        """A step ends there; a backward does where updates are written out, or run inside of it."""
+        self.anchor, self.by_hand = event.where, event.what == "backward" and not self.updates_inside
 
     def went_by(self, step: StepFact) -> None:
         """Keeps of what happened in a step what it took, and has the step begin anew."""

@@ -54,12 +54,16 @@ class _Forward:
     Attributes:
         inputs: which tensors it got, see `_inputs_of`.
         training: whether the module was in training mode.
+        rows: samples in the inputs, as far as that is known.
+        drawn: whether a loader gave something since the forward before.
     """
 
     module: int
     mark: Mark
     inputs: frozenset[tuple]
     training: bool
+    rows: int | None = None
+    drawn: bool = False
 
 
 class Graphs:
@@ -90,10 +94,20 @@ class Graphs:
         self._graded: list[Mark] = []
         self._evaluated = self._depth = 0
 
-    def forward(self, args: tuple, kwargs: dict, result: Any, seconds: float, where: str) -> None:
-        """An outermost forward is done; the first argument is the module."""
+    def forward(
+        self,
+        args: tuple,
+        kwargs: dict,
+        result: Any,
+        seconds: float,
+        where: str,
+        *,
+        rows: int | None = None,
+        drawn: bool = False,
+    ) -> None:
+        """An outermost forward is done; the first argument is the module. For the rest see `_Forward`."""
         mark = Mark(where, self._step, seconds)
-        one = _Forward(id(args[0]), mark, _inputs_of(args[1:], kwargs), args[0].training)
+        one = _Forward(id(args[0]), mark, _inputs_of(args[1:], kwargs), args[0].training, rows, drawn)
         nodes: list[Any] = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
         for node in nodes:
             node.metadata[_FORWARD] = mark
@@ -258,10 +272,11 @@ def _evaluates(one: _Forward, trained: Sequence[_Forward]) -> bool:
     """Whether a forward without gradients only looks at how good the network is that is trained here.
 
     What a network in training mode is asked about other samples may well be a part of the training: targets, actions,
-    labels for what has none.
+    labels for what has none. So may what it is asked about fewer samples than it is trained on, if no loader gave them.
     """
     if not one.training:
-        return any(other.training for other in trained if other.module == one.module)
+        same = [other for other in trained if other.module == one.module and other.training]
+        return any(one.drawn or (one.rows or 1) >= (other.rows or 1) for other in same)
     return _is_again(one, trained)
 
 
@@ -295,6 +310,12 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
     elif depth and isinstance(value, Mapping):
         for part in value.values():
             yield from _tensors(part, depth - 1)
+
+
+def has_gradient(result: Any) -> bool | None:
+    """Whether a backward can come back to what made a result; None where there are no tensors to be seen in it."""
+    found = [value.requires_grad for value in _tensors(result)]
+    return any(found) if found else None
 
 
 def is_loss(module: nn.Module) -> bool:

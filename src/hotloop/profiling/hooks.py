@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotloop.patches import Patches
 from hotloop.profiles import Phase
-from hotloop.profiling.phases import Clock, HostClock, Timeline
+from hotloop.profiling.phases import AMONG_RANKS, Clock, HostClock, Timeline
 from hotloop.profiling.stretch import Stretch
 from hotloop.profiling.unseen import beyond, out_of_warnings, unseen
 
@@ -61,9 +61,6 @@ def around(mine: Callable[[], bool], began: Began, ended: Ended) -> Callable[[An
         return unseen(call)
 
     return make
-
-
-AMONG_RANKS: tuple[Phase, ...] = ("waiting", "communication")
 
 
 def among_ranks(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -> Callable[[Any], Any]:

@@ -1,6 +1,7 @@
 """A timeline of one step in which each instant belongs to exactly one phase.
 
 The phases lie on a stack: what is inside a forward is of the forward, unless it is something of its own such as a copy.
+While a loader makes samples, whatever makes them is of the data: transforms may be modules, and may copy and read numbers.
 Where nothing is on the stack, the ground says what the loop is doing between the things that can be seen.
 """
 
@@ -25,6 +26,8 @@ _MOST_MARKS = 20_000
 
 _QUEUED = Path("/proc/thread-self/schedstat")
 """Of Linux: nanoseconds that this thread ran, that it stood ready while others had the cores, and how often it ran."""
+
+AMONG_RANKS: tuple[Phase, ...] = ("waiting", "communication")
 
 _DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
 """Phases that a step is in where nothing else is seen."""
@@ -134,6 +137,7 @@ class Timeline:
         self.clock = clock
         self.on = False
         self._stack: list[Phase] = ["python"]
+        self._loading = 0
         self._marks: list[tuple[Any, Phase]] = []
         self._grounds: list[int] = []
 
@@ -146,26 +150,43 @@ class Timeline:
     def depth(self) -> int:
         return len(self._stack)
 
+    @property
+    def loading(self) -> bool:
+        """Whether a loader makes samples, and nothing among ranks meanwhile."""
+        return self.on and self._loading > 0 and self._stack[-1] == "data"
+
     def begin(self, ground: Phase) -> None:
         """Begins a step."""
         self._stack, self._marks, self._grounds, self.on = [ground], [], [], True
+        self._loading = 0
         self._mark(ground)
+
+    def load(self) -> None:
+        """A loader begins to make samples: the phase is "data" until this is left."""
+        self.enter("data")
+        if self.on and not self._loading:
+            self._loading = len(self._stack)
 
     def enter(self, phase: Phase) -> None:
         """Goes into a phase, inside the one that is on."""
-        if self.on:
+        if self.loading and phase not in AMONG_RANKS:
+            self._stack.append("data")
+        elif self.on:
             self._stack.append(phase)
             self._mark(phase)
 
     def leave(self) -> None:
         """Goes back to the phase around."""
         if self.on and len(self._stack) > 1:
-            self._stack.pop()
-            self._mark(self._stack[-1])
+            left = self._stack.pop()
+            if len(self._stack) < self._loading:
+                self._loading = 0
+            if not (self.loading and left == "data"):
+                self._mark(self._stack[-1])
 
     def turn(self, phase: Phase) -> None:
         """From now on, the level that is on is in this phase."""
-        if self.on and self._stack[-1] != phase:
+        if self.on and self._stack[-1] != phase and not self.loading:
             self._stack[-1] = phase
             self._mark(phase)
 

@@ -1,5 +1,6 @@
 """The two places through which all modules and all backward passes go, opened during a step for someone to listen.
 
+Modules that make samples, as transforms do, are no part of the network, and aren't told of.
 `nn.Module.__call__` is replaced, and not hooked: with torch's global hooks each call takes another path, which compiled
 modules notice, and compile again for.
 """
@@ -14,9 +15,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotloop.parallel.summing import Around
 from hotloop.patches import Patches
+from hotloop.profiling.hooks import around
 from hotloop.profiling.unseen import beyond, out_of_warnings, unseen
 
 
@@ -44,20 +47,31 @@ class Seams:
     def __init__(self, listener: Listener) -> None:
         self.depth = 0
         self._listener = listener
-        self._open = False
+        self._open = self._loading = False
         self._thread = 0
         self._patches = Patches()
 
     def open(self) -> None:
-        self.depth, self._thread = 0, threading.get_ident()
+        self.depth, self._thread, self._loading = 0, threading.get_ident(), False
         self._patches.put(nn.Module, "__call__", self._call)
         self._patches.put(torch.autograd, "_engine_run_backward", self._run)
+        self._patches.put(_BaseDataLoaderIter, "__next__", around(self._begins_loading, self._loads, self._has_loaded))
         self._open = True
 
     def close(self) -> None:
         """Puts back what was there, unless somebody has put something of theirs in its place since."""
         self._open = False
         self._patches.undo()
+
+    def _begins_loading(self) -> bool:
+        """A loader may draw from another one."""
+        return self._open and not self._loading and threading.get_ident() == self._thread
+
+    def _loads(self, args: tuple, kwargs: dict) -> None:
+        self._loading = True
+
+    def _has_loaded(self, *ended: Any) -> None:
+        self._loading = False
 
     @out_of_warnings
     def _call(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +83,7 @@ class Seams:
             if compiling():
                 return call(module, *args, **kwargs)
             elsewhere = ident() != self._thread and not self.depth
-            hears = self._open and not elsewhere and not isinstance(module, Around)
+            hears = self._open and not (elsewhere or self._loading or isinstance(module, Around))
             before = enter(module, args) if hears else None
             try:
                 return call(module, *args, **kwargs)

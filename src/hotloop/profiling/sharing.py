@@ -15,8 +15,9 @@ from hotloop.patches import Patches
 from hotloop.profiles import Phase, Profile, RankTime
 from hotloop.profiling.course import LONGEST_S, SETTLED
 from hotloop.profiling.facts import Facts
-from hotloop.profiling.hooks import AMONG_RANKS, among_ranks
+from hotloop.profiling.hooks import among_ranks
 from hotloop.profiling.modules import ModuleClock, Owner
+from hotloop.profiling.phases import AMONG_RANKS
 from hotloop.profiling.schedule import DEFAULT_STEPS
 from hotloop.profiling.watcher import Watch
 

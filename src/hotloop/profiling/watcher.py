@@ -9,19 +9,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hotloop.profiles import Phase
-from hotloop.profiling.calls import Calls
+from hotloop.profiling.calls import Calls, Given
 from hotloop.profiling.closely import Closely
 from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.compiling import Compiling
 from hotloop.profiling.course import Course
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.gathering import gathered
-from hotloop.profiling.habits import Graphs, is_loss
+from hotloop.profiling.habits import Graphs
 from hotloop.profiling.hooks import Always, Listener, mark_ms, safe
 from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
@@ -77,8 +76,8 @@ class Watch(Listener):
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
         self._thread: int | None = None
         self._backwards = self._forwards = 0
-        self._close = self._busy = self._updates_inside = False
-        self._hears, self._calls = True, Calls()
+        self._close = self._busy = False
+        self._hears, self._calls = True, Calls(self.timeline)
         self._published = float("inf") if in_step else time.monotonic()  # work of one holds up others
 
     # What the outside calls
@@ -182,7 +181,7 @@ class Watch(Listener):
     def ready(self) -> None:
         """All that watch it closely have begun."""
         wanted = self._course.wants_backwards()
-        self._hears = self._close or wanted or self._updates_inside
+        self._hears = self._close or wanted or self.facts.updates_inside > 0
         if wanted:
             self._always.wrap_backward()
 
@@ -204,7 +203,7 @@ class Watch(Listener):
         self._loaders.end()
         if self._close and not self._course.is_early:
             self.facts.functional = self._calls.none
-            if not self._calls.tells_samples:
+            if usual and not self._calls.tells_samples:
                 self._loaders.rows = None
         self._graphs.step_done(usual=usual)
 
@@ -297,13 +296,16 @@ class Watch(Listener):
 
     @safe
     def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        inside = self._backwards > 0
         if not self.mine():
+            self.facts.updates_inside += inside and self.facts.device != "cpu"  # it has a thread for its backwards
             return
         self.timeline.leave()
         at = self._course.stretch.ended or self.timeline.instant()  # what is done from here on is the watch's own
         self._sparing.end()
-        outermost, self._updates_inside = self._optimizers.ended(optimizer), self._updates_inside or self._backwards > 0
-        if outermost and not self._backwards:
+        outermost = self._optimizers.ended(optimizer)
+        self.facts.updates_inside += inside
+        if outermost and not inside:
             where = self.sites.caller(5)
             event = Event("update", where, self._optimizers.number(optimizer, where))
             self._event(event, at)
@@ -312,7 +314,7 @@ class Watch(Listener):
 
     @safe
     def loading_began(self, args: tuple, kwargs: dict) -> Any:
-        self.timeline.enter("data")
+        self.timeline.load()
 
     @safe
     def loading_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
@@ -320,6 +322,7 @@ class Watch(Listener):
         if isinstance(args[0], DataLoader) and not (done and self._loaders.opened_again(result)):
             self._sparing.unusual()
         if done and self._loaders.drew(args[0], result) and self.timeline.on:
+            self._calls.drawn = True
             self.timeline.turn(self._making())
 
     @safe
@@ -353,12 +356,10 @@ class Watch(Listener):
     @safe
     def forward_began(self, args: tuple, kwargs: dict) -> Any:
         self._forwards += 1
-        if self._forwards > 1:
+        if self._forwards > 1 or self.timeline.loading:
             return None
         self._after_boundary()
-        if not self._backwards and self._calls.called(id(args[0])):
-            self.timeline.unless("loss", "python")  # the same network is called again before any backward
-        self.timeline.enter("loss" if is_loss(args[0]) else "forward")
+        self._calls.began(args, kwargs, self._making(), again=self._backwards > 0)
         return time.perf_counter()
 
     @safe
@@ -369,14 +370,14 @@ class Watch(Listener):
         self.timeline.leave()
         spent = time.perf_counter() - token
         self._optimizers.nested(spent)
-        if self._backwards:
-            return  # it is computed again, as behind a checkpoint
-        if torch.is_grad_enabled():
-            self.timeline.turn("loss")
+        given = None if self._backwards else self._calls.ended(args, kwargs, result)
+        if given is None:
+            return
         if done and self._graphs.on:
-            self._graphs.forward(args, kwargs, result, spent, self.sites.caller(4))
-        if not self.facts.batch and self.timeline.on:
-            self._note_batch(args, kwargs)
+            where = self.sites.caller(4)
+            self._graphs.forward(args, kwargs, result, spent, where, rows=given.rows, drawn=given.drawn)
+        if given.graded:
+            self._note_batch(given)
 
     @safe
     def step_computes(self, batch: Any) -> None:
@@ -384,14 +385,12 @@ class Watch(Listener):
         self._trains()
         self._calls.called(0)
         self.facts.trained += 1
-        if not self.facts.batch and self.timeline.on:
-            inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
-            self._note_batch((None, inputs), {})
+        inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        self._note_batch(Given([inputs] if isinstance(inputs, Tensor) else []))
 
-    def _note_batch(self, args: tuple, kwargs: dict) -> None:
-        inputs = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
-        self.facts.batch = ["x".join(map(str, value.shape)) for value in inputs]
-        self._loaders.rows = next((len(value) for value in inputs if value.ndim > value.is_floating_point()), None)
+    def _note_batch(self, given: Given) -> None:
+        if not self.facts.batch and self.timeline.on:
+            self.facts.batch, self._loaders.rows = given.shapes, given.rows
 
     def _on_device_of(self, outputs: Any) -> None:
         """Learns on which device the script trains, before the first step is timed."""
