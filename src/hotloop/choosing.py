@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
@@ -45,6 +48,7 @@ def lowered(
     done: int = 0,
     facts: TaskFacts | None = None,
     memory: Memory = NOTHING_KEPT,
+    until: float = math.inf,
 ) -> Program:
     """The Task under the plan that was asked for; `auto` takes the first of its plans that can be lowered, and compiles
     where timing some steps says that it pays, and what was compiled is faster and proven.
@@ -55,6 +59,7 @@ def lowered(
         done: steps of the run that lie behind.
         facts: of the Task, where they are known already.
         memory: of races of the Task.
+        until: when the run is to stop, by `time.monotonic()`.
 
     Raises:
         PlanError: the plan can't be run here, and it was asked for by name.
@@ -72,7 +77,7 @@ def lowered(
     else:  # nobody asked to wait for a compiler, or to trust what it made unproven: `tune` does both
         choices = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
     choices = _not_against(choices, memory, say)
-    program, plan = _weighed(task, considered.facts, choices, wanted, say, during, memory)
+    program, plan = _weighed(task, considered.facts, choices, wanted, say, during, memory, until)
     if wanted.asked:
         say(f"auto: {plan.brief()}")
     return program
@@ -114,24 +119,22 @@ def _weighed(
     say: Say,
     during: During | None,
     memory: Memory,
+    until: float,
 ) -> tuple[Program, Plan]:
     """The best choice that isn't compiled; or the same compiled, where that pays, is faster indeed, and proven."""
     eager = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
     program, plan = _first_lowered(task, eager, say, during)
     compiled = [one.plan for one in choices if one not in eager and one.plan.with_axes(compile=plan.compile) == plan]
     allowed = accepted(wanted.plan.model_fields_set)
-    against = {way: memory.against(way, plan, allowed, facts.steps) for way in _ways(compiled, facts, wanted)}
-    ways = [way for way, why in against.items() if not why]
-    for way, why in against.items():
-        if why:
-            say(f"auto passes over {way.brief()}: {why}")
+    ways, instead = _promising(_ways(compiled, facts, wanted), plan, facts.steps, allowed, memory, say)
     if not ways or facts.steps is None:
         return program, plan
     if why := _unsettled(facts, plan):
         say(f"auto goes on eagerly: {why}")
         return program, plan
     rewrites = any(way.rewrites != "none" for way in ways)
-    hope = hoped(program, facts.steps, way=ways[0].compile, rewrites=rewrites)
+    limit_s = until - time.monotonic()
+    hope = hoped(program, facts.steps, way=ways[0].compile, rewrites=rewrites, limit_s=limit_s)
     program.close()
     del program  # training begins with one that has run no step, and there may be no memory for two
     if isinstance(hope, str) or not hope.compilations:
@@ -140,8 +143,31 @@ def _weighed(
     from hotloop.settling import Settling  # proofs and races take a second to import, which other runs do without
 
     say(f"auto compiles: {hope}")
-    verdict = Settling(task, facts, plan, allowed, say, during).run(ways, hope.compilations)
-    return _settled(task, [*ways, plan], verdict, say, during, memory)
+    instead = [way for way in instead if hope.by(way.compile).compilations]
+    verdict = Settling(task, facts, plan, allowed, say, during).run(ways, hope.compilations, instead)
+    return _settled(task, [*ways, *instead, plan], verdict, say, during, memory)
+
+
+def _promising(
+    whole: list[Plan], eager: Plan, steps: int | None, allowed: Collection[str], memory: Memory, say: Say
+) -> tuple[list[Plan], list[Plan]]:
+    """The ways to compile a whole step that nothing found before speaks against; and what to compile where none can be.
+
+    That is all but the update, as with an optimizer that counts in numbers.
+    """
+
+    def untried(ways: list[Plan]) -> list[Plan]:
+        against = {way: memory.against(way, eager, allowed, steps) for way in ways}
+        for way, why in against.items():
+            if why:
+                say(f"auto passes over {way.brief()}: {why}")
+        return [way for way in ways if not against[way]]
+
+    ways = untried(whole)
+    if not whole or any(way not in ways and not memory.failed(way) for way in whole):  # one was compiled, and lost
+        return ways, []
+    instead = untried([eager.with_axes(compile="forward")])
+    return (ways, instead) if ways else (instead, [])
 
 
 def _unsettled(facts: TaskFacts, plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 from hotloop.choosing import NOTHING_KEPT, left_after, lowered, placed
 from hotloop.errors import MemoryExhausted, PlanError
@@ -77,6 +78,7 @@ def lowered_by_memory(
     during: During | None = None,
     facts: TaskFacts | None = None,
     done: int = 0,
+    until: float = math.inf,
 ) -> Program:
     """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered, and none
     that was found slower than the baseline, or broken; what it finds it remembers.
@@ -84,6 +86,7 @@ def lowered_by_memory(
     Args:
         facts: what `fingerprinted` says, where that is known already: to find it out, a model is built.
         done: steps of the run that lie behind.
+        until: when the run is to stop, by `time.monotonic()`.
     """
     if not wanted.auto:
         return lowered(task, wanted, say, during, done)
@@ -101,4 +104,4 @@ def lowered_by_memory(
             say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
             return program
     memory = NOTHING_KEPT if loaded.record is None else _memory(kept, say)
-    return lowered(task, wanted, say, during, facts=facts, memory=memory)
+    return lowered(task, wanted, say, during, facts=facts, memory=memory, until=until)

@@ -57,14 +57,17 @@ class Settling:
     def __post_init__(self) -> None:
         self._held = Held(self.task, self._listened_to)
 
-    def run(self, ways: Sequence[Plan], most: int) -> Verdict | None:
+    def run(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan] = ()) -> Verdict | None:
         """Compiles up to `most` of `ways`, the first that can be; the winner is the eager plan, or faster and proven.
 
         What can't be compiled is in the Verdict too. None where there was no memory for a race, or it failed.
+
+        Args:
+            instead: of which one is compiled where no way can be, whatever the memory.
         """
         began = time.monotonic()
         try:
-            winner = self._winner(ways, most)
+            winner = self._winner(ways, most, instead)
         except Exception as error:  # what is wrong with the Task shows in training, and is explained there
             self.say(f"auto goes on eagerly: its plans couldn't be raced ({told(error)[0]})")
             return None
@@ -76,7 +79,7 @@ class Settling:
     def baseline(self) -> Plan:
         return Plan(device=self.eager.device, workers=self.eager.workers)
 
-    def _winner(self, ways: Sequence[Plan], most: int) -> Plan:
+    def _winner(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan]) -> Plan:
         others = list(dict.fromkeys([self.baseline, self.eager]))
         gc.collect()  # what was timed before is gone
         room = plans_at_once(self.facts, self.eager.device) - len(others)
@@ -88,6 +91,8 @@ class Settling:
             self.say(f"auto goes on eagerly: nothing compiled could be proven, since {why}")
             return self.eager
         ready = self._compiled(ways, min(most, room))
+        if all(way.brief() in self._timings for way in ways):  # with why it can't be
+            ready = self._compiled(instead, 1)
         if not ready:
             return self.eager
         names = " and ".join(plan.brief() for plan in ready)

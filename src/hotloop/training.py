@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -88,12 +89,12 @@ def _start(
 ) -> tuple[Run, Ended]:
     task = overridden(loaded.task, overrides)
     Cadence.parse(checkpoint_every)
-    stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after")
+    until = math.inf if stop_after is None else began + seconds(stop_after, "stop-after")
     path = ranks.world.from_first(lambda: _new(run, task.name))
     Steering.of(
         task.monitor, task.goal, task.roles.validation is not None
     )  # what can't be watched shows before an hour
-    program = lowered_by_memory(loaded, task, wanted, say, during)
+    program = lowered_by_memory(loaded, task, wanted, say, during, until=until)
     as_given = replace(program.parts, task=task, roles=task.roles)  # facts are of the Task, not of how it is run
     record = RunRecord(
         name=task.name,
@@ -111,8 +112,7 @@ def _start(
     ranks.begin(str(path.absolute()))
     if task.roles.note:
         say(task.roles.note)
-    stop_after_s = None if stop_after_s is None else stop_after_s - (time.monotonic() - began)
-    return handle, _train(handle, task, lambda: program, False, stop_after_s, callbacks, say)
+    return handle, _train(handle, task, lambda: program, False, until, callbacks, say)
 
 
 def go_on(
@@ -156,7 +156,8 @@ def _go_on(
     if checkpoint_every is not None:
         Cadence.parse(checkpoint_every)
         handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})
-    stop_after_s = None if stop_after is None else seconds(stop_after, "stop-after") - passed_s
+    began = time.monotonic() - passed_s
+    until = math.inf if stop_after is None else began + seconds(stop_after, "stop-after")
     before = task_of(handle, None if loaded is None else loaded.task)
     check_overrides(handle.record.facts, before, overrides or {})
     handle.record = handle.record.model_copy(update={"overrides": {**handle.record.overrides, **(overrides or {})}})
@@ -173,8 +174,8 @@ def _go_on(
         say(f"{', '.join(other)}: the result may differ in its last bits")
     done = handle.epochs[-1]["step"] if handle.epochs else 0
     loaded = loaded or Loaded(before, handle.record.source, files_of(handle.source))
-    first = partial(lowered_by_memory, loaded, task, wanted, say, during, done=done)
-    return handle, _train(handle, task, first, True, stop_after_s, callbacks, say)
+    first = partial(lowered_by_memory, loaded, task, wanted, say, during, done=done, until=until)
+    return handle, _train(handle, task, first, True, until, callbacks, say)
 
 
 def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
@@ -187,11 +188,11 @@ def _train(
     task: Task,
     first: Callable[[], Program],
     resume: bool,
-    stop_after_s: float | None,
+    until: float,
     callbacks: Sequence[Callback],
     say: Say,
 ) -> Ended:
-    """Trains in the run's folder, beginning with the Program that `first` makes."""
+    """Trains in the run's folder, beginning with the Program that `first` makes; stops at `until`, by `time.monotonic()`."""
     handle.lock()
     before, events = handle.as_written(), len(handle.journal())
     try:
@@ -209,7 +210,7 @@ def _train(
             relower,
             handle,
             resume=resume,
-            stop_after_s=stop_after_s,
+            stop_after_s=None if math.isinf(until) else until - time.monotonic(),
             callbacks=() if isinstance(handle, Following) else [*_usual(task, say), *callbacks],
             say=say,
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hotloop.data.feed import Treatment, open_feed
@@ -17,7 +18,7 @@ from hotloop.measuring.runner import Runner
 from hotloop.measuring.statistics import LEAST_PAIRS
 from hotloop.plan import Plan
 from hotloop.rng import preserved
-from hotloop.tuning.bounds import makeup
+from hotloop.tuning.bounds import Makeup, makeup
 from hotloop.tuning.budget import PROVING_STEPS, saved_steps
 from hotloop.tuning.compiling import compile_s, compiling_gains
 from hotloop.verdicts import TRUSTED, Timing, Verdict
@@ -27,6 +28,9 @@ _DOUBT = 1.5
 
 _RACING_STEPS = 2 * LEAST_PAIRS
 """Of each plan in a race, the baseline and the eager one among them; how long they take counts as compiling."""
+
+_SHARE = 1 / 3
+"""Of the time until a run is to stop, which is for training."""
 
 _GLANCE_S, _LOOK_S = 0.05, 0.2
 """For a first idea of a step, which tells that most short runs are too short; and for one to reckon with."""
@@ -45,6 +49,8 @@ class Hope:
         gain: by what factor a compiled step may be faster; None if even one of no time would not pay.
         load_s: seconds of making a batch, for which race and proof wait.
         compile_s: of one compilation, with nothing kept from an earlier one.
+        limit_s: until the run is to stop, whatever is left of it.
+        made: of what the step is, where that is known.
     """
 
     steps: int
@@ -52,6 +58,13 @@ class Hope:
     gain: float | None = None
     load_s: float = 0.0
     compile_s: float = compile_s(0)
+    limit_s: float = math.inf
+    made: Makeup | None = None
+
+    def by(self, way: str) -> Hope:
+        """By another way to compile, as the plan's axis says it."""
+        takes_s = compile_s(None if self.made is None else self.made.operations, way)
+        return replace(self, gain=compiling_gains(self.made, self.step_s, way), compile_s=takes_s)
 
     @property
     def wins_s(self) -> float:
@@ -63,17 +76,23 @@ class Hope:
         racing_s = _RACING_STEPS * (compilations + 2) * self.load_s
         return compilations * _DOUBT * self.compile_s + racing_s + PROVING_STEPS * (self.step_s + self.load_s)
 
+    def pays(self, compilations: int = 1) -> bool:
+        """Whether they save more than they cost, and leave time to train."""
+        return self.costs_s(compilations) < min(self.wins_s, _SHARE * self.limit_s)
+
     @property
     def compilations(self) -> int:
         """How many of two pay."""
-        return 0 if self.gain is None else sum(self.wins_s > self.costs_s(count) for count in (1, 2))
+        return 0 if self.gain is None else sum(map(self.pays, (1, 2)))
 
     def __str__(self) -> str:
         most = "can save at most" if self.gain is None else "should save about"
         loading = f", its batch {milliseconds(self.load_s)}" if self.load_s > self.step_s else ""
+        long = self.costs_s() >= _SHARE * self.limit_s
+        limit = f", more than a third of the {max(0.0, self.limit_s):.0f} s until stop-after" if long else ""
         return (
             f"a step takes {milliseconds(self.step_s)}{loading}, so compiling {most} {self.wins_s:,.0f} s"
-            f" of the {self.steps:,} steps left, and with a proof it may take {self.costs_s():.0f} s"
+            f" of the {self.steps:,} steps left, and with a proof it may take {self.costs_s():.0f} s{limit}"
         )
 
 
@@ -99,6 +118,11 @@ class Memory:
             return "it was found broken"
         return "it was found slower than the baseline" if timing is not None and timing.behind else ""
 
+    def failed(self, plan: Plan) -> bool:
+        """Whether a plan can't be run, whatever its speed."""
+        timing = self._found.get(plan)
+        return timing is not None and timing.failure is not None
+
     def against(self, plan: Plan, eager: Plan, accepted: Collection[str], steps: int | None) -> str:
         """Why a compiled plan needn't be tried again in a run of so many steps; empty where nothing speaks against it."""
         found = self._found
@@ -123,25 +147,25 @@ def accepted(fixed: Collection[str]) -> tuple[str, ...]:
     return (*TRUSTED, "reduced-precision") if "precision" in fixed else TRUSTED
 
 
-def hoped(program: Program, steps: int, *, way: str, rewrites: bool) -> Hope | str:
+def hoped(program: Program, steps: int, *, way: str, rewrites: bool, limit_s: float = math.inf) -> Hope | str:
     """What compiling may save of so many steps of an eager Program, whose State stays; or why it isn't worth a thought.
 
     Args:
         way: to compile, as the plan's axis says it.
         rewrites: whether a compiled step would be rewritten.
+        limit_s: seconds until the run is to stop.
     """
     try:
         with _on_one_batch(program):
-            hope = Hope(steps, Runner(program).warm_up(_GLANCE_S)[1], compile_s=compile_s(0, way))
-            if hope.wins_s < hope.costs_s():
+            hope = Hope(steps, Runner(program).warm_up(_GLANCE_S)[1], compile_s=compile_s(0, way), limit_s=limit_s)
+            if not hope.pays():
                 return hope
         if not _alike(program):
             return "its batches differ in keys or shapes, and a compiled step is for batches that are alike"
         with _on_one_batch(program):
             step_s = Runner(program).warm_up(_LOOK_S)[1]
             made = makeup(program, rewrites=rewrites)
-        takes_s = compile_s(None if made is None else made.operations, way)
-        return Hope(steps, step_s, compiling_gains(made, step_s, way), _loading_s(program), takes_s)
+        return Hope(steps, step_s, load_s=_loading_s(program), limit_s=limit_s, made=made).by(way)
     except Exception as error:  # what is wrong with the Task shows in training, and is explained there
         return f"its steps couldn't be timed ({blame(error)})"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import choosing, kept, probe, rules, settling, weighing
+from hotloop import choosing, kept, probe, rules, settling, training, weighing
 from hotloop.choosing import consider, known, lowered, placed
 from hotloop.errors import DeviceError, DiskError, MemoryExhausted, PlanError, RoomError
 from hotloop.hardware import Device
@@ -22,6 +23,7 @@ from hotloop.parity import needs, prove_programs
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
 from hotloop.state import differences
+from hotloop.taskfile import Loaded
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 from hotloop.wanted import Wanted
 from tests.cpu.programs import a_task, labelled
@@ -357,12 +359,39 @@ def test_where_nothing_can_be_compiled_that_is_remembered(long, tmp_path, monkey
     (passed_over,) = (line for line in said if line.startswith("auto passes over compile=package: the step can't"))
     [verdict] = verdicts
     kept.remember(verdict)
-    [before] = kept.recall(verdict.fingerprint, verdict.machine, verdict.versions)[0]
-    assert before.timing.plan == Plan(compile="package").model_dump()
+    before = [one.timing for one in kept.recall(verdict.fingerprint, verdict.machine, verdict.versions)[0]]
+    assert {one.name for one in before} == {"compile=package", "compile=forward optimizer=fused"}
     said.clear()
-    lowered(task, AUTO, said.append, memory=weighing.Memory([before.timing]))
+    lowered(task, AUTO, said.append, memory=weighing.Memory(before))
     failure = passed_over.partition(": ")[2]
-    assert said == [f"auto passes over compile=package: it failed before ({failure})", "auto: optimizer=fused"]
+    assert said == [
+        f"auto passes over compile=package: it failed before ({failure})",
+        f"auto passes over compile=forward optimizer=fused: it failed before ({failure})",
+        "auto: optimizer=fused",
+    ]
+
+
+@pytest.mark.parametrize("gain", [0.0, 2.0], ids=["pays not", "pays"])
+def test_a_step_whose_update_can_t_be_captured_is_compiled_without_it_where_that_pays(
+    gain: float, long, pretended, found, monkeypatch
+) -> None:
+    """RAdam branches on its count; the capture that refuses it is real."""
+    found(compile__forward=2.0)
+    pretend, by, verdicts, said = settling.lower, weighing.Hope.by, list[Verdict](), list[str]()
+    real = lambda task, plan, *told: (hotloop.lower if plan.compile == "package" else pretend)(task, plan, *told)  # noqa: E731
+    monkeypatch.setattr(settling, "lower", real)
+    gains = {"package": 2.0, "forward": gain or None}
+    monkeypatch.setattr(weighing.Hope, "by", lambda hope, way: replace(by(hope, way), gain=gains[way]))
+    task = a_task(optimizer=lambda parameters: torch.optim.RAdam(parameters))
+    lowered(task, AUTO, said.append, memory=weighing.Memory(keep=verdicts.append))
+    assert any(line.startswith("auto passes over compile=package: the step can't be captured") for line in said)
+    assert pretended[-1] == (Plan(compile="forward") if gain else BASELINE)
+
+    # It is known the next time that the whole step can't be, also where nothing is known of the rest.
+    failed = [one for one in verdicts[0].plans if one.failure]
+    lowered(task, AUTO, said.append, memory=weighing.Memory(failed))
+    assert pretended[-1] == (Plan(compile="forward") if gain else BASELINE)
+    assert any(line.startswith("auto passes over compile=package: it failed before") for line in said)
 
 
 def test_without_memory_for_plans_side_by_side_nothing_is_compiled(long, pretended, monkeypatch) -> None:
@@ -440,6 +469,23 @@ def test_a_compilation_must_save_more_than_it_takes_with_its_proof() -> None:
     assert [hope.compilations for hope in hopes] == [0, 1, 2]
     assert weighing.Hope(300, 100.0, 2.0).compilations == 0  # 250 of 300 steps, each of which may be halved
     assert weighing.Hope(15_000, 3.0, 1.1).compilations == 2  # half a day
+
+
+def test_a_compilation_takes_no_more_than_a_third_of_the_time_until_the_run_is_to_stop() -> None:
+    hopes = [weighing.Hope(400_000, 1e-3, 2.0, compile_s=20.0, limit_s=limit_s) for limit_s in (90.0, 100.0, 200.0)]
+    assert [hope.compilations for hope in hopes] == [0, 1, 2]
+    assert str(hopes[0]).endswith("it may take 30 s, more than a third of the 90 s until stop-after")
+    assert "stop-after" not in str(hopes[1])
+
+
+def test_a_run_that_is_to_stop_before_a_compiler_would_be_done_trains_eagerly(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(settling.Settling, "run", lambda *given: pytest.fail("it compiles"))
+    task, said = a_task(epochs=10_000_000), list[str]()
+    given: dict[str, Any] = dict(plan="auto", axes={"device": "cpu"}, stop_after="0.5s", say=said.append)
+    run, _ = training.start(Loaded(task, None, {}), run=tmp_path / "run", **given)
+    training.go_on(run.path, task=task, **given)
+    assert run.plan == Plan(optimizer="fused")
+    assert len([line for line in said if line.endswith(" s until stop-after")]) == 2
 
 
 def test_race_and_proof_wait_for_their_batches_too() -> None:

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import hotloop
 from hotloop.lowering import packages
+from hotloop.lowering.capture import capture
 from hotloop.plan import Plan
 from hotloop.probe import machine
-from tests.cpu.programs import a_task, advance
+from tests.cpu.programs import a_task, advance, labelled
 
 PACKAGE = Plan(compile="package")
 
@@ -50,3 +52,28 @@ def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch:
     here = machine.processor()
     monkeypatch.setattr(machine, "processor", lambda: replace(here, model="another"))
     assert lowered() == [] and len(made) == 4  # compiled for another processor, it would end in an illegal instruction
+
+
+def test_a_package_that_can_t_be_loaded_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bytes] = []
+    make = packages._made
+    monkeypatch.setattr(packages, "_made", lambda *given: made.append(make(*given) if not made else made[0]) or made[0])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said: list[str] = []
+    for count in (1, 2, 2):
+        advance(hotloop.lower(a_task(), PACKAGE, said.append), 2)
+        assert len(made) == count
+        (path,) = packages.folder().iterdir()
+        if count == 1:
+            path.write_bytes(made[0][: len(made[0]) // 2])
+    assert path.read_bytes() == made[0]
+    assert len([line for line in said if line.startswith("the kept package can't be loaded, and is made anew: ")]) == 1
+
+
+def test_a_package_of_other_options_or_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = tuple(value[:5] for value in labelled())
+    captured = capture(hotloop.lower(a_task(), Plan())._step, batch, 5, {}, whole=True)
+    keys = [packages._key(captured, torch.device("cpu"), options) for options in ({}, {}, {"fallback_random": True})]
+    monkeypatch.setattr(packages, "__version__", "0.0.0")
+    keys.append(packages._key(captured, torch.device("cpu"), {}))
+    assert keys[0] == keys[1] and len(set(keys)) == 3

@@ -14,7 +14,8 @@ import pooch
 import torch
 from torch import Tensor
 
-from hotloop.errors import HotloopError
+from hotloop import __version__
+from hotloop.errors import HotloopError, blame
 from hotloop.files import write_atomic
 from hotloop.lowering.capture import Captured
 from hotloop.lowering.telling import Say
@@ -27,14 +28,20 @@ _KEPT = 64
 def packaged(
     captured: Captured, device: torch.device, options: dict[str, Any], say: Say
 ) -> Callable[[list[Tensor]], Any]:
-    """The captured step as a program, out of a package; one that can't be kept serves this time alone, which is said."""
+    """The captured step as a program, out of a package.
+
+    One that can't be kept serves this time alone, and one that can't be loaded is made anew; either is said.
+    """
     from torch._inductor.package import load_package
 
-    path = folder() / f"{_key(captured, device)}.pt2"
+    path = folder() / f"{_key(captured, device, options)}.pt2"
     if os.path.isfile(path):  # False, too, where nobody may look
         with suppress(OSError):  # somebody else's folder
             os.utime(path)
-        return load_package(str(path)).loader.run
+        try:
+            return load_package(str(path)).loader.run
+        except Exception as error:
+            say(f"the kept package can't be loaded, and is made anew: {blame(error)}")
     content = _made(captured, options)
     try:
         write_atomic(path, content)
@@ -72,7 +79,7 @@ def _forget_oldest(where: Path) -> None:
             path.unlink()
 
 
-def _key(captured: Captured, device: torch.device) -> str:
+def _key(captured: Captured, device: torch.device, options: dict[str, Any]) -> str:
     """What a package depends on: the graph with its constants, its inputs, the compiler, the processor, the threads."""
     inputs = [(tuple(value.shape), str(value.dtype), value.stride()) for value in captured.examples]
     constants = [
@@ -82,7 +89,8 @@ def _key(captured: Captured, device: torch.device) -> str:
     processor = machine.processor()  # it is compiled for this very one, and a home may be shared by many
     threads, in_order = torch.get_num_threads(), torch.get_deterministic_debug_mode() > 0
     known = (
-        *(captured.graph.code, baked, inputs, torch.__version__),
+        *(captured.graph.code, baked, inputs),
+        *(torch.__version__, __version__, sorted(options.items())),
         *(processor.model, processor.vectors, processor.kernels, threads, in_order, str(device)),
     )
     return hashlib.sha256(repr(known).encode()).hexdigest()
