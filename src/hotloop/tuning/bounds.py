@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hotloop.lowering import Program
 from hotloop.lowering.rewrites.conv_as_gemm import CACHED_BYTES, MOST_WEIGHTS
+from hotloop.lowering.rewrites.mm_by_onednn import multiplied_faster
 from hotloop.lowering.rewrites.walking import pair
 from hotloop.measuring.runner import Runner
 from hotloop.onlooker import Onlooker
@@ -102,10 +103,13 @@ class _Timing(Onlooker):
 
 
 def _stays(function: Any, args: Sequence[Any], rewrites: bool) -> bool:
-    """Whether a compiled step calls the same library for it; a convolution of small filters can be rewritten."""
+    """Whether a compiled step calls the same library for it; a convolution of small filters can be rewritten, and
+    a product where oneDNN is faster."""
     if function.namespace not in ("aten", "prim", "prims"):
         return True  # nobody knows what those of others do inside
     name = function.overloadpacket.__name__
+    if name in ("mm", "addmm") and rewrites and multiplied_faster(*args[-2:]):
+        return False
     if name.startswith("convolution"):
         return not (rewrites and _can_be_rewritten(name, args))
     return name in _LIBRARY or any(part in name for part in ("attention", "lstm", "linalg"))

@@ -34,12 +34,23 @@ def product_by_onednn(graph: GraphModule) -> int:
 
 def product_where_mkl_is_slow(graph: GraphModule) -> int:
     """Only where that is likely to be faster."""
-    return product_by_onednn(graph) if mkl_is_slow(machine.processor().model) else 0
+    return product_by_onednn(graph) if slow_here() else 0
 
 
 def mkl_is_slow(processor: str | None) -> bool:
     """Whether MKL leaves the widest instructions of this processor aside."""
     return "AMD" in (processor or "") and torch.backends.mkl.is_available()
+
+
+@cache
+def slow_here() -> bool:
+    return mkl_is_slow(machine.processor().model)
+
+
+def multiplied_faster(one: Tensor, other: Tensor) -> bool:
+    """Whether a product is likely to be faster here by oneDNN."""
+    large = one.dtype == torch.float32 and 2 * one.numel() * other.shape[-1] >= LEAST_FLOP
+    return large and slow_here()
 
 
 def _fits(node: Node) -> bool:

@@ -1,0 +1,103 @@
+"""`mm_by_onednn`: products of fp32 matrices by oneDNN, in compiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hotloop
+from hotloop.errors import PlanError
+from hotloop.lowering import lower
+from hotloop.lowering.facts import facts_of
+from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.rewrites import mm_by_onednn
+from hotloop.lowering.rewrites.walking import written
+from hotloop.parity import prove
+from hotloop.plan import Plan
+from hotloop.probe import here
+from hotloop.tuning import bounds
+from hotloop.tuning.candidates import rewriting_changes
+from hotloop.verdicts import TRUSTED
+
+WIDTH = 128
+
+
+class Several(nn.Module):
+    """Products of several kinds: with and without bias, by a transposed matrix, by a part of one, of a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.plain = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.free = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH) / WIDTH**0.5)
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.plain(self.first(x).relu())
+        alike = x.t() @ x / len(x)
+        shifted = (x @ self.free[:, WIDTH:]).mean()  # its gradient is one number everywhere, without a place of its own
+        return self.out(x @ self.free[:, :WIDTH] + x @ alike) + shifted
+
+
+def task(model: Callable[[], nn.Module] = Several, **fields: Any) -> hotloop.Task:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(640, WIDTH, generator=generator)
+    given: dict[str, Any] = dict(
+        model=model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.Adam(p, lr=1e-3),
+        data=(x, x[:, :3].argmax(1)),
+        batch_size=128,
+        epochs=8,
+    )
+    return hotloop.Task(**(given | fields))
+
+
+NAMED = Plan(device="cpu", compile="step", rewrites="mm_by_onednn")
+
+
+def test_products_of_all_kinds_are_found_and_come_to_the_same() -> None:
+    """Six forward and eleven backward; the last layer's are small."""
+    said: list[str] = []
+    lower(task(), NAMED, said.append).close()
+    assert "rewrote the step: mm_by_onednn 17" in said
+    assert prove(task(), NAMED).parity in TRUSTED
+
+
+def test_a_package_has_them_too() -> None:
+    assert prove(task(), NAMED.with_axes(compile="package")).parity in TRUSTED
+
+
+def test_a_product_that_is_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(graph: Any, node: Any, function: Any, *given: Any) -> Any:
+        return written(graph, node, lambda *values: 1.0001 * function(*values), *given)
+
+    monkeypatch.setattr(mm_by_onednn, "written", off)
+    assert prove(task(), NAMED).parity == "broken"
+
+
+@pytest.mark.parametrize(
+    "model", [lambda: nn.Linear(WIDTH, 3), lambda: nn.Linear(WIDTH, WIDTH).double()], ids=["small", "in fp64"]
+)
+def test_where_there_is_none_to_win_by_that_is_said(model: Callable[[], nn.Module]) -> None:
+    x, y = task().data
+    data = (x.to(next(model().parameters()).dtype), y)
+    with pytest.raises(PlanError, match="a product of two matrices in fp32 that takes 2 MFLOP or more"):
+        lower(task(model, data=data), NAMED)
+
+
+@pytest.mark.parametrize(("processor", "slow"), [("AMD EPYC", True), ("Intel(R) Xeon(R)", False), (None, False)])
+def test_all_has_it_where_mkl_is_slow(processor: str | None, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: mm_by_onednn.mkl_is_slow(processor))
+    machine = here("cpu")
+    hardware = replace(machine, processor=replace(machine.processor, model=processor))
+    facts = facts_of(Ingredients.of(task(), Plan()))
+    assert bool(rewriting_changes(facts, hardware, Plan(device="cpu", compile="step"))) is slow
+    function, args = torch.ops.aten.mm.default, (torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH))
+    assert bounds._stays(function, args, True) is not slow
+    assert bounds._stays(function, args, False)
