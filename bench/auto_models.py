@@ -3,9 +3,9 @@
     .venv-bench/bin/python -m bench.auto_models                       about an hour; Ctrl-C, and the same command goes on
     .venv-bench/bin/python -m bench.auto_models bert vit --seconds 20
 
-For each network, in a process of its own: `tune` looks for the fastest plan that is proven equal. Then the baseline, what
-`auto` takes for itself (by its rules, and what it compiles, races and proves), and what was found race once more, since
-the winner of a search owes a part of its figure to luck. That race gets more time until it has pairs enough for an
+For each network, in a process of its own: `tune` looks for the fastest plan that is proven equal. Then, in another one that
+finds nothing compiled, the baseline, what `auto` takes for itself (by its rules, and what it compiles, races and proves),
+and what was found race once more, since the winner of a search owes a part of its figure to luck. That race gets more time until it has pairs enough for an
 interval. What `tune` raced and left out stands below each. A network, or a plan of that last race, that fails or can't be
 measured is named, and so is one that is slower than the baseline; then the exit code is 1. The same command tries again
 what failed.
@@ -16,14 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.claim import circumstances, write_claim
+from bench.speed.caching import caches
 from bench.speed.journal import Journal, Row
 from bench.speed.table import rows as table
 from bench.speed.workloads import HOME
@@ -48,24 +51,50 @@ _SPARE = 1.25
 FOUND, RULES = "tuned", "auto"
 
 
-def raced(name: str, seconds: float) -> dict[str, Any]:
-    """One network: the search, and the race after it."""
+def searched(name: str, seconds: float) -> Verdict:
+    """What `tune` finds for one network."""
     import hotloop
-    from bench.zoo import SAMPLES, task
+    from bench.zoo import task
 
-    epochs = STEPS * 16 // SAMPLES
-    until = time.monotonic() + 0.9 * LIMIT_S
-    searched = hotloop.tune(task(name, epochs), device="cpu", time_limit=f"{2 * seconds:g}s", progress=False)
-    plan = Plan(**searched.plan(searched.winner or searched.baseline).plan)
-    rivals: list[Any] = ["baseline", RULES]
-    if plan != BASELINE:
-        rivals.append(plan)
+    return hotloop.tune(task(name, _epochs()), device="cpu", time_limit=f"{2 * seconds:g}s", progress=False)
+
+
+def raced(name: str, seconds: float, plan: Plan) -> Verdict:
+    """The baseline, what `auto` takes for itself, and the plan that was found."""
+    import hotloop
+    from bench.zoo import task
+
+    rivals: list[Any] = ["baseline", RULES, *([plan] if plan != BASELINE else [])]
+    return hotloop.race(task(name, _epochs()), rivals, devices=["cpu"], time_limit=f"{seconds:g}s", progress=False)
+
+
+def _epochs() -> int:
+    from bench.zoo import SAMPLES
+
+    return STEPS * 16 // SAMPLES
+
+
+def searched_and_raced(name: str, seconds: float) -> dict[str, Any]:
+    """One network: the search, and the race after it; or why it failed."""
+    began = time.monotonic()
+
+    def left_s() -> float:
+        return max(1.0, began + LIMIT_S - time.monotonic())
 
     def race(race_s: float) -> Verdict:
-        return hotloop.race(task(name, epochs), rivals, devices=["cpu"], time_limit=f"{race_s:g}s", progress=False)
+        with TemporaryDirectory() as folder:
+            return in_own_process(name, race_s, left_s(), plan, caches(Path(folder)))
 
-    verdict = until_measured(race, seconds, until)
-    return {"searched": searched.model_dump(), "verdict": verdict.model_dump(), "plan": plan.brief()}
+    try:
+        found = in_own_process(name, seconds, left_s())
+        plan = Plan(**found.plan(found.winner or found.baseline).plan)
+        verdict = until_measured(race, seconds, began + 0.9 * LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"failure": f"not done within {LIMIT_S} s"}
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if line.strip()]
+        return {"failure": lines[-1][:300] if lines else f"ended with {error.returncode}"}
+    return {"searched": found.model_dump(), "verdict": verdict.model_dump(), "plan": plan.brief()}
 
 
 def until_measured(race: Callable[[float], Verdict], seconds: float, until: float) -> Verdict:
@@ -84,16 +113,21 @@ def until_measured(race: Callable[[float], Verdict], seconds: float, until: floa
         seconds = longer_s
 
 
-def in_own_process(name: str, seconds: float) -> dict[str, Any]:
+def in_own_process(
+    name: str, seconds: float, limit_s: float, plan: Plan | None = None, environment: Mapping[str, str] | None = None
+) -> Verdict:
+    """The search for a plan; where there is one, the race with it.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+        subprocess.TimeoutExpired: it took longer than `limit_s`.
+    """
     command = [sys.executable, "-m", "bench.auto_models", name, "--seconds", str(seconds), "--one"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return {"failure": f"not done within {LIMIT_S} s"}
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"failure": lines[-1][:300] if lines else f"ended with {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])
+    command.append("" if plan is None else plan.model_dump_json())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit_s, check=True, env={**os.environ, **(environment or {})}
+    )
+    return Verdict(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def timings(row: Row) -> dict[str, Row]:
@@ -137,7 +171,8 @@ def markdown(measured: Sequence[Row]) -> str:
     head = ("network", "baseline's step", "run", "auto", "run", "plan", "found by tune", "run", "plan")
     about = (
         "Times as fast as the baseline, by the step alone, with 99 % intervals. A run is all of its steps with what it"
-        " takes to start and compile. What failed or wasn't measured is in no mean.\n"
+        " takes to start and compile: auto finds nothing compiled, and what tune found may find what auto compiled."
+        " What failed or wasn't measured is in no mean.\n"
     )
     unknown = [*failures(measured), *unmeasured(measured)]
     parts = [about, *table(head, [*cells, means]), "", *(f"- {line}" for line in unknown)]
@@ -222,12 +257,14 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.add_argument("--journal", type=Path, default=HOME / "auto-models.jsonl")
     parser.add_argument("--record", action="store_true", help="write a claim")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := [name for name in options.models if name not in NAMES]:
         parser.error(f"{', '.join(unknown)}: the networks are {', '.join(NAMES)}")
-    if options.one:
-        print(json.dumps(raced(options.models[0], options.seconds)))
+    if options.one is not None:
+        one = options.models[0], options.seconds
+        verdict = raced(*one, Plan(**json.loads(options.one))) if options.one else searched(*one)
+        print(json.dumps(verdict.model_dump()))
         return 0
     try:
         now = circumstances()
@@ -243,7 +280,7 @@ def main() -> int:
         for name in asked:
             done = latest(journal.of(model=name))
             if not done or failures(done) or unmeasured(done):
-                journal.add({"model": name}, **in_own_process(name, options.seconds))
+                journal.add({"model": name}, **searched_and_raced(name, options.seconds))
                 row = journal.rows[-1]
                 print("; ".join(failures([row])) or f"{name}: {row['plan']}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:

@@ -38,6 +38,8 @@ from bench.speed.turns import WARMING, Session, grouped, in_turns
 from bench.speed.whole import lanes_of, whole_runs, whole_table, whole_targets
 from bench.speed.workloads import WORKLOADS
 from hotloop.errors import HotloopError
+from hotloop.plan import Plan
+from hotloop.verdicts import Timing, Verdict
 
 PEER = """
 import os, sys, time
@@ -688,8 +690,30 @@ def test_strangers_are_searched_and_raced_on_the_cpu(monkeypatch: pytest.MonkeyP
     verdict = SimpleNamespace(winner=None, baseline="b", plan=lambda name: timing_, plans=[timing_], model_dump=dict)
     monkeypatch.setattr("hotloop.tune", lambda task, *, device, **_: asked.append(device) or verdict)
     monkeypatch.setattr("hotloop.race", lambda task, rivals, *, devices, **_: asked.append(devices) or verdict)
-    auto_models.raced("bert", 1.0)
+    auto_models.searched("bert", 1.0)
+    auto_models.raced("bert", 1.0, Plan())
     assert asked == ["cpu", ["cpu"]]
+
+
+def test_a_race_of_strangers_finds_nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the search before it nor of a shorter race."""
+    about: dict[str, Any] = dict(task="bert", fingerprint="", steps=None, machine="", versions={}, seconds=1.0)
+    alone = Verdict(
+        plans=[Timing(name="baseline", plan=Plan().model_dump())], baseline="baseline", winner=None, **about
+    )
+    kept: list[list[Path]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        if command[-1]:
+            kept.append([Path(env[name]) for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR")])
+            assert not [path for place in kept[-1] for path in place.rglob("*") if path.is_file()]
+        return SimpleNamespace(stdout=json.dumps(alone.model_dump()))
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr(auto_models, "until_measured", lambda race, seconds, until: [race(seconds), race(seconds)][1])
+    assert auto_models.searched_and_raced("bert", 1.0)["plan"] == "baseline"
+    assert len({path for places in kept for path in places}) == 6
+    assert not any(path.exists() for places in kept for path in places)
 
 
 def test_a_race_gets_more_time_until_there_are_pairs_enough() -> None:
@@ -713,7 +737,7 @@ KINDS = {"fails": {"failure": "it broke"}, "too few": unknown("bert"), "fine": s
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bench_of_strangers_fails_where_one_does_and_tries_it_again(kind: str, tmp_path: Path, monkeypatch) -> None:
     given = [{key: value for key, value in KINDS[each].items() if key != "model"} for each in (kind, "fine")]
-    monkeypatch.setattr(auto_models, "in_own_process", lambda name, seconds: given.pop(0))
+    monkeypatch.setattr(auto_models, "searched_and_raced", lambda name, seconds: given.pop(0))
     monkeypatch.setattr("sys.argv", ["auto_models", "bert", "--journal", str(tmp_path / "journal.jsonl")])
     assert auto_models.main() == (kind != "fine")
     assert auto_models.main() == 0
