@@ -21,9 +21,9 @@ from hotloop.parity import prove_programs
 from hotloop.parity.needs import needed_bytes
 from hotloop.plan import Plan
 
-x = torch.randn(64, 1500)
+x = torch.randn(64, 2000)
 task = hotloop.Task(
-    model=lambda: nn.Linear(1500, 1500, bias=False),
+    model=lambda: nn.Linear(2000, 2000, bias=False),
     loss=nn.MSELoss(),
     optimizer=lambda p: torch.optim.OPTIMIZER,
     data=(x, x),
@@ -39,14 +39,14 @@ print(json.dumps([found.parity, peak - before, needed]))
 """
 
 
-@pytest.mark.parametrize("optimizer", ["Adam(p)", "SGD(p, lr=0.1)"])
+@pytest.mark.parametrize("optimizer", ["Adam(p)", "SGD(p, lr=0.1, momentum=0.9)"])
 def test_it_takes_as_much_as_it_says(optimizer: str) -> None:
     script = PROOF.replace("OPTIMIZER", optimizer)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     parity, taken, needed = json.loads(done.stdout)
     assert parity == "bitwise"
-    assert 0.7 < taken / needed < 1.1
+    assert 0.6 < taken / needed < 1.15
 
 
 def test_none_is_begun_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:

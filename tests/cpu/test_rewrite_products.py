@@ -20,8 +20,7 @@ from hotloop.lowering.rewrites.walking import written
 from hotloop.parity import prove
 from hotloop.plan import Plan
 from hotloop.probe import here
-from hotloop.tuning import bounds
-from hotloop.tuning.candidates import rewriting_changes
+from hotloop.tuning import bounds, candidates
 from hotloop.verdicts import TRUSTED
 
 WIDTH = 128
@@ -93,11 +92,12 @@ def test_where_there_is_none_to_win_by_that_is_said(model: Callable[[], nn.Modul
 @pytest.mark.parametrize(("processor", "slow"), [("AMD EPYC", True), ("Intel(R) Xeon(R)", False), (None, False)])
 def test_all_has_it_where_mkl_is_slow(processor: str | None, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(candidates, "mkl_is_slow", mm_by_onednn.mkl_is_slow)
     monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: mm_by_onednn.mkl_is_slow(processor))
     machine = here("cpu")
     hardware = replace(machine, processor=replace(machine.processor, model=processor))
     facts = facts_of(Ingredients.of(task(), Plan()))
-    assert bool(rewriting_changes(facts, hardware, Plan(device="cpu", compile="step"))) is slow
+    assert bool(candidates.rewriting_changes(facts, hardware, Plan(device="cpu", compile="step"))) is slow
     function, args = torch.ops.aten.mm.default, (torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH))
     assert bounds._stays(function, args, True) is not slow
     assert bounds._stays(function, args, False)

@@ -10,11 +10,12 @@ from hotloop.data.tree import tensors
 from hotloop.lowering import Program
 from hotloop.probe.room import room_bytes, size
 
-_WIDE = 2
-"""Float64 takes so many times what fp32 does."""
+_WEIGHTS, _STATE = 40, 25
+"""Times the bytes of the weights and of the optimizer's state that a proof takes, as measured: float64 takes twice what fp32
+does, and steps are kept in it, of the truth, the baseline and the plan."""
 
-_SEEN, _STATES = 3, 5
-"""Of a step that is kept in float64: gradients, updates and the optimizer's state; and of States: so many at a time."""
+_PROGRAMS = 3
+"""Times what a Program holds: the baseline, and the truth in float64."""
 
 _SAFE = 0.95
 
@@ -32,9 +33,8 @@ def lacking(programs: Sequence[Program]) -> str:
 def needed_bytes(programs: Sequence[Program]) -> dict[torch.device, int]:
     """Of the host and of where they compute, beside what they hold themselves; what activations take isn't counted."""
     weights, state = _held(programs[0])
-    kept = _SEEN * _WIDE * (2 * weights + state) + _STATES * (weights + state)
-    kept += (len(programs) - 1) * (weights + state)
-    beside = (1 + _WIDE) * (2 * weights + state)  # the baseline and the truth, with their gradients
+    beside = _PROGRAMS * (2 * weights + state)  # with their gradients
+    kept = _WEIGHTS * weights + _STATE * state - beside + (len(programs) - 1) * (weights + state)
     found = {torch.device("cpu"): kept}
     found[programs[0].device] = found.get(programs[0].device, 0) + beside
     return found
