@@ -323,6 +323,7 @@ class _Loop:
 
     def _begin_epoch(self) -> None:
         self._read, self._train_s, self._steps, self._samples = (0.0, 0.0), 0.0, 0, 0
+        self.program.look_again(self.callbacks)
 
     @property
     def _reserve_s(self) -> float:

@@ -27,9 +27,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 from hotloop.data.tree import flatten
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.accumulation import accumulate_on_device
+from hotloop.lowering.constants import check_constants, same_constants
 from hotloop.lowering.hooked import bare_step, hooked_optimizer
-from hotloop.lowering.hyper import held_by, hyper_of, put, raw
-from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.hyper import held_by, hyper_of, put
+from hotloop.lowering.rewound import no_rewound_draws
+from hotloop.lowering.side_effects import no_side_effects, no_side_effects_of_update, refused
 from hotloop.lowering.step import EagerStep
 from hotloop.task import Computed, hooked_parameter
 
@@ -84,23 +86,36 @@ def step_tensors(step: EagerStep, hyper: dict[str, Tensor], *, whole: bool) -> V
 def capture(
     step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool, singly: bool = True
 ) -> Captured:
-    """The graph of one step on batches like `batch`; nothing is computed, and nothing changes.
+    """The graph of one step on batches like `batch`; nothing is computed, and nothing changes. See `Capture`."""
+    return Capture(step, samples, hyper, whole=whole, singly=singly).twice(batch)
+
+
+class Capture:
+    """How a step becomes a graph, and again in the same way later.
 
     Args:
         hyper: a float64 for each of the optimizer's numbers that may change, by place; the others become constants.
         whole: clipping, update and average too.
         singly: the update parameter by parameter, for a compiler that fuses it; else as the optimizer is set.
-
-    Raises:
-        PlanError: the step can't be captured, or would not be the same step after step.
     """
-    _check_hooks(step, whole=whole)
-    tracer = _Tracer(step, samples, whole, singly)
-    values = (step_tensors(step, hyper, whole=whole), batch)
-    first, second = (tracer.trace(values) for _ in range(2))
-    if first.graph.code != second.graph.code:
-        raise _refused("two runs of it do different operations", "a step that is the same each time")
-    return second
+
+    def __init__(
+        self, step: EagerStep, samples: int, hyper: dict[str, Tensor], *, whole: bool, singly: bool = True
+    ) -> None:
+        _check_hooks(step, whole=whole)
+        self._step, self._hyper, self._whole = step, hyper, whole
+        self._tracer = _Tracer(step, samples, whole, singly)
+
+    def once(self, batch: Any) -> Captured:
+        """Raises PlanError where the step can't be captured."""
+        return self._tracer.trace((step_tensors(self._step, self._hyper, whole=self._whole), batch))
+
+    def twice(self, batch: Any) -> Captured:
+        """Raises PlanError, too, where the step would not be the same step after step."""
+        first, second = self.once(batch), self.once(batch)
+        if first.graph.code != second.graph.code or not same_constants(first.graph, second.graph):
+            raise refused("two runs of it do different operations", "a step that is the same each time")
+        return second
 
 
 class _Tracer:
@@ -115,23 +130,22 @@ class _Tracer:
         leaves, unflatten = flatten(values)
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         if others:
-            raise _refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
+            raise refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
         examples = [mode.from_tensor(leaf, static_shapes=True) for leaf in leaves]
-        before = _attributes(self.step.parts)
         drawn = _drawn()
         try:
-            with mode, _tracing(examples):
+            with mode, _tracing(examples), no_rewound_draws(self.step.parts.device):
                 run = make_fx(lambda *flat: self.run(*unflatten(flat)), _WRITTEN_OUT)
                 graph = run(*examples)
         except PlanError:
             raise
         except Exception as error:
-            raise _refused(blame(error), "tensor operations that don't ask for a tensor's value") from error
+            raise refused(blame(error), "tensor operations that don't ask for a tensor's value") from error
         if drawn != _drawn():
-            raise _refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
-        _check_attributes(before, _attributes(self.step.parts))
+            raise refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
         check_draws(graph)
+        check_constants(graph, leaves)
         _spell_out_factors(graph)
         _draw_in_order_of_memory(graph)
         return Captured(graph, examples, self.scalars, self.gradients)
@@ -157,9 +171,9 @@ class _Tracer:
             torch.enable_grad(),
             _reparametrize_module(parts.model, {**live, **buffers}, tie_weights=True),
             _reparametrize_module(loss, values["loss"]),
+            no_side_effects(parts.model, {"loss": parts.task.loss, "step": parts.task.step}),
         ):
             computed = self.compute(batch, backward)
-            _check_buffers(parts.model, buffers)
         self.scalars = tuple(computed.scalars)
         outputs = (computed.loss.detach(), *(value.detach() for value in computed.scalars.values()))
         if not self.whole:
@@ -205,11 +219,9 @@ class _Tracer:
                     put(optimizer, place, _number(optimizer, place, values["hyper"][place], now))
                 elif isinstance(held, Tensor):
                     put(optimizer, place, now)
-            given = {place: raw(optimizer, place) for place in self.numbers}
             step.clip([value for group in optimizer.param_groups for value in group["params"]])
-            bare_step(type(optimizer).step)(optimizer)
-            _check_state(swapped, {parameters[name]: name for name in parameters}, values["state"])
-            _check_numbers(optimizer, given)
+            with no_side_effects_of_update(optimizer, {id(value): name for name, value in parameters.items()}):
+                bare_step(type(optimizer).step)(optimizer)
         finally:
             optimizer.state = state
             for group, original in zip(optimizer.param_groups, groups, strict=True):
@@ -301,7 +313,7 @@ def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: fl
     number, key, *_ = place.split("/")
     if optimizer.param_groups[int(number)].get("fused"):
         if key != "lr":
-            raise _refused(
+            raise refused(
                 f"the schedule changes {key}, and a fused update takes the learning rate alone from the device",
                 "a schedule of the learning rate, such as OneCycleLR(..., cycle_momentum=False)",
                 fix="change the schedule, or choose optimizer=foreach",
@@ -315,83 +327,27 @@ def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: fl
     return found
 
 
-def _refused(why: str, expected: str, fix: str = "mend that line, or choose compile=none and graphs=none") -> PlanError:
-    return PlanError(f"the step can't be captured as one graph: {why}", expected=expected, fix=fix)
-
-
 def _check_hooks(step: EagerStep, *, whole: bool) -> None:
     """The graph has tensors in place of the parameters, and of the update what the optimizer's class computes."""
     if (name := hooked_parameter(step.parts.model)) is not None:
-        raise _refused(
+        raise refused(
             f"the parameter {name!r} has a hook on its gradient, which would not be called",
             "parameters without hooks of their own",
             fix="take the hook off, or choose compile=none and graphs=none",
         )
     if whole and (found := hooked_optimizer(step.optimizer)) is not None:
-        raise _refused(
+        raise refused(
             f"there is {found}, which would not be called",
             "an optimizer whose class says all that an update does",
             fix="choose compile=forward, which leaves the update out, or compile=none; and graphs=none",
         )
 
 
-def _attributes(parts: Ingredients) -> dict[tuple[str, str], Any]:
-    """The plain values that the modules of model and loss hold beside their tensors, by owner and name."""
-    plain = bool | int | float | str | None
-    return {
-        (owner, f"{name}.{key}".removeprefix(".")): value
-        for owner, root in (("model", parts.model), ("loss", parts.task.loss))
-        if isinstance(root, nn.Module)
-        for name, module in root.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, plain) and key not in _OF_ANY_MODULE
-    }
-
-
-_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
-
-
-def _check_attributes(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> None:
-    for place, value in after.items():
-        if place not in before or (before[place] is not value and before[place] != value):
-            owner, name = place
-            raise _refused(
-                f"it changes the attribute {name!r} of the {owner}, which would happen once", "a buffer for it"
-            )
-
-
 def check_draws(graph: GraphModule) -> None:
     """cuDNN's recurrent layers draw from a state of their own, which would not follow from the step's seed."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._cudnn_rnn.default):
         if node.args[_CUDNN_DROPOUT]:
-            raise _refused("cuDNN's recurrent layers with dropout draw from a state of their own", "dropout as a layer")
+            raise refused("cuDNN's recurrent layers with dropout draw from a state of their own", "dropout as a layer")
 
 
 _CUDNN_DROPOUT = [one.name for one in torch.ops.aten._cudnn_rnn.default._schema.arguments].index("dropout")
-
-
-def _check_buffers(model: nn.Module, given: dict[str, Tensor]) -> None:
-    """A buffer that is replaced, rather than changed in place, would stay as it was."""
-    for name, value in model.named_buffers():
-        if name in given and value is not given[name]:
-            raise _refused(f"it replaces the buffer {name!r} by another tensor", "a buffer that is changed in place")
-
-
-def _check_numbers(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-    """The optimizer reads the numbers of its groups, which a schedule alone changes."""
-    for place, value in given.items():
-        now = raw(optimizer, place)
-        plain = all(isinstance(one, int | float) for one in (value, now))  # no symbol of the tracer's
-        if now is not value and not (plain and now == value):
-            raise _refused(
-                f"the optimizer changes its own {place.split('/')[1]!r}, which would happen once",
-                "an optimizer that counts in tensors of its state",
-            )
-
-
-def _check_state(state: Any, names: dict[Tensor, str], given: dict[str, dict[str, Tensor]]) -> None:
-    """The optimizer keeps the tensors that it has."""
-    for parameter, name in names.items():
-        for key, value in state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value is not given.get(name, {}).get(key):
-                raise _refused(f"the optimizer replaces its {key!r} of {name!r}", "an optimizer that updates in place")

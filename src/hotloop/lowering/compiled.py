@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hotloop.data.tree import batch_length, tensors
 from hotloop.errors import PlanError, blame
-from hotloop.lowering.capture import Captured, capture, step_tensors
+from hotloop.lowering.again import Again
+from hotloop.lowering.capture import Capture, Captured, step_tensors
 from hotloop.lowering.hosted import host
 from hotloop.lowering.hyper import Hyper, Moved, hyper_of
 from hotloop.lowering.indices import Indices
@@ -42,7 +43,9 @@ class CompiledStep(EagerStep):
         self._captured: Captured | None = None
         self._hyper = Hyper(self.optimizer, {})
         self._indices: Indices | None = None
-        self._bound: list[Tensor] | None = None
+        self._bound: list[Tensor] | None = None  # parameters first
+        self._again: Again | None = None
+        self._held = list(parts.model.parameters())
         self._signature: Any = ()
         self._given = self._samples = 0
         self._told: set[str] = set()
@@ -76,12 +79,18 @@ class CompiledStep(EagerStep):
         cells = {place: torch.zeros((), dtype=torch.float64) for place in sorted(varying)}
         self._hyper = Hyper(self.optimizer, cells)
         self._given = len(list(tensors(batch)))
-        self._captured = capture(self, batch, batch_length(batch), cells, whole=self.whole)
+        self._captured = self._capture(batch, cells)
         if self.parts.device.type == "cpu":
             self._indices = Indices(self._captured, self._given)
         self._rewrite(self._captured)
         self._runner = built(self._captured, self.parts)
         self._signature, self._samples = signature(batch), batch_length(batch)
+
+    def _capture(self, batch: Any, cells: dict[str, Tensor], singly: bool = True) -> Captured:
+        capture = Capture(self, batch_length(batch), cells, whole=self.whole, singly=singly)
+        captured = capture.twice(batch)
+        self._again = Again(captured, capture.once)
+        return captured
 
     def _rewrite(self, captured: Captured) -> None:
         which = self.parts.plan.rewrites
@@ -95,6 +104,22 @@ class CompiledStep(EagerStep):
         """Notes that tensors of the optimizer's state were replaced."""
         self._bound = None
 
+    def look_again(self) -> None:
+        """Looks before the next batch that it was compiled for whether the step still does the same."""
+        if self._again is not None:
+            self._again.due = True
+
+    def _is_another(self, batch: Any) -> bool:
+        """Whether the step does something else than what was compiled; looks where that is due."""
+        if self._again is None or not self._again.differs(batch):
+            return False
+        self._tell(
+            "another",
+            "a callback changes what the step does, which was compiled before: from here on steps run eagerly",
+        )
+        self.run_eagerly()
+        return True
+
     def run_eagerly(self) -> None:
         """From now on, operation by operation, so that hooks of modules see what happens."""
         self._runner = None
@@ -103,7 +128,7 @@ class CompiledStep(EagerStep):
         """Runs step number `step`; returns the loss, 0-dim, on the device."""
         if self._runner is None or signature(batch) != self._signature or not self._knows_numbers():
             return self._run_eagerly(batch, samples, step)
-        if not self._is_bound():
+        if not self._is_bound() or self._is_another(batch):
             return self._run_eagerly(batch, samples, step)
         flat = [*self._bound, *tensors(batch)]  # type: ignore[misc]
         if self._indices is not None and not self._indices.within(flat):
@@ -161,6 +186,10 @@ class CompiledStep(EagerStep):
                 self.parts.model.get_parameter(name).grad = value
             self._clip_unscaled()
             self._update()
+            if any(
+                one.data_ptr() != other.data_ptr() for one, other in zip(self._bound or (), self._held, strict=False)
+            ):
+                self._bound = None  # by `parameter.data = ...`
         self.step_schedule()
         if not self.whole and self.average:
             self.update_average(list(self.average.values()), self._averaged)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hotloop.data.tree import batch_length, map_tensors, tensors
 from hotloop.errors import PlanError, blame, out_of_memory
-from hotloop.lowering.capture import capture, step_tensors
+from hotloop.lowering.capture import step_tensors
 from hotloop.lowering.compiled import CompiledStep, alike, built, signature
 from hotloop.lowering.hyper import Hyper, Moved
 from hotloop.lowering.ingredients import Ingredients
@@ -59,7 +59,7 @@ class GraphedStep(CompiledStep):
         self._hyper = Hyper(self.optimizer, rows[0])
         self._set_cells([list(self._hyper.now().values())] * self.at_once)
         compiles = plan.compile != "none"
-        captured = capture(self, self._batches[0], batch_length(batch), rows[0], whole=True, singly=compiles)
+        captured = self._capture(self._batches[0], rows[0], singly=compiles)
         self._captured = captured = lift(captured)
         self._runner = built(captured, self.parts) if compiles else lambda flat: captured.graph(*flat)
         self._static = self._tensors()
@@ -91,7 +91,7 @@ class GraphedStep(CompiledStep):
 
     def _can_replay(self, group: Sequence[tuple[Any, int]]) -> bool:
         fits = len(group) in self._recordings and all(signature(batch) == self._signature for batch, _ in group)
-        return fits and self._knows_numbers() and self._is_bound()
+        return fits and self._knows_numbers() and self._is_bound() and not self._is_another(group[0][0])
 
     def _replay(self, group: Sequence[tuple[Any, int]], step: int) -> Tensor:
         """Runs steps on a group of batches, as many as there is a recording of; returns the last loss."""

@@ -72,13 +72,6 @@ def held_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
                     yield (f"{number}/{key}" if place is None else f"{number}/{key}/{place}"), item
 
 
-def raw(optimizer: torch.optim.Optimizer, place: str) -> Any:
-    """What stands at a place, be it a number or not."""
-    number, key, *rest = place.split("/")
-    value = optimizer.param_groups[int(number)][key]
-    return value[int(rest[0])] if rest else value
-
-
 def put(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
     """Puts another value at a place."""
     number, key, *rest = place.split("/")

@@ -18,6 +18,7 @@ from hotloop import __version__
 from hotloop.errors import HotloopError, blame
 from hotloop.files import write_atomic
 from hotloop.lowering.capture import Captured
+from hotloop.lowering.constants import contents_of
 from hotloop.lowering.telling import Say
 from hotloop.probe import machine
 
@@ -82,10 +83,7 @@ def _forget_oldest(where: Path) -> None:
 def _key(captured: Captured, device: torch.device, options: dict[str, Any]) -> str:
     """What a package depends on: the graph with its constants, its inputs, the compiler, the processor, the threads."""
     inputs = [(tuple(value.shape), str(value.dtype), value.stride()) for value in captured.examples]
-    constants = [
-        getattr(captured.graph, str(node.target)) for node in captured.graph.graph.nodes if node.op == "get_attr"
-    ]
-    baked = [hashlib.sha256(repr(value.tolist()).encode()).hexdigest() for value in constants]
+    baked = contents_of(captured.graph)
     processor = machine.processor()  # it is compiled for this very one, and a home may be shared by many
     threads, in_order = torch.get_num_threads(), torch.get_deterministic_debug_mode() > 0
     known = (

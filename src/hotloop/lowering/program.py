@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hotloop.data.feed import Feed
 from hotloop.data.tree import batch_length, to_device
 from hotloop.errors import CheckpointError
+from hotloop.lowering.again import any_of_users
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
 from hotloop.parallel.waiting import Spent
@@ -151,6 +152,11 @@ class Program:
 
     def heed(self, reason: Callable[[], str | None]) -> None:
         """Says how to ask why to stop, if there is a reason: for who may wait for others within a step. Nobody does here."""
+
+    def look_again(self, callbacks: Iterable[Any]) -> None:
+        """Has a compiled step see whether it still does what was compiled, if one of these callbacks is the user's."""
+        if any_of_users(callbacks):
+            self._step.look_again()
 
     def seed_all(self) -> None:
         """From now on, seeds Python's and NumPy's generators at each step, drawn from or not."""

@@ -184,6 +184,9 @@ class EagerStep:
     def rebind(self) -> None:
         """Notes that a State was restored, and tensors of the optimizer's state replaced."""
 
+    def look_again(self) -> None:
+        """Has a compiled step see, before the next batch, whether it still does what was compiled."""
+
     def run_eagerly(self) -> None:
         """From now on, operation by operation, so that hooks of modules see what happens."""
 

@@ -1,0 +1,45 @@
+"""Whether a step still does what was compiled, where callbacks may have changed what it reads beside its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hotloop.errors import PlanError
+from hotloop.lowering.capture import Captured
+from hotloop.lowering.constants import contents_of
+
+
+class Again:
+    """What a step did when it was captured, to be held against what it does when it is due.
+
+    Args:
+        captured: before anything is rewritten in it.
+        trace: captures the step anew, on such a batch.
+
+    Attributes:
+        due: whether to look before the next step.
+    """
+
+    def __init__(self, captured: Captured, trace: Callable[[Any], Captured]) -> None:
+        self._before, self._trace = _told_apart(captured), trace
+        self.due = False
+
+    def differs(self, batch: Any) -> bool:
+        """Looks where that is due, which takes as long as half a capture; False elsewhere."""
+        if not self.due:
+            return False
+        self.due = False
+        try:
+            return _told_apart(self._trace(batch)) != self._before
+        except PlanError:  # it can't be captured any more
+            return True
+
+
+def any_of_users(callbacks: Iterable[Any]) -> bool:
+    """Whether one of them is not hotloop's own, such as a progress bar."""
+    return any(not str(getattr(one, "__module__", "")).startswith("hotloop.") for one in callbacks)
+
+
+def _told_apart(captured: Captured) -> tuple[Any, ...]:
+    return captured.graph.code, contents_of(captured.graph), captured.scalars, captured.gradients
