@@ -254,6 +254,39 @@ def test_a_count_that_is_stale_is_seen() -> None:
     assert not torch.equal(numbers(step.flat), first)
 
 
+def test_counts_that_come_apart_give_each_parameter_its_own_numbers() -> None:
+    step = Step(a_task(optimizer=torch.optim.Adam))
+    hosted, numbers = host(step.captured)
+    assert numbers is not None
+    together = numbers(step.flat).clone()
+    next(value for value in step.flat if value.ndim == 0 and value.dtype == torch.float32).add_(5)
+    assert len(set(numbers(step.flat).tolist())) > len(set(together.tolist()))
+    assert apart(step.after(hosted, lambda flat: numbers(step.flat)), step.after(step.captured)) < 1e-6
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_with_settings_of_their_own_have_numbers_of_their_own(groups: int) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(
+            [{"params": [one], "betas": (0.9 - 0.1 * (at % groups), 0.99)} for at, one in enumerate(parameters)]
+        )
+
+    step = Step(a_task(optimizer=optimizer))
+    plain = step.after(step.captured)
+    hosted, numbers = host(step.captured)
+    assert apart(step.after(hosted, numbers), plain) < 1e-6
+
+
+def test_what_is_computed_does_not_grow_with_the_number_of_parameters() -> None:
+    def formulas(layers: int) -> int:
+        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(layers)])
+        _, numbers = host(Step(a_task(model=lambda: model, optimizer=torch.optim.Adam)).captured)
+        assert numbers is not None
+        return len(numbers._formulas)
+
+    assert formulas(1) == formulas(5)
+
+
 # ---------------------------------------------------------------- under a plan
 
 

@@ -2,7 +2,7 @@
 
 An optimizer asks for its count of steps and works out numbers for the update, such as Adam's corrections of the bias,
 `1 - beta ** step` (Kingma and Ba: Adam, ICLR 2015, algorithm 1). In eager mode Python does that, once for each
-parameter. A compiler that gets it with the rest puts the powers into the loop over the parameter's elements: on a CPU a
+parameter; here once for all that have taken as many steps. A compiler that gets it with the rest puts the powers into the loop over the parameter's elements: on a CPU a
 small network's step then takes three times as long. So they stay in Python, as in eager mode, and the compiled step
 reads them out of one small tensor.
 """
@@ -10,15 +10,17 @@ reads them out of one small tensor.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from hotloop.errors import PlanError
 from hotloop.lowering.capture import Captured
@@ -35,24 +37,76 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
 """What may be done to a number that the optimizer keeps as a tensor of shape (), before it is asked for."""
 
 
+@dataclass(frozen=True)
+class Formula:
+    """How one kind of number, of which there may be one for each parameter, comes of what is read.
+
+    Attributes:
+        compute: from the values that it takes to `(number,)`.
+        taken: for each number of the kind the places, among what is read, of the values that it takes.
+    """
+
+    compute: Callable[..., tuple[float, ...]]
+    taken: Sequence[tuple[int, ...]]
+
+    def each(self, values: Sequence[float]) -> list[float]:
+        """The numbers of the kind, from all that is read: computed once for all that take the same values."""
+        given = [tuple([values[place] for place in places]) for places in self.taken]
+        known = {taken: self.compute(*taken)[0] for taken in set(given)}
+        return [known[taken] for taken in given]
+
+
 class Numbers:
     """What the host computes before each step.
 
     Args:
         reads: places, among the tensors of the step, of those that are read: shape (), on the CPU.
-        compute: from their values to the numbers that the step takes.
-        count: how many those are.
+        formulas: of the numbers that the step takes, in their order.
+        first: from all that is read to the first number of each formula.
     """
 
-    def __init__(self, reads: Sequence[int], compute: Callable[..., tuple[float, ...]], count: int) -> None:
-        self._reads, self._compute = reads, compute
-        self._cells = torch.zeros(count, dtype=torch.float64)
-        self._memory = self._cells.numpy()
+    def __init__(
+        self,
+        reads: Sequence[int],
+        formulas: Sequence[Formula],
+        first: Callable[[Sequence[float]], tuple[float, ...]],
+    ) -> None:
+        counts = [len(formula.taken) for formula in formulas]
+        ends = itertools.accumulate(counts)
+        self._formulas, self._first = formulas, first
+        self._cells = torch.zeros(sum(counts), dtype=torch.float64)
+        self._parts = [self._cells[end - count : end].numpy() for count, end in zip(counts, ends, strict=True)]
+        peers = {frozenset(places) for formula in formulas for places in zip(*formula.taken, strict=True)}
+        # What all parameters have in the same place, such as their counts, which are equal as a rule.
+        self._peers = [operator.itemgetter(*places) for places in peers if len(places) > 1]
+        self._reads = reads
+        self._bound: list[Tensor] = []
+        self._readers: list[Callable[[], float]] = []
 
     def __call__(self, flat: Sequence[Tensor]) -> Tensor:
         """The numbers as a float64 tensor, shape (numbers,); the same tensor each time."""
-        self._memory[:] = self._compute(*[flat[place].item() for place in self._reads])
+        bound = [flat[place] for place in self._reads]
+        if not self._bound or not all(map(operator.is_, bound, self._bound)):
+            self._bind(bound)
+        values = [read() for read in self._readers]
+        for peers in self._peers:
+            alike = peers(values)
+            if alike.count(alike[0]) < len(alike):
+                return self._each(values)
+        for cells, number in zip(self._parts, self._first(values), strict=True):
+            cells.fill(number)
         return self._cells
+
+    def _each(self, values: Sequence[float]) -> Tensor:
+        """The same where some parameters have taken more steps than others, or groups have settings of their own."""
+        for cells, formula in zip(self._parts, self._formulas, strict=True):
+            cells[:] = formula.each(values)
+        return self._cells
+
+    def _bind(self, tensors: list[Tensor]) -> None:
+        """Finds out where to read: an array that shares a tensor's memory tells it faster than `Tensor.item`."""
+        self._bound = tensors
+        self._readers = [value.detach().numpy().item for value in tensors]
 
 
 def host(captured: Captured) -> tuple[Captured, Numbers | None]:
@@ -64,7 +118,7 @@ def host(captured: Captured) -> tuple[Captured, Numbers | None]:
         hosted = _fed(captured, walk)
     except PlanError:  # it does something with a number that has no form for tensors: it stays as it was captured
         return captured, None
-    return hosted, Numbers(walk.reads, walk.compute(), len(walk.slots))
+    return hosted, Numbers(walk.reads, walk.formulas, walk.first)
 
 
 class _Walk:
@@ -72,6 +126,8 @@ class _Walk:
 
     Attributes:
         reads: places of the inputs that are read.
+        formulas: how the host's results follow from these.
+        first: from these to the first result of each formula.
         slots: nodes whose numbers operations on tensors take, each with its place among the host's results.
         numbers: all nodes that are numbers known to the host, each with what the host computes there.
     """
@@ -81,14 +137,29 @@ class _Walk:
         self.slots: dict[Node, int] = {}
         self.numbers: dict[Node, Node] = {}
         self._host = Graph()
+        self._place: dict[Node, int] = {}  # of each of the host's inputs among the reads
         self._kept: dict[Node, Node | None] = {}  # tensors of shape () whose value follows from inputs; None: not read
         self._inputs = graph.graph.find_nodes(op="placeholder")
         for node in graph.graph.nodes:
             self._take(node)
+        self.formulas, self.first = self._arranged()
 
-    def compute(self) -> Callable[..., tuple[float, ...]]:
-        self._host.output(tuple(self.numbers[node] for node in self.slots))
-        return GraphModule({}, self._host).forward
+    def _arranged(self) -> tuple[list[Formula], Callable[[Sequence[float]], tuple[float, ...]]]:
+        """Brings numbers together that come of the same formula; those that come of the same values share a slot."""
+        found: dict[Any, dict[tuple[int, ...], list[Node]]] = {}
+        for node in self.slots:
+            line = _leading_to(self.numbers[node])
+            found.setdefault(_form(line), {}).setdefault(self._taken(line), []).append(node)
+        every = [nodes for taken in found.values() for nodes in taken.values()]
+        self.slots = {node: place for place, nodes in enumerate(every) for node in nodes}
+        firsts = [self.numbers[next(iter(taken.values()))[0]] for taken in found.values()]
+        formulas = [Formula(_function(first), list(taken)) for first, taken in zip(firsts, found.values(), strict=True)]
+        together, places = _function(*firsts), self._taken(_leading_to(*firsts))
+        return formulas, lambda values: together(*[values[place] for place in places])
+
+    def _taken(self, line: Sequence[Node]) -> tuple[int, ...]:
+        """Places among the reads of the host's inputs that are among the nodes."""
+        return tuple([self._place[node] for node in line if node in self._place])
 
     def _take(self, node: Node) -> None:
         if node.op == "placeholder":
@@ -129,10 +200,9 @@ class _Walk:
     def _value(self, kept: Any) -> Node:
         value = self._kept[kept]
         if value is None:
-            first = next(iter(self._host.nodes), None)
-            with self._host.inserting_before(first):
-                value = self._kept[kept] = self._host.placeholder(kept.name)
-            self.reads.insert(0, self._inputs.index(kept))
+            value = self._kept[kept] = self._host.placeholder(kept.name)
+            self._place[value] = len(self.reads)
+            self.reads.append(self._inputs.index(kept))
         return value
 
     def _use(self, node: Node) -> None:
@@ -144,6 +214,32 @@ class _Walk:
 
     def _hand_over(self, number: Node) -> None:
         self.slots.setdefault(number, len(self.slots))
+
+
+def _leading_to(*numbers: Node) -> list[Node]:
+    """The nodes that numbers follow from, in order, and their own."""
+    found: dict[Node, None] = {}
+    for number in numbers:
+        found.update(dict.fromkeys([*_leading_to(*number.all_input_nodes), number]))
+    return list(found)
+
+
+def _form(line: Sequence[Node]) -> tuple[Any, ...]:
+    """What is the same for all numbers that are computed in the same way, whatever from."""
+    names = {node: f"%{place}" for place, node in enumerate(line)}
+    return tuple(
+        (node.op, node.target if node.op == "call_function" else "", repr(map_arg(node.args, names.__getitem__)))
+        for node in line
+    )
+
+
+def _function(*numbers: Node) -> Callable[..., tuple[float, ...]]:
+    """From the values of the inputs that numbers follow from to the numbers."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in _leading_to(*numbers):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple([copies[number] for number in numbers]))
+    return GraphModule({}, graph).forward
 
 
 def _is_number(node: Node) -> bool:
@@ -158,7 +254,7 @@ def _rounded(value: float) -> float:
 
 def _fed(captured: Captured, walk: _Walk) -> Captured:
     with captured.examples[0].fake_mode:  # type: ignore[attr-defined]
-        cells = torch.zeros(len(walk.slots), dtype=torch.float64)
+        cells = torch.zeros(sum(len(formula.taken) for formula in walk.formulas), dtype=torch.float64)
     graph = captured.traced_again(lambda *flat: _Feeding(captured.graph, walk, flat[-1]).run(*flat[:-1]), cells)
     return replace(captured, graph=graph, examples=[*captured.examples, cells])
 
