@@ -214,7 +214,12 @@ def test_the_same_convolution_twice_with_a_pooling_of_its_own_each_time() -> Non
 
     step = Step(convolving(Pooled()), double=True)
     plain = step.after(step.captured)
-    assert rewrite(step.captured.graph, "all") == {"pool_first": 0, "pool_as_max": 2, "conv_as_gemm": 2, "mm_by_onednn": 0}
+    assert rewrite(step.captured.graph, "all") == {
+        "pool_first": 0,
+        "pool_as_max": 2,
+        "conv_as_gemm": 2,
+        "mm_by_onednn": 0,
+    }
     assert apart(step.after(step.captured), plain) < 1e-12
 
 
