@@ -224,6 +224,7 @@ class Trainer:
         ({"model": lambda: DrawingItsOwn(random.Random(1))}, "the attribute 'generator' of the model"),
         ({"model": lambda: DrawingItsOwn(np.random.default_rng(1))}, "the attribute 'generator.state."),
         ({"step": counting_step}, "'CALLS.calls', outside of the step"),
+        ({"step": partial(counting_step)}, "'func.CALLS.calls', outside of the step"),
         ({"step": Trainer().step}, "'self.calls', outside of the step"),
     ],
 )
@@ -247,6 +248,20 @@ class Yogi(torch.optim.Optimizer):
                 state["step"] += 1
                 state["mean"].lerp_(value.grad, 0.1)
                 value.add_(state["mean"], alpha=-group["lr"] / (1 - 0.9 ** min(state["step"], 2)))
+
+
+class Late(Yogi):
+    """Makes its state only where it is asked for one."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        Late.calls += 1
+        for value in self.param_groups[0]["params"]:
+            value.sub_(value.grad, alpha=0.1)
+            if Late.calls > 2:
+                self.state[value]["mean"] = torch.zeros_like(value)
 
 
 class Slow(torch.optim.SGD):
@@ -289,6 +304,7 @@ class OutOfPlace(torch.optim.Optimizer):
     ("optimizer", "says", "instead"),
     [
         (Yogi, "the optimizer changes its own 'step' of ", "compile=forward"),
+        (Late, "the optimizer changes its own 'state' of ", "compile=forward"),
         (Slow, "the optimizer changes its own 'turn'", "compile=none"),
         (Around, "the optimizer changes its own 'base'", "compile=none"),
         (OutOfPlace, "the optimizer gives a parameter other memory", "compile=forward"),

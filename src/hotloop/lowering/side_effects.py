@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
 
 def _by_update(place: Place, before: Any, after: Any) -> PlanError:
     whose, *names = place
-    name = names[0] if whose == "attributes" else names[1]
+    name = names[0] if whose == "attributes" else "state" if len(names) < 2 else names[1]
     where = f" of {names[0]!r}" if whose == "state" else ""
     fix = "choose compile=forward, which leaves the update out, or compile=none; and graphs=none"
     if whose == "attributes":  # what no State has, so that steps before the first are not taken back
@@ -188,7 +189,8 @@ def _opened(value: Any, kind: str) -> tuple[Any, _Inside]:
         return name, [("state", value.bit_generator.state, kind)]
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
         return _of_container(value, kind)
-    inside = _around(value) if inspect.isroutine(value) else _attributes(value).items()
+    routine = inspect.isroutine(value) or isinstance(value, partial)
+    inside = _around(value) if routine else _attributes(value).items()
     return name, ((key, item, kind) for key, item in inside)
 
 
@@ -223,6 +225,8 @@ def _around(function: Any) -> Iterator[tuple[str, Any]]:
     if inspect.ismethod(function):
         yield "self", function.__self__
         function = function.__func__
+    if isinstance(function, partial):
+        yield from (("args", function.args), ("keywords", function.keywords), ("func", function.func))
     if not inspect.isfunction(function) or str(function.__module__).partition(".")[0] in _CLOSED:
         return
     yield from vars(function).items()
