@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader
 
 import hotloop
+from hotloop.lowering import compiled
+from hotloop.plan import Plan
 from hotloop.rng import StepDraws, Streams
 from tests.cpu.killing import Killed, at_step, events, kill, train
 from tests.cpu.programs import a_task, labelled
@@ -116,3 +119,37 @@ def test_data_that_reseed_in_this_process_are_no_draw_of_the_step(tmp_path: Path
     }[how]
     fitted(a_task(epochs=12, **fields), tmp_path / "run")
     assert events(tmp_path / "run", "resume") == []
+
+
+MAY_DRAW: dict[str, tuple[dict[str, Any], bool]] = {
+    "nothing": ({}, False),
+    "dropout": ({"model": lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5))}, True),
+    "a schedule": ({"schedule": lambda of, steps: torch.optim.lr_scheduler.LambdaLR(of, lambda epoch: 1.0)}, True),
+    "a weight": ({"weight": lambda batch: len(batch[0])}, True),
+}
+
+
+@pytest.mark.parametrize("name", MAY_DRAW)
+def test_a_compiled_step_that_draws_nothing_leaves_torchs_generator_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(compiled, "_compiled", lambda captured, *others: lambda flat: captured.graph(*flat))
+    fields, draws = MAY_DRAW[name]
+    program = hotloop.lower(a_task(**fields), Plan(compile="step"))
+    program.advance(1)  # eagerly, for the optimizer's state
+    before = torch.get_rng_state()
+    program.advance(2)
+    assert program.compiled_steps
+    assert torch.equal(before, torch.get_rng_state()) == (not draws)
+    program.seed_all()
+    program.advance(1)
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_an_operation_that_is_not_torchs_own_may_draw() -> None:
+    noisy = torch.library.custom_op(
+        "hotloop_tests::noisy", lambda x: x + torch.rand(()), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    noisy.register_fake(torch.empty_like)
+    assert compiled.draws_nothing(make_fx(torch.sin)(torch.ones(2)))
+    assert not compiled.draws_nothing(make_fx(noisy)(torch.ones(2)))

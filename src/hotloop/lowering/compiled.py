@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule
 
 from hotloop.data.tree import batch_length, tensors
 from hotloop.errors import PlanError, blame
@@ -48,6 +51,7 @@ class CompiledStep(EagerStep):
         self._held = list(parts.model.parameters())
         self._signature: Any = ()
         self._given = self._samples = 0
+        self._may_draw = True
         self._told: set[str] = set()
         self.ran: int = 0
 
@@ -83,6 +87,7 @@ class CompiledStep(EagerStep):
         if self.parts.device.type == "cpu":
             self._indices = Indices(self._captured, self._given)
         self._rewrite(self._captured)
+        self._may_draw = not (self.whole and self._alone and draws_nothing(self._captured.graph))
         self._runner = built(self._captured, self.parts)
         self._signature, self._samples = signature(batch), batch_length(batch)
 
@@ -99,6 +104,11 @@ class CompiledStep(EagerStep):
             self.parts.say(
                 "rewrote the step: " + ", ".join(f"{name} {count}" for name, count in found.items() if count)
             )
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no function of the Task's runs beside the program, which might draw."""
+        return self.schedule is None and self.parts.task.weight is None
 
     def rebind(self) -> None:
         """Notes that tensors of the optimizer's state were replaced."""
@@ -133,7 +143,8 @@ class CompiledStep(EagerStep):
         flat = [*self._bound, *tensors(batch)]  # type: ignore[misc]
         if self._indices is not None and not self._indices.within(flat):
             return self._run_eagerly(batch, samples, step)  # it says what is wrong
-        self.draws.seed(step)
+        if self._may_draw or not self.draws.spare:
+            self.draws.seed(step)
         self._set_scale()
         try:
             with torch.no_grad():
@@ -236,6 +247,20 @@ def signature(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return type(batch), *batch, *[signature(item) for item in batch.values()]
     return type(batch)
+
+
+def draws_nothing(graph: GraphModule) -> bool:
+    """Whether a captured graph surely draws nothing: it is made of operations of torch's own that don't."""
+    return all(_draws_nothing(node.target) for node in graph.graph.nodes if node.op.startswith("call_"))
+
+
+def _draws_nothing(target: Any) -> bool:
+    if isinstance(target, OpOverload):
+        return target.namespace in _TORCHS_OWN and torch.Tag.nondeterministic_seeded not in target.tags
+    return isinstance(target, BuiltinFunctionType) or target in (torch.sym_float, torch.sym_sqrt)
+
+
+_TORCHS_OWN = ("aten", "prims", "mkldnn")
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
