@@ -148,12 +148,12 @@ def test_a_package_s_key_has_its_constants_bit_by_bit() -> None:
     program = hotloop.lower(a_task(step=partial(taught, moves=False)), STEP)
     advance(program, 1)
     captured = program._step._captured  # type: ignore[attr-defined]
-    first = _key(captured, program.device)
+    first = _key(captured, program.device, {})
     value = next(iter(constants_of(captured.graph).values()))
-    assert _key(captured, program.device) == first
+    assert _key(captured, program.device, {}) == first
     with torch.no_grad():
         value.view(-1)[0].neg_()
-        assert _key(captured, program.device) != first
+        assert _key(captured, program.device, {}) != first
         value.view(-1)[0].neg_()
 
 
