@@ -63,17 +63,17 @@ class Graphs:
 
     def program(self, change: Callable[[GraphModule], GraphModule] = lambda graph: graph) -> Program:
         """A Program whose graph is changed, or the honest one."""
-        real = compiled.capture
+        real = compiled.Capture.twice
 
-        def capture_once(*args: Any, **options: Any) -> Captured:
-            self._captured = self._captured or real(*args, **options)
+        def capture_once(capture: compiled.Capture, batch: Any) -> Captured:
+            self._captured = self._captured or real(capture, batch)
             return self._captured
 
         def built(captured: Captured, parts: Ingredients) -> compiled.Runner:
             graph = change(copy.deepcopy(captured.graph))
             return lambda flat: graph(*flat)
 
-        with mock.patch.object(compiled, "capture", capture_once), mock.patch.object(compiled, "built", built):
+        with mock.patch.object(compiled.Capture, "twice", capture_once), mock.patch.object(compiled, "built", built):
             return lower(self.task, Plan(compile=self.how, accumulation=self.accumulation))
 
 

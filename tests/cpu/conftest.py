@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
+from torch.optim import Optimizer
 
 from hotloop.lowering.rewrites import mm_by_onednn
+from hotloop.profiling import optimizers
 from hotloop.tuning import candidates
 
 
@@ -13,3 +17,12 @@ def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a search tries and what it finds to rewrite is the same here, whoever has made the processor."""
     monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: False)
     monkeypatch.setattr(candidates, "mkl_is_slow", lambda processor: False)
+
+
+@pytest.fixture
+def own_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks for optimizers finds those of this test, and none that others have left in the process."""
+    real = gc.get_objects
+    others = [one for one in real() if issubclass(type(one), Optimizer)]
+    known = set(map(id, others))
+    monkeypatch.setattr(optimizers.gc, "get_objects", lambda: [one for one in real() if id(one) not in known])

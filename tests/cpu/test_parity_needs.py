@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -39,14 +40,20 @@ print(json.dumps([found.parity, peak - before, needed]))
 """
 
 
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""Has glibc give back at once what is freed, as it does with tensors of large models; else peaks depend on what was where."""
+
+
 @pytest.mark.parametrize("optimizer", ["Adam(p)", "SGD(p, lr=0.1, momentum=0.9)"])
 def test_it_takes_as_much_as_it_says(optimizer: str) -> None:
     script = PROOF.replace("OPTIMIZER", optimizer)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | GIVEN_BACK, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     parity, taken, needed = json.loads(done.stdout)
     assert parity == "bitwise"
-    assert 0.6 < taken / needed < 1.15
+    assert 0.85 < taken / needed < 1.1
 
 
 def test_none_is_begun_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:

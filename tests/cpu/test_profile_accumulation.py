@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,8 +71,7 @@ def test_a_script_that_ends_before_its_first_update_is_asked_to_train_for_longer
     assert backwards_in(profile) and "train for longer" in profile.notes[-1]
 
 
-def test_an_update_by_hand_keeps_nobody_waiting(clock: list[float]) -> None:
-    gc.collect()  # optimizers that others have left
+def test_an_update_by_hand_keeps_nobody_waiting(clock: list[float], own_optimizers: None) -> None:
     weight, seen = torch.randn(4, 1, requires_grad=True), []
 
     def loop() -> None:

@@ -244,7 +244,7 @@ def test_updates_too_few_to_tell_steps_by_are_told_of() -> None:
 
 
 @pytest.mark.parametrize(("loop", "by_hand"), [(inside_the_backward, False), (by_hand, True)])
-def test_an_update_inside_the_backward_is_none_by_hand(loop, by_hand: bool) -> None:
+def test_an_update_inside_the_backward_is_none_by_hand(loop, by_hand: bool, own_optimizers: None) -> None:
     profile = watched(loop)
     said = " ".join(profile.notes)
     assert ("no optimizer stepped" in said, "inside the backward" in said) == (by_hand, not by_hand)
