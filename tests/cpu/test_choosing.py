@@ -608,6 +608,7 @@ def raced_before(**figures: Any) -> Timing:
 
 
 LEFT_OUT: dict[str, Any] = dict(ratio_low=None, ratio_high=None, windows=4, verdict=None, parity=None, left_out=True)
+UNDECIDED: dict[str, Any] = dict(ratio=1.07, ratio_low=0.9, ratio_high=1.2, verdict="no difference", parity=None)
 BEFORE = {
     "too short then": (raced_before(), ""),
     "failed": (Timing(name="", plan=Plan(compile="package").model_dump(), failure="no luck"), "it failed before (no luck)"),
@@ -616,7 +617,11 @@ BEFORE = {
     "left out early": (raced_before(ratio=0.8, **LEFT_OUT), "it was raced before, and isn't faster"),
     "left out beside a faster one": (raced_before(ratio=1.5, **LEFT_OUT), ""),
     "faster, and not proven": (raced_before(parity=None), ""),
-    "undecided": (raced_before(ratio=1.0, ratio_low=0.8, ratio_high=1.2, verdict="no difference", parity=None), ""),
+    "undecided": (raced_before(**UNDECIDED), ""),
+    "undecided for long": (
+        raced_before(windows=12, **UNDECIDED),
+        "it was raced before for as long as a search races, and isn't clearly faster",
+    ),
 }  # fmt: skip
 
 

@@ -86,8 +86,8 @@ class CompiledStep(EagerStep):
         self._captured = self._capture(batch, cells)
         if self.parts.device.type == "cpu":
             self._indices = Indices(self._captured, self._given)
-        self._rewrite(self._captured)
         self._may_draw = not (self.whole and self._alone and draws_nothing(self._captured.graph))
+        self._rewrite(self._captured)
         self._runner = built(self._captured, self.parts)
         self._signature, self._samples = signature(batch), batch_length(batch)
 
