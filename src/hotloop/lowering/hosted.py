@@ -219,8 +219,15 @@ class _Walk:
 def _leading_to(*numbers: Node) -> list[Node]:
     """The nodes that numbers follow from, in order, and their own."""
     found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if node not in found:
+            for one in node.all_input_nodes:
+                visit(one)
+            found[node] = None
+
     for number in numbers:
-        found.update(dict.fromkeys([*_leading_to(*number.all_input_nodes), number]))
+        visit(number)
     return list(found)
 
 
