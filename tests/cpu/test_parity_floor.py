@@ -50,6 +50,15 @@ def test_an_error_of_one_size_is_held_against_errors_of_one_size() -> None:
     assert row.ratio > TYPICAL
 
 
+@pytest.mark.parametrize(("factor", "within"), [(1, True), (9, False)])
+def test_what_a_compiled_step_shows_at_few_states_is_held_against_those(factor: float, within: bool) -> None:
+    """Its gradients are seen where the step runs eagerly: in the first one and in a smaller batch, where rounding jumps."""
+    plain = [1e-4, *[1e-6] * 6, 1e-4]
+    account = Account("plan", [{WEIGHT: factor * 1e-4}, *[{} for _ in range(6)], {WEIGHT: factor * 1e-4}])
+    (row,) = typical(account, [_accounts({"plain": plain})["plain"]], [{WEIGHT: size} for size in plain])
+    assert (row.ratio <= TYPICAL) is within
+
+
 @pytest.mark.parametrize(("error", "parity"), [(2e-6, "fp32-equivalent"), (1e-4, "broken")])
 def test_what_rounding_cancels_by_chance_at_one_state_is_no_measure(error: float, parity: str) -> None:
     """Rounding moves a loss by 1e-6 or so, and at one state by next to nothing; 1e-4 is no rounding anywhere."""

@@ -127,8 +127,11 @@ def floors(rounding: Sequence[Errors]) -> list[Errors]:
 
 
 def typical(account: Account, judges: Sequence[Account], rounding: Sequence[Errors]) -> list[TensorError]:
-    """The median errors over the states against the floor that the judges make, worst first."""
-    floor = _floor(judges, rounding)
+    """The median errors over the states against the floor that the judges make at the same ones, worst first.
+
+    What a compiled step keeps to itself, such as gradients, is seen at those states alone where the step runs eagerly.
+    """
+    floor = _floor([_where_seen(account, one.errors) for one in judges], _where_seen(account, rounding))
     found = _medians(account.errors)
     rows = [
         TensorError(
@@ -143,14 +146,19 @@ def typical(account: Account, judges: Sequence[Account], rounding: Sequence[Erro
     return sorted(rows, key=lambda row: -row.ratio)
 
 
-def _floor(judges: Sequence[Account], rounding: Sequence[Errors]) -> Errors:
+def _where_seen(account: Account, errors: Sequence[Errors]) -> list[Errors]:
+    """Errors at each state of what the account has there, too."""
+    return [{key: one[key] for key in one if key in seen} for one, seen in zip(errors, account.errors, strict=False)]
+
+
+def _floor(judges: Sequence[Sequence[Errors]], rounding: Sequence[Errors]) -> Errors:
     """The worst of the judges' medians.
 
     Where harmless changes make errors of two sizes, since rounding switches a maximum or a ReLU at some states and at
     others doesn't, each judge's median is of one size or the other by chance: there it is the median over the states of
     the worst at each.
     """
-    floor, largest, usual = worst([_medians(one.errors) for one in judges]), worst(rounding), _medians(rounding)
+    floor, largest, usual = worst([_medians(one) for one in judges]), worst(rounding), _medians(rounding)
     jumping = {key for key, error in floor.items() if largest.get(key, 0.0) > _JUMP * max(error, UNIT)}
     return floor | {key: max(floor[key], usual[key]) for key in jumping}
 
