@@ -158,3 +158,31 @@ def test_memory_stays_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> Non
     seen._steps = 1
     sampled(seen, iter([1.0, 2.0]))
     assert len(seen.lines()) == most
+
+
+def test_plain_python_between_two_operations_is_seen_and_the_interpreter_is_left_as_it_was() -> None:
+    """It lasts for less than the 5 ms for which Python lets a thread alone, and the operation behind it lets go."""
+    step = compiled(
+        "script.py",
+        """
+        from time import perf_counter, sleep
+
+        def working(until):
+            while perf_counter() < until:
+                pass
+
+        def step():
+            working(perf_counter() + 0.003)
+            sleep(0.002)
+        """,
+    )["step"]
+    before, seen = sys.getswitchinterval(), sampler()
+    try:
+        for _ in range(50):
+            seen.begin()
+            step()
+            seen.end()
+            assert sys.getswitchinterval() == before
+    finally:
+        seen.close()
+    assert "working" in {line.function for line in seen.lines()}

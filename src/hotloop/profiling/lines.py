@@ -17,6 +17,13 @@ from hotloop.profiling.trail import Turn
 from hotloop.profiling.unseen import unseen
 
 INTERVAL_S = 0.001
+SWITCH_S = 0.0002
+"""How long the thread that trains may keep the interpreter when it is to be looked at.
+
+With Python's own 5 ms, a stretch of plain Python that is shorter would always be over, and its time be given to the first
+line after it that lets go of the interpreter.
+"""
+
 _MOST = 10_000
 """Different lines at most."""
 _OF_STEPS = ("torch", "numpy", "contextlib", "array_api_compat", "cupy", "random")
@@ -76,6 +83,7 @@ class StackSampler:
         self._sampled = 0
         self._steps, self._since = 0, 0.0
         self._before: dict[Seen, list[float]] = {}
+        self._switch_s = sys.getswitchinterval()
 
     def begin(self) -> None:
         """A step starts, on this thread."""
@@ -85,11 +93,16 @@ class StackSampler:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hotloop-sampler", daemon=True)
             self._thread.start()
+        if not self._on.is_set():
+            self._switch_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._switch_s, SWITCH_S))
         self._on.set()
 
     def end(self) -> None:
         """The step has ended; once this returns, nothing is looked at any more."""
-        self._on.clear()
+        if self._on.is_set():
+            self._on.clear()
+            sys.setswitchinterval(self._switch_s)
         with self._lock:
             pass
 
