@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -151,8 +152,9 @@ def test_what_measures_one_process_refuses_ranks() -> None:
 def test_ranks_that_torchrun_started_share_each_batch_without_a_word(file: Path, tmp_path: Path) -> None:
     asked = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "hotloop", "train"]
     given = [str(file), "-p", "epochs=1", "--run", str(tmp_path / "run"), "--device", "cpu"]
-    done = subprocess.run([sys.executable, *asked, *given], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    env = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    done = subprocess.run([sys.executable, *asked, *given], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
     assert Run.open(tmp_path / "run").plan == Plan(parallel="data", ranks=2)
 
 

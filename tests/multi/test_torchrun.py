@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,37 @@ def test_a_rank_that_is_lost_is_named_where_no_agent_of_hotloops_own_watches(
     named = f"rank {1 - culprit} lost another rank"
     assert out.startswith(named) and out.endswith(f": rank {culprit} gives no sign of life\n"), err
     assert len(out.splitlines()) == 1
+
+
+AFTERWARDS = """
+import os
+import sys
+from dataclasses import replace
+from script import hotloop, task
+
+hotloop.fit(replace(task(), epochs=1), run="run", plan=hotloop.Plan(parallel="data"), device="cpu", progress=False)
+threads = os.listdir("/proc/self/task") if sys.platform == "linux" else []
+print(*sorted(open(f"/proc/self/task/{thread}/comm").read().strip() for thread in threads))
+"""
+
+
+def test_no_thread_of_the_group_outlives_a_training(port: int, tmp_path: Path) -> None:
+    """One that lets go of a tensor while Python shuts down would abort the process, after all has been saved."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "afterwards.py").write_text(AFTERWARDS)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "afterwards.py"],
+            cwd=tmp_path,
+            env=environment(rank, 2, port, CULPRIT="none"),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [(rank.communicate(timeout=60)[0], rank.returncode) for rank in ranks]
+    assert [code for _, code in ended] == [0, 0]
+    assert [name for out, _ in ended for name in out.split() if "gloo" in name] == []
 
 
 def test_ranks_that_would_begin_anew_are_told_to_name_their_run(port: int, tmp_path: Path, run_cli: RunCli) -> None:

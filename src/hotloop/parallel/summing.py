@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: DistributedDataParallel looks at those of its hook.
 
 import inspect
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -91,12 +92,15 @@ class Summed(Own):
         module.never = nn.Parameter(next(module.parameters()).new_zeros(()).float())
         # A parameter may take part on one rank alone, or on none: then it must be found, at the price of a look.
         engine = _Engine(module, find_unused_parameters=True, **_BUFFERS_STAY)
-        engine.register_comm_hook(self, _summed)
+        # The engine is its owner's, and what it keeps of its hook no garbage collector sees.
+        engine.register_comm_hook(weakref.ref(self), _summed)
         self.module = engine
 
 
-def _summed(owner: Summed, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _summed(of: "weakref.ref[Summed]", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Adds up a bucket of gradients over the ranks; torch's own hooks divide by their number."""
+    owner = of()
+    assert owner is not None
     gradients = owner.leave_out(bucket.buffer())
     owner.meter.begin(last=bucket.is_last())
     work = dist.all_reduce(gradients, async_op=True)
