@@ -130,6 +130,18 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "scatter by index",
         "net.py:30",
     ),
+    "a scatter to where whole numbers say that take as long to work out": (
+        seen(
+            {"backward": 8.0},
+            operators=[
+                operator("_index_put_impl_", 1.5, phase="backward", where="net.py:30", bytes=1e6, flops=0.0),
+                operator("remainder", 2.5, phase="backward", where="net.py:30", dtype="", bytes=1e6),
+                operator("floor_divide", 2.5, phase="backward", where="net.py:30", dtype="", bytes=1e6),
+            ],
+        ),
+        "scatter by index",
+        "net.py:30",
+    ),
     "messages that are summed over the edges of a graph": (
         seen({"forward": 8.0}, operators=[operator("scatter_add_", 6.0, where="net.py:30", bytes=1e6, flops=0.0)]),
         "scatter by index",
@@ -286,6 +298,13 @@ def test_sums_by_index_have_other_remedies_than_values_that_are_put_somewhere() 
     faults = "messages that are summed over the edges of a graph", "a scatter"
     summed, put = (first(FAULTS[fault][0]).remedy for fault in faults)
     assert "torch.sparse.mm" in summed and "torch.segment_reduce" in summed and "F.max_pool2d" in put
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("mul", "float32"), ("sort", "")])
+def test_a_scatter_beside_much_that_is_more_is_not_what_a_line_is_about(name: str, dtype: str) -> None:
+    aside = operator(name, 6.0, phase="backward", where="net.py:30", dtype=dtype, bytes=1e6, flops=0.0)
+    scatter = operator("scatter_", 0.5, phase="backward", where="net.py:30", bytes=1e6, flops=0.0)
+    assert not any("by index" in one.cause for one in remedies(seen({"backward": 8.0}, operators=[aside, scatter])))
 
 
 FOR_A_RACE: dict[str, tuple[Profile, dict[str, str | int]]] = {

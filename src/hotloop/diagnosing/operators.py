@@ -9,8 +9,8 @@ from hotloop.profiles import Remedy
 
 _BY_INDEX = ("index_put", "scatter", "index_add", "index_copy", "put_", "index_reduce", "masked_scatter")
 _SUMMING = ("scatter_add", "index_add", "scatter_reduce", "index_reduce")
-_MAINLY = 1 / 3
-"""Part of a line's time that scatters must have for being what the line is about."""
+_MAINLY, _AT_LEAST = 1 / 3, 0.1
+"""Part that scatters must have of a line's time with floating-point numbers, and of all of it, for being what it is about."""
 
 _FAR = 0.25
 """Of the machine's limit: an operator that reaches less is worth a look."""
@@ -26,12 +26,13 @@ _REACHED = 0.5
 
 
 def by_index(step: Step) -> Iterator[Remedy]:
-    """Scatters: numbers put one by one to where an index says; what the line does beside, it does for the index."""
+    """Scatters: numbers put one by one to where an index says; what the line does with whole numbers, it does for the index."""
     for where, ones in step.spots.items():
         for phase, same in grouped(ones, lambda one: one.phase).items():
             scatters = [one for one in same if any(part in one.name for part in _BY_INDEX)]
-            spent = sum(step.cost(one) for one in same)
-            if not where or sum(step.cost(one) for one in scatters) < _MAINLY * spent or not scatters:
+            spent, scattering = (sum(step.cost(one) for one in ones) for ones in (same, scatters))
+            floating = sum(step.cost(one) for one in same if one.dtype and one not in scatters)
+            if not (where and scatters) or scattering < max(_MAINLY * (floating + scattering), _AT_LEAST * spent):
                 continue
             least = sum(least_of(one, step.profile) for one in scatters)
             worst = max(scatters, key=step.cost)
