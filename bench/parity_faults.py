@@ -1,4 +1,4 @@
-"""Faults planted at random into what a step is lowered to, and whether parity sees them. Takes a quarter hour.
+"""Faults planted at random into what a step is lowered to, and whether parity sees them. Takes ten minutes.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python -m bench.parity_faults                 460 mutants
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python -m bench.parity_faults --each 2 --families mlp,gru

@@ -1,4 +1,4 @@
-"""How far honest plans are from the truth: what the limits of parity are fixed on, and tried on. Takes a quarter hour.
+"""How far honest plans are from the truth: what the limits of parity are fixed on, and tried on. Takes ten minutes.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python -m bench.parity_thresholds
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python -m bench.parity_thresholds --seeds 1 --no-compile --no-record
