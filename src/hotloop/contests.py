@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ Progress = Callable[[str, float], None]
 
 def proven_all(task: Task, plans: Sequence[Plan], progress: Callable[[int, int], None]) -> list[Parity]:
     """How true the results of plans are."""
+    gc.collect()  # what was raced may be in memory yet: models and optimizers refer to each other
     return prove_plans(task, plans, progress=progress)
 
 

@@ -240,7 +240,9 @@ class Task:
                 expected="a torch.nn.Module",
                 fix="return the model from it",
             )
-        parts: dict[str, object] = {"module": model} | {f"parameter {name!r}": one for name, one in model.named_parameters()}
+        parts: dict[str, object] = {"module": model} | {
+            f"parameter {name!r}": one for name, one in model.named_parameters()
+        }
         for name, part in parts.items():
             if (before := self._built.get(id(part))) is not None and before() is part:
                 raise TaskError(

@@ -320,29 +320,30 @@ def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(module, "makeup", lambda program: counted.append(program.parts.plan.optimizer) or Makeup(1_000))
     races = Races(optimizer__fused=1.3, layout__channels_last=1.4, compile__package=2.0)
-    searching(monkeypatch, races, steps=200_000, compiler=True).run()
+    searching(monkeypatch, races, steps=400_000, compiler=True).run()
     # A compiler writes the update its own way, and rewrites know the usual order of dimensions.
     assert races.raced[-2:] == ["layout=channels_last compile=package", "compile=package rewrites=all"]
     assert counted == ["fused"]
 
 
 @pytest.mark.parametrize(
-    ("steps", "raced"),
+    ("steps", "fused", "raced"),
     [
-        (8_000, ["compile=step rewrites=all"]),  # which is compiled sooner
-        (14_000, ["compile=package rewrites=all"]),  # of 140 s it leaves 70, too few to compile another
-        (200_000, ["compile=package", "compile=package rewrites=all"]),
+        (8_000, 1.0, ["compile=step rewrites=all"]),  # which is compiled sooner
+        (14_000, 1.0, ["compile=package rewrites=all"]),  # of 140 s it leaves 70, too few to compile another
+        (20_000, 1.5, ["compile=package rewrites=all"]),  # of 133 s, which the best eager plan takes, it leaves 67
+        (200_000, 1.0, ["compile=package", "compile=package rewrites=all"]),
     ],
 )
 def test_where_there_is_time_for_one_compilation_it_is_the_rewritten_step(
-    monkeypatch: pytest.MonkeyPatch, steps: int, raced: list[str]
+    monkeypatch: pytest.MonkeyPatch, steps: int, fused: float, raced: list[str]
 ) -> None:
     lowered = held.lower
     monkeypatch.setattr(
         held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
-    races = Races(compile__package=2.0, compile__step=1.9, rewrites__all=2.0)
+    races = Races(optimizer__fused=fused, compile__package=2.0, compile__step=1.9, rewrites__all=2.0)
     assert searching(monkeypatch, races, steps=steps, compiler=True).run() == raced[-1]
     assert [name for name in races.raced if "compile" in name] == raced
 

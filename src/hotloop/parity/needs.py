@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from hotloop.data.tree import tensors
 from hotloop.lowering import Program
 from hotloop.probe.room import room_bytes, size
+from hotloop.rng import preserved
 
 _WEIGHTS, _STATE = 26, 14
 """Times the bytes of the weights and of the optimizer's state that a proof takes, as measured: float64 takes twice what fp32
@@ -42,7 +44,28 @@ def needed_bytes(programs: Sequence[Program]) -> dict[torch.device, int]:
 
 
 def _held(program: Program) -> tuple[int, int]:
-    """Bytes of parameters and buffers, and of the optimizer's state; twice the former before it is made, as Adam's is."""
+    """Bytes of parameters and buffers, and of the optimizer's state; before that is made, as many as it will have."""
     weights = sum(value.nbytes for value in (*program.model.parameters(), *program.model.buffers()))
-    state = sum(value.nbytes for value in tensors(list(program.optimizer.state.values())))
-    return weights, state if program.optimizer.state else 2 * weights
+    if not program.optimizer.state:
+        return weights, int(weights * _state_per_weight(program.optimizer))
+    return weights, _bytes_of_state(program.optimizer)
+
+
+def _bytes_of_state(optimizer: torch.optim.Optimizer) -> int:
+    return sum(value.nbytes for value in tensors(list(optimizer.state.values())) if value.ndim)  # counts are nothing
+
+
+def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes of state for each byte of weights, by a step of another of its kind; 2, as Adam's, where there can't be one."""
+    weight = torch.nn.Parameter(torch.zeros(8, 8))
+    weight.grad = torch.ones_like(weight)
+    known = inspect.signature(type(optimizer)).parameters
+    try:
+        with preserved():
+            twin = type(optimizer)(
+                [weight], **{name: value for name, value in optimizer.defaults.items() if name in known}
+            )
+            twin.step()
+    except Exception:
+        return 2.0
+    return _bytes_of_state(twin) / weight.nbytes

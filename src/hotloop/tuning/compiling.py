@@ -45,12 +45,14 @@ class Chance:
 
     Attributes:
         plan: that is compiled.
-        won_s: of this run, by going on with it.
+        run_s: of this run without it; None if its length isn't known.
+        won_s: of that, by going on with it.
         compile_s: that compiling takes.
         telling_s: that it takes to tell whether it is faster, and to prove it.
     """
 
     plan: Plan
+    run_s: float | None
     won_s: float
     compile_s: float
     telling_s: float
@@ -84,7 +86,7 @@ def chances(
         seen = None if recurrent and plan.compile != "none" else made
         won_s = budget.wins_s(compiling_gains(seen, step_s, plan.compile))
         takes_s = compile_s(None if seen is None else seen.operations, plan.compile)
-        found.append(Chance(plan, won_s, takes_s, budget.settles_s() + proof_s))
+        found.append(Chance(plan, budget.run_s, won_s, takes_s, budget.settles_s() + proof_s))
     tight = bool(found) and not budget.set_by_user and found[0].won_s < 2 * found[0].costs_s
     return sorted(found, key=lambda one: one.costs_s - one.won_s) if tight else found
 

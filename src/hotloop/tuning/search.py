@@ -265,7 +265,7 @@ class Search:
     def _race_way(self, way: Chance, lost_s: float, budget: Budget) -> bool:
         """Races one way to compile, as it is and rewritten; False where it can't be run."""
         plans = [way.plan, *self._rewritten(way.plan)]
-        if not self._pays_again(way, budget.run_s and budget.run_s - way.won_s + lost_s):
+        if not self._pays_again(way, way.run_s and way.run_s - way.won_s + lost_s):
             for plan in reversed(plans):  # that nothing can be rewritten shows before it is compiled
                 self._race([plan], budget.race_s(1 / 4))
                 if not self._fails(plan):
