@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
 from hotloop.feasible import Refused, check, refused, settings
 from hotloop.hardware import Device, Hardware
 from hotloop.lowering import Program, lower
+from hotloop.lowering.again import any_of_users
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.order import making_ready
@@ -23,6 +24,7 @@ from hotloop.rules import Choice, left_open, passed_over, ranked, unrolled
 from hotloop.task import Task
 from hotloop.tuning.candidates import rewriting_changes, without
 from hotloop.verdicts import Verdict
+from hotloop.view import Callback
 from hotloop.wanted import Wanted
 from hotloop.weighing import Memory, accepted, hoped
 
@@ -49,6 +51,7 @@ def lowered(
     facts: TaskFacts | None = None,
     memory: Memory = NOTHING_KEPT,
     until: float = math.inf,
+    callbacks: Sequence[Callback] = (),
 ) -> Program:
     """The Task under the plan that was asked for; `auto` takes the first of its plans that can be lowered, and compiles
     where timing some steps says that it pays, and what was compiled is faster and proven.
@@ -60,6 +63,7 @@ def lowered(
         facts: of the Task, where they are known already.
         memory: of races of the Task.
         until: when the run is to stop, by `time.monotonic()`.
+        callbacks: of the run, beside the Task's.
 
     Raises:
         PlanError: the plan can't be run here, and it was asked for by name.
@@ -77,7 +81,8 @@ def lowered(
     else:  # nobody asked to wait for a compiler, or to trust what it made unproven: `tune` does both
         choices = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
     choices = _not_against(choices, memory, say)
-    program, plan = _weighed(task, considered.facts, choices, wanted, say, during, memory, until)
+    watched = any_of_users([*task.callbacks, *callbacks])
+    program, plan = _weighed(task, considered.facts, choices, wanted, say, during, memory, until, watched)
     if wanted.asked:
         say(f"auto: {plan.brief()}")
     return program
@@ -120,6 +125,7 @@ def _weighed(
     during: During | None,
     memory: Memory,
     until: float,
+    watched: bool,
 ) -> tuple[Program, Plan]:
     """The best choice that isn't compiled; or the same compiled, where that pays, is faster indeed, and proven."""
     eager = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
@@ -133,7 +139,7 @@ def _weighed(
         say(f"auto goes on eagerly: {why}")
         return program, plan
     rewrites = any(way.rewrites != "none" for way in ways)
-    limit_s = until - time.monotonic()
+    limit_s, program.watched = until - time.monotonic(), watched
     hope = hoped(program, facts.steps, way=ways[0].compile, rewrites=rewrites, limit_s=limit_s)
     program.close()
     del program  # training begins with one that has run no step, and there may be no memory for two
@@ -144,8 +150,9 @@ def _weighed(
 
     say(f"auto compiles: {hope}")
     instead = [way for way in instead if hope.by(way.compile).compilations]
-    verdict = Settling(task, facts, plan, allowed, say, during).run(ways, hope.compilations, instead)
-    return _settled(task, [*ways, *instead, plan], verdict, say, during, memory)
+    settling = Settling(task, facts, plan, choices[-1].plan, allowed, say, during, watched)
+    verdict = settling.run(ways, hope.compilations, instead)
+    return _settled(task, [*ways, *instead, settling.otherwise], verdict, say, during, memory)
 
 
 def _promising(
@@ -195,7 +202,7 @@ def _ways(compiled: list[Plan], facts: TaskFacts, wanted: Wanted) -> list[Plan]:
 def _settled(
     task: Task, plans: list[Plan], verdict: Verdict | None, say: Say, during: During | None, memory: Memory
 ) -> tuple[Program, Plan]:
-    """The winner, lowered anew, since training begins with what has run no step; the last of the plans is the eager one."""
+    """The winner, lowered anew, since training begins with what has run no step; the last of the plans compiles nothing."""
     if verdict is None:
         return lower(task, plans[-1], say, during), plans[-1]
     winner = next(plan for plan in plans if plan.brief() == verdict.winner)

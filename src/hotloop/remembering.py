@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 from hotloop.choosing import NOTHING_KEPT, left_after, lowered, placed
 from hotloop.errors import MemoryExhausted, PlanError
@@ -21,6 +22,7 @@ from hotloop.sources import imported_packages, versions_of
 from hotloop.task import Task
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import Verdict
+from hotloop.view import Callback
 from hotloop.wanted import Wanted
 from hotloop.weighing import Memory, accepted
 
@@ -79,6 +81,7 @@ def lowered_by_memory(
     facts: TaskFacts | None = None,
     done: int = 0,
     until: float = math.inf,
+    callbacks: Sequence[Callback] = (),
 ) -> Program:
     """Like `lowered`, but `auto` takes the plan that was remembered, if there is one that still can be lowered, and none
     that was found slower than the baseline, or broken; what it finds it remembers.
@@ -87,6 +90,7 @@ def lowered_by_memory(
         facts: what `fingerprinted` says, where that is known already: to find it out, a model is built.
         done: steps of the run that lie behind.
         until: when the run is to stop, by `time.monotonic()`.
+        callbacks: of the run, beside the Task's.
     """
     if not wanted.auto:
         return lowered(task, wanted, say, during, done)
@@ -104,4 +108,4 @@ def lowered_by_memory(
             say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
             return program
     memory = NOTHING_KEPT if loaded.record is None else _memory(kept, say)
-    return lowered(task, wanted, say, during, facts=facts, memory=memory, until=until)
+    return lowered(task, wanted, say, during, facts=facts, memory=memory, until=until, callbacks=callbacks)

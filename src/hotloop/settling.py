@@ -41,24 +41,28 @@ class Settling:
     """Compiled plans beside the eager one, of a Task on one device.
 
     Attributes:
-        eager: what is trained with otherwise.
+        eager: what is trained with otherwise; or `last`, the baseline with the axes that the user set, where the race finds
+            that faster.
         accepted: classes of parity that may be chosen.
         say: is told what was passed over, and why.
+        watched: whether callbacks of the user's are called in the run.
     """
 
     task: Task
     facts: TaskFacts
     eager: Plan
+    last: Plan
     accepted: Collection[str]
     say: Say
     during: During | None
+    watched: bool = False
     _timings: dict[str, Timing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._held = Held(self.task, self._listened_to)
 
     def run(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan] = ()) -> Verdict | None:
-        """Compiles up to `most` of `ways`, the first that can be; the winner is the eager plan, or faster and proven.
+        """Compiles up to `most` of `ways`, the first that can be; the winner is `otherwise`, or faster and proven.
 
         What can't be compiled is in the Verdict too. None where there was no memory for a race, or it failed.
 
@@ -78,6 +82,13 @@ class Settling:
     @property
     def baseline(self) -> Plan:
         return Plan(device=self.eager.device, workers=self.eager.workers)
+
+    @property
+    def otherwise(self) -> Plan:
+        """What is trained with where nothing compiled is, as far as was raced."""
+        timing = self._timings.get(self.eager.brief())
+        slower = timing is not None and timing.behind
+        return self.last if slower and self.last == self.baseline else self.eager  # what the user set stays
 
     def _winner(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan]) -> Plan:
         others = list(dict.fromkeys([self.baseline, self.eager]))
@@ -139,8 +150,9 @@ class Settling:
         self._timings |= with_starts(found.plans, self.baseline.brief(), self._held.starts, steps)
 
     def _proven(self, ready: Sequence[Plan]) -> Plan:
-        """The fastest whose proof succeeds, of those that are faster than the eager plan; or that one."""
-        ratio = self._timings[self.eager.brief()].ratio or 1.0
+        """The fastest whose proof succeeds, of those that are faster than what is trained with otherwise; or that."""
+        otherwise = self.otherwise
+        ratio = self._timings[otherwise.brief()].ratio or 1.0
         for plan in sorted(ready, key=lambda one: self._timings[one.brief()].ratio or 0.0, reverse=True):
             timing = self._timings[plan.brief()]
             if timing.failure is not None:
@@ -149,7 +161,7 @@ class Settling:
                 figures = f"it's {timing.ratio:.2f} times as fast as the baseline"
                 if timing.left_out and timing.verdict is None:
                     figures = f"it was left out after {timing.windows} pairs, since {figures}"
-                self._pass_over(plan, figures if ratio == 1.0 else f"{figures}, and {self.eager.brief()} {ratio:.2f}")
+                self._pass_over(plan, figures if ratio == 1.0 else f"{figures}, and {otherwise.brief()} {ratio:.2f}")
             elif why := self._too_long(timing, ratio):
                 self._pass_over(plan, why)
             else:
@@ -158,14 +170,20 @@ class Settling:
                 if parity.parity in self.accepted:
                     return plan
                 self._pass_over(plan, f"it's {parity.parity}: {parity.reason}")
-        return self.eager
+        if otherwise != self.eager:
+            slower = self._timings[self.eager.brief()].ratio or 0.0
+            self._pass_over(self.eager, f"it's {slower:.2f} times as fast as the baseline")
+        return otherwise
 
     def _too_long(self, timing: Timing, ratio: float) -> str:
-        """Why a proof doesn't pay; empty if it does. `ratio` is the eager plan's."""
+        """Why a proof doesn't pay; empty if it does. `ratio` is that of what is trained with otherwise."""
         step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
-        saves_s = saved_steps(self.facts.steps, timing.ratio or 1.0, ratio) * step_s
+        saves_s = saved_steps(self.facts.steps, timing.gain, ratio) * step_s
         proof_s = PROVING_STEPS * step_s
-        return "" if saves_s > proof_s else f"it saves {saves_s:.0f} s, and a proof takes about {proof_s:.0f} s"
+        if saves_s > proof_s:
+            return ""
+        looks = " with a look at each epoch whether callbacks change the step" if timing.looking_ms else ""
+        return f"it saves {max(0.0, saves_s):.0f} s{looks}, and a proof takes about {proof_s:.0f} s"
 
     def _parity(self, plan: Plan) -> Parity:
         self._held.give_up(self._held.programs.keys() - {plan.brief()})
@@ -180,7 +198,9 @@ class Settling:
 
     def _listened_to(self, task: Task, plan: Plan) -> Program:
         """Lowers a plan, and says what goes on where it is compiled; the others were told of before."""
-        return lower(task, plan, *((self.say, self.during) if plan.compile != "none" else ()))
+        program = lower(task, plan, *((self.say, self.during) if plan.compile != "none" else ()))
+        program.watched = self.watched
+        return program
 
     def _pass_over(self, plan: Plan, why: str) -> None:
         self.say(f"auto passes over {plan.brief()}: {why}")

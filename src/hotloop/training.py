@@ -94,7 +94,7 @@ def _start(
     Steering.of(
         task.monitor, task.goal, task.roles.validation is not None
     )  # what can't be watched shows before an hour
-    program = lowered_by_memory(loaded, task, wanted, say, during, until=until)
+    program = lowered_by_memory(loaded, task, wanted, say, during, until=until, callbacks=callbacks)
     as_given = replace(program.parts, task=task, roles=task.roles)  # facts are of the Task, not of how it is run
     record = RunRecord(
         name=task.name,
@@ -174,7 +174,7 @@ def _go_on(
         say(f"{', '.join(other)}: the result may differ in its last bits")
     done = handle.epochs[-1]["step"] if handle.epochs else 0
     loaded = loaded or Loaded(before, handle.record.source, files_of(handle.source))
-    first = partial(lowered_by_memory, loaded, task, wanted, say, during, done=done, until=until)
+    first = partial(lowered_by_memory, loaded, task, wanted, say, during, done=done, until=until, callbacks=callbacks)
     return handle, _train(handle, task, first, True, until, callbacks, say)
 
 

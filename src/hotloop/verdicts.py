@@ -118,7 +118,9 @@ class Timing(Record):
         parity: its class against the baseline on its own device, and `parity_reason`; None where it wasn't asked for.
         startup_s: from the Task to the first step, without compiling; `compile_s` compiling alone.
         compile_warm_s: compiling once more, with what was kept of the first time; None where nobody asked.
-        run_s: time to finish this run of the Task, with both of them; None where its number of steps is unknown.
+        looking_ms: what each step bears of seeing once in an epoch whether callbacks have changed what was compiled; it's
+            neither in `step_ms` nor in `ratio`.
+        run_s: time to finish this run of the Task, with all three; None where its number of steps is unknown.
         pays_after: steps after which the plan has won back what it costs to start and compile; None if it never does.
         peak_memory_bytes: the most that one step held at a time, beyond what was there before it.
         feed_ms: what a batch takes to come onto the device, loaded and copied, with no step waiting for it.
@@ -142,6 +144,7 @@ class Timing(Record):
     startup_s: float | None = None
     compile_s: float | None = None
     compile_warm_s: float | None = None
+    looking_ms: float = 0.0
     run_s: float | None = None
     pays_after: int | None = None
     peak_memory_bytes: int | None = None
@@ -169,6 +172,16 @@ class Timing(Record):
         """Seconds from the Task to the first step, with compiling for the first time."""
         return (self.startup_s or 0.0) + (self.compile_s or 0.0)
 
+    @property
+    def training_s(self) -> float:
+        """Seconds of a step in training, with what it bears of looking."""
+        return ((self.step_ms or 0.0) + self.looking_ms) / 1e3
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as with the baseline training goes on, once it has started; 1 where that isn't known."""
+        return (self.ratio or 1.0) * (self.step_ms / 1e3 / self.training_s if self.step_ms else 1.0)
+
     def proven(self, parity: Parity) -> Timing:
         """With what its proof found."""
         found = {"parity": parity.parity, "parity_reason": parity.reason, "short_of_memory": parity.short_of_memory}
@@ -179,9 +192,9 @@ class Timing(Record):
         if self.step_ms is None:
             return float("inf")
         if steps is None:
-            return self.step_ms / 1e3
+            return self.training_s
         compile_s = self.compile_s if self.compile_warm_s is None else self.compile_warm_s
-        return (self.startup_s or 0.0) + (compile_s or 0.0) + steps * self.step_ms / 1e3
+        return (self.startup_s or 0.0) + (compile_s or 0.0) + steps * self.training_s
 
 
 class Verdict(Record):
@@ -217,7 +230,7 @@ class Verdict(Record):
 
 def paying(timing: Timing, baseline: Timing) -> Timing:
     """With the steps that win back what it costs more to start and compile than the baseline, where it is faster."""
-    saves_s = ((baseline.step_ms or 0.0) - (timing.step_ms or 0.0)) / 1e3
+    saves_s = baseline.training_s - timing.training_s
     if timing.verdict != "faster" or saves_s <= 0:
         return timing.model_copy(update={"pays_after": None})
     steps = math.ceil((timing.starts_s - baseline.starts_s) / saves_s)
@@ -240,7 +253,7 @@ def best_of(plans: Sequence[Timing], baseline: str, *, proven: bool) -> str | No
         return None
     faster = [timing for timing in plans if timing.verdict == "faster"]
     allowed = [timing for timing in faster if not proven or timing.parity in TRUSTED]
-    return min([base, *allowed], key=lambda timing: timing.run_s or timing.step_ms or 0.0).name
+    return min([base, *allowed], key=lambda timing: timing.run_s or timing.training_s).name
 
 
 class Crossing(Record):

@@ -14,13 +14,14 @@ from hotloop.data.feed import Treatment, open_feed
 from hotloop.data.roles import Roles
 from hotloop.errors import blame
 from hotloop.lowering import Program
+from hotloop.lowering.again import looks
 from hotloop.measuring.runner import Runner
 from hotloop.measuring.statistics import ENOUGH_PAIRS, LEAST_PAIRS
 from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.tuning.bounds import Makeup, makeup
 from hotloop.tuning.budget import PROVING_STEPS, saved_steps
-from hotloop.tuning.compiling import compile_s, compiling_gains
+from hotloop.tuning.compiling import compile_s, compiling_gains, trace_s
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
 _DOUBT = 1.5
@@ -51,6 +52,7 @@ class Hope:
         compile_s: of one compilation, with nothing kept from an earlier one.
         limit_s: until the run is to stop, whatever is left of it.
         made: of what the step is, where that is known.
+        looks: how often the run sees whether callbacks have changed what was compiled, and `look_s` what that takes.
     """
 
     steps: int
@@ -60,16 +62,20 @@ class Hope:
     compile_s: float = compile_s(0)
     limit_s: float = math.inf
     made: Makeup | None = None
+    looks: int = 0
+    look_s: float = 0.0
 
     def by(self, way: str) -> Hope:
         """By another way to compile, as the plan's axis says it."""
-        takes_s = compile_s(None if self.made is None else self.made.operations, way)
-        return replace(self, gain=compiling_gains(self.made, self.step_s, way), compile_s=takes_s)
+        operations = None if self.made is None else self.made.operations
+        gain, look_s = compiling_gains(self.made, self.step_s, way), trace_s(operations or 0)
+        return replace(self, gain=gain, compile_s=compile_s(operations, way), look_s=look_s)
 
     @property
     def wins_s(self) -> float:
         """Seconds of the run that may be saved."""
-        return self.steps * self.step_s * (1.0 if self.gain is None else 1 - 1 / self.gain)
+        share = 1.0 if self.gain is None else 1 - 1 / self.gain
+        return max(0.0, self.steps * self.step_s * share - self.looks * self.look_s)
 
     def costs_s(self, compilations: int = 1) -> float:
         """Seconds that so many compilations and their races take, and a proof."""
@@ -90,9 +96,10 @@ class Hope:
         loading = f", its batch {milliseconds(self.load_s)}" if self.load_s > self.step_s else ""
         long = self.costs_s() >= _SHARE * self.limit_s
         limit = f", more than a third of the {max(0.0, self.limit_s):.0f} s until stop-after" if long else ""
+        looking = f" with {self.looks:,} looks for what callbacks change" if self.looks else ""
         return (
             f"a step takes {milliseconds(self.step_s)}{loading}, so compiling {most} {self.wins_s:,.0f} s"
-            f" of the {self.steps:,} steps left, and with a proof it may take {self.costs_s():.0f} s{limit}"
+            f" of the {self.steps:,} steps left{looking}, and with a proof it may take {self.costs_s():.0f} s{limit}"
         )
 
 
@@ -139,7 +146,7 @@ class Memory:
         if timing.verdict == "no difference" and timing.windows >= ENOUGH_PAIRS:
             return "it was raced before for as long as a search races, and isn't clearly faster"
         unproven = timing.verdict == "faster" and timing.parity is None
-        if unproven and saved_steps(steps, ratio, beside) <= PROVING_STEPS:
+        if unproven and saved_steps(steps, timing.gain, beside) <= PROVING_STEPS:
             return "it was raced before, and its proof takes longer than it saves"
         return ""
 
@@ -159,7 +166,8 @@ def hoped(program: Program, steps: int, *, way: str, rewrites: bool, limit_s: fl
     """
     try:
         with _on_one_batch(program):
-            hope = Hope(steps, Runner(program).warm_up(_GLANCE_S)[1], compile_s=compile_s(0, way), limit_s=limit_s)
+            step_s, often = Runner(program).warm_up(_GLANCE_S)[1], looks(program.watched, steps, program.feed.batches)
+            hope = Hope(steps, step_s, compile_s=compile_s(0, way), limit_s=limit_s, looks=often)
             if not hope.pays():
                 return hope
         if not _alike(program):
@@ -167,7 +175,7 @@ def hoped(program: Program, steps: int, *, way: str, rewrites: bool, limit_s: fl
         with _on_one_batch(program):
             step_s = Runner(program).warm_up(_LOOK_S)[1]
             made = makeup(program, rewrites=rewrites)
-        return Hope(steps, step_s, load_s=_loading_s(program), limit_s=limit_s, made=made).by(way)
+        return replace(hope, step_s=step_s, load_s=_loading_s(program), made=made).by(way)
     except Exception as error:  # what is wrong with the Task shows in training, and is explained there
         return f"its steps couldn't be timed ({blame(error)})"
 

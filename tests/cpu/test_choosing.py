@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import choosing, kept, probe, rules, settling, training, weighing
+from hotloop import choosing, kept, probe, remembering, rules, settling, training, weighing
 from hotloop.choosing import consider, known, lowered, placed
 from hotloop.errors import DeviceError, DiskError, MemoryExhausted, PlanError, RoomError
 from hotloop.hardware import Device
 from hotloop.lowering import order, residency
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.measuring.racing import Measured
 from hotloop.parity import needs, prove_programs
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
+from hotloop.report.curves import draw_curves
 from hotloop.state import differences
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import TRUSTED, Timing, Verdict
@@ -275,8 +277,28 @@ def test_a_compiled_step_stays_if_it_is_faster_and_proven(name: str, long, prete
     assert why in said[-2] and said[-1] == f"auto: {chosen.brief()}"
 
 
+@pytest.mark.parametrize(("parity", "speed"), [("bitwise", 0.8), ("broken", 2.0)], ids=["slower", "broken"])
+def test_an_eager_plan_that_its_own_race_finds_slower_than_the_baseline_is_not_trained_with(
+    parity: str, speed: float, long, pretended, found
+) -> None:
+    found(parity, compile__package=speed, optimizer__fused=0.9)
+    said, verdicts = list[str](), list[Verdict]()
+    assert lowered(a_task(), AUTO, said.append, memory=weighing.Memory(keep=verdicts.append)).parts.plan == BASELINE
+    assert said[-2:] == [
+        "auto passes over optimizer=fused: it's 0.90 times as fast as the baseline",
+        "auto: baseline",
+    ]
+    assert verdicts[0].winner == "baseline" and verdicts[0].plan("optimizer=fused").behind
+
+
+def test_an_eager_plan_with_what_the_user_set_stays_beside_a_baseline_without_it(long, pretended, found) -> None:
+    found(threads__1=0.9)
+    wanted = Wanted(Plan(device="cpu", threads=1), auto=True)
+    assert lowered(a_task(), wanted).parts.plan == Plan(threads=1, optimizer="fused")
+
+
 def test_a_compiled_step_that_fails_when_it_is_run_is_passed_over(long, pretended, monkeypatch) -> None:
-    """The race is real."""
+    """The race is real, so there is one eager plan alone: of two it might find either the faster."""
     plain = settling.lower
 
     def failing(task: Any, plan: Plan, *told: Any) -> Any:
@@ -287,8 +309,8 @@ def test_a_compiled_step_that_fails_when_it_is_run_is_passed_over(long, pretende
 
     monkeypatch.setattr(settling, "lower", failing)
     said: list[str] = []
-    program = lowered(a_task(epochs=1000), AUTO, said.append)
-    assert program.parts.plan == Plan(optimizer="fused")
+    wanted = Wanted(Plan(device="cpu", optimizer="default"), auto=True)
+    assert lowered(a_task(epochs=1000), wanted, said.append).parts.plan == BASELINE
     assert said[-2].startswith("auto passes over compile=package: ") and "ZeroDivisionError" in said[-2]
 
 
@@ -488,6 +510,68 @@ def test_a_run_that_is_to_stop_before_a_compiler_would_be_done_trains_eagerly(tm
     assert len([line for line in said if line.endswith(" s until stop-after")]) == 2
 
 
+def test_a_look_at_each_epoch_for_what_callbacks_change_takes_from_what_compiling_saves() -> None:
+    hopes = [weighing.Hope(200_000, 1e-3, 2.0, compile_s=20.0, looks=epochs, look_s=1.0) for epochs in (0, 50, 90)]
+    assert [hope.compilations for hope in hopes] == [2, 1, 0]  # of 100 s
+    assert "should save about 10 s of the 200,000 steps left with 90 looks for what callbacks change" in str(hopes[-1])
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs"), [({}, 0), ({"callbacks": [draw_curves]}, 0), ({"callbacks": [print]}, 100)]
+)  # fmt: skip
+def test_it_is_reckoned_with_where_there_are_callbacks_of_the_users(given: Any, epochs: int, monkeypatch) -> None:
+    monkeypatch.setattr(weighing.Hope, "pays", lambda hope, compilations=1: True)
+    hope = weighing.hoped(hotloop.lower(a_task(**given), CPU), 500, way="package", rewrites=False)  # 5 in an epoch
+    assert isinstance(hope, weighing.Hope) and hope.looks == epochs and hope.look_s > 0
+
+
+def test_callbacks_of_the_run_count_as_those_of_the_task(long, pretended, found, monkeypatch) -> None:
+    found()
+    said, made, plain = list[str](), list[Any](), settling.lower
+
+    def noted(*given: Any) -> Any:
+        made.append(plain(*given))
+        return made[-1]
+
+    monkeypatch.setattr(settling, "lower", noted)
+    monkeypatch.setattr(weighing.Hope, "compilations", 1)
+    lowered(a_task(epochs=100), AUTO, said.append, callbacks=[print])
+    assert made and all(program.watched for program in made)
+    assert "with 100 looks for what callbacks change" in said[0]
+
+
+def test_a_run_hands_its_callbacks_on_to_what_chooses(tmp_path, monkeypatch) -> None:
+    heard, plain = list[Any](), remembering.lowered
+
+    def noted(*given: Any, **named: Any) -> Any:
+        heard.append(list(named["callbacks"]))
+        return plain(*given, **named)
+
+    monkeypatch.setattr(remembering, "lowered", noted)
+    task, seen = a_task(epochs=1), list[Any]()
+    given: dict[str, Any] = dict(plan="auto", axes={"device": "cpu"}, callbacks=[seen.append])
+    run, _ = training.start(Loaded(task, None, {}), run=tmp_path / "run", **given)
+    training.go_on(run.path, task=task, overrides={"epochs": 2}, **given)
+    assert heard == [[seen.append], [seen.append]]
+
+
+def test_a_compiled_step_that_loses_what_it_saves_by_looking_is_not_proven(long, pretended, monkeypatch) -> None:
+    races = Races(compile__package=2.0)
+
+    def looking(*given: Any, **named: Any) -> Any:
+        plans = races(*given, **named).plans
+        taken = [one.model_copy(update={"looking_ms": 100.0 if "compile" in one.name else 0.0}) for one in plans]
+        return Measured(taken, [])
+
+    monkeypatch.setattr(settling, "measure", looking)
+    monkeypatch.setattr(settling, "prove_programs", lambda task, programs: pytest.fail("it was proven"))
+    said = list[str]()
+    assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
+    assert said[-2].startswith(
+        "auto passes over compile=package: it saves 0 s with a look at each epoch whether callbacks change the step"
+    )
+
+
 def test_race_and_proof_wait_for_their_batches_too() -> None:
     loading = [weighing.Hope(400_000, 1e-3, 2.0, load_s, 40.0) for load_s in (0.0, 0.3, 0.5)]  # saves 190 s
     assert [hope.compilations for hope in loading] == [2, 1, 0]
@@ -639,6 +723,11 @@ def test_what_was_raced_before_is_compiled_where_the_run_pays_for_its_proof() ->
     memory = weighing.Memory([raced_before(parity=None)])
     why = {steps: memory.against(Plan(compile="package"), Plan(), TRUSTED, steps) for steps in (500, 501, None)}
     assert why == {500: "it was raced before, and its proof takes longer than it saves", 501: "", None: ""}
+    looking = weighing.Memory([raced_before(parity=None, step_ms=5.0, looking_ms=4.0)])  # of the baseline's 10 ms
+    assert [bool(looking.against(Plan(compile="package"), Plan(), TRUSTED, steps)) for steps in (501, 2600)] == [
+        True,
+        False,
+    ]
 
 
 def test_a_compiled_step_is_proven_and_remembered_and_begins_with_what_has_run_no_step(found, monkeypatch) -> None:

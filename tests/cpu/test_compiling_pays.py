@@ -14,7 +14,7 @@ from hotloop.rng import generator_states
 from hotloop.tuning import search as module
 from hotloop.tuning.bounds import Makeup, makeup
 from hotloop.tuning.budget import Budget
-from hotloop.tuning.compiling import Chance, chances, compile_s, compiling_gains
+from hotloop.tuning.compiling import Chance, chances, compile_s, compiling_gains, trace_s
 from tests.cpu.families import family
 from tests.cpu.programs import a_task
 from tests.cpu.test_tuning import HALF, STEP_MS, Races, Stays, searching
@@ -78,6 +78,22 @@ def test_a_proof_and_a_race_are_part_of_what_a_compilation_costs() -> None:
     alone, proven = (chances(WAYS, slow, 1.0, budget, proof_s=proof_s)[0] for proof_s in (0.0, 250.0))
     assert alone.won_s > alone.costs_s and proven.won_s < proven.costs_s
     assert alone.telling_s == 24.0  # twelve rounds of two plans
+
+
+def test_looks_at_each_epoch_take_from_what_a_compilation_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def seen(*given: Any, looks: int, **axes: Any) -> list[Chance]:
+        asked.append(looks)
+        return chances(*given, looks=looks, **axes)
+
+    monkeypatch.setattr(module, "chances", seen)
+    for task in a_task(), a_task(callbacks=[print]):
+        searching(monkeypatch, Races(), steps=10_000, compiler=True, task=task).run()
+    assert asked == [0, 2000]  # of five batches
+    budget = Budget(1000.0, 20.0)
+    never, often = (chances(WAYS, HALF, STEP_MS / 1e3, budget, looks=looks)[0] for looks in (0, 100))
+    assert never.won_s - often.won_s == pytest.approx(100 * trace_s(HALF.operations))
 
 
 @pytest.mark.parametrize(("steps", "raced"), [(8_000, 0), (400_000, 3)])

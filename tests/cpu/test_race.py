@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,6 +198,24 @@ def test_starting_and_compiling_are_apart_and_outside_of_the_steps(clock: Clock,
     assert compiled.run_s == pytest.approx(50.01 + 10)
     assert compiled.pays_after == pytest.approx((50.01 - 0.011) / 0.001, abs=1)
     assert base.pays_after is None
+
+
+def test_what_an_epoch_takes_beside_its_steps_counts_for_the_run_alone(clock: Clock) -> None:
+    """A compiled step of a Task with callbacks looks once in an epoch, here of five batches, what they change."""
+
+    def looking(task: Task) -> Program:
+        program = lower(task, Plan(device="cpu", optimizer="foreach"))
+        program._step.look_s = 0.2
+        return program
+
+    for callbacks, looking_ms in ([print], 40.0), ([], 0.0):
+        task = a_task(callbacks=callbacks)
+        rivals = [*entrants(task, baseline=MARKED), Entrant("compiled", partial(looking, task))]
+        compiled = measure(rivals, "baseline", steps=1000, time_limit_s=10, clock=clock).plans[1]
+        assert compiled.step_ms == pytest.approx(10) and compiled.verdict == "faster"
+        assert compiled.looking_ms == pytest.approx(looking_ms)
+        assert compiled.run_s == pytest.approx(compiled.starts_s + 1000 * (0.01 + looking_ms / 1e3))
+        assert (compiled.pays_after is None) is bool(callbacks)
 
 
 def test_a_first_step_that_takes_long_is_part_of_the_start(clock: Clock, monkeypatch) -> None:

@@ -205,6 +205,7 @@ BEST: dict[str, tuple[list[Timing], int | None, Plan | None]] = {
     "the fastest": ([timing(FUSED, 1.3), timing(COMPILED, 2.0)], 10_000, COMPILED),
     "in a short run": ([timing(FUSED, 1.3), timing(COMPILED, 2.0, compile_s=30.0)], 100, FUSED),
     "in a long run": ([timing(FUSED, 1.3), timing(COMPILED, 2.0, compile_s=30.0)], 100_000, COMPILED),
+    "with looks at each epoch": ([timing(FUSED, 1.3), timing(COMPILED, 2.0, looking_ms=4.0)], 100_000, FUSED),
     "by steps alone": ([timing(FUSED, 1.3), timing(COMPILED, 2.0, compile_s=30.0)], None, COMPILED),
     "not what isn't trusted": ([timing(FUSED, 1.3), timing(WRONG, 9.0, parity="reduced-precision")], 100, FUSED),
     "not what was never proven": ([timing(FUSED, 1.3, parity=None)], 100, None),

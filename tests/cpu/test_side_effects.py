@@ -482,6 +482,7 @@ def test_a_callback_that_changes_nothing_leaves_the_step_compiled(tmp_path: Path
 
 def test_without_callbacks_of_the_user_s_nobody_looks_again() -> None:
     program = hotloop.lower(a_task(), STEP)
+    assert program.looking_s == 0 < program._step.look_s
     program.look_again([])
     assert not program._step._again.due  # type: ignore[attr-defined]
     program.look_again([print])

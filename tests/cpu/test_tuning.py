@@ -569,6 +569,26 @@ def test_what_has_a_change_that_is_not_proven_is_not_proven_either(monkeypatch: 
     assert (both.parity, both.parity_reason) == ("unproven", "it has layout=channels_last, which is broken")
 
 
+@pytest.mark.parametrize(("looking_ms", "says"), [(0.0, ""), (2.2, "more than it wins"), (4.0, "")])
+def test_what_each_epoch_takes_beside_its_steps_counts_against_a_plan(
+    looking_ms: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 80 s of training it leaves 18, less than the proof takes, or nothing."""
+
+    class Looking(Races):
+        def timing(self, entrant: Entrant, steps: int) -> Timing:
+            of = {"looking_ms": looking_ms if entrant.name == "optimizer=fused" else 0.0}
+            return super().timing(entrant, steps).model_copy(update=of)
+
+    judging = Judging()
+    looked = searching(monkeypatch, Looking(optimizer__fused=1.3), steps=8_000, prove=judging)
+    assert looked.run() == (BASELINE if looking_ms else "optimizer=fused")
+    assert judging.asked == ([] if looking_ms else ["optimizer=fused"])
+    assert any(says in note for note in looked.notes) or not says
+    timing = looked.timings["optimizer=fused"]
+    assert timing.run_s == pytest.approx(timing.starts_s + 8 * (STEP_MS / 1.3 + looking_ms))
+
+
 def test_all_proofs_together_cost_less_than_what_is_proven_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 s of training; a proof should take 2.5 s, and the first takes 3 in vain."""
     judging = Judging("layout=channels_last", seconds=3.0)

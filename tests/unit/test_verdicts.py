@@ -33,6 +33,11 @@ RACES: dict[str, tuple[list[Timing], str | None, str]] = {
         "baseline",
         "late is 2.00 times as fast, but takes longer to start and compile, which pays after 7,000 steps",
     ),
+    "faster, but its looks at each epoch cost more": (
+        [BASE, timing("busy", 5.0, "faster", "bitwise", looking_ms=6.0, run_s=11.0)],
+        "baseline",
+        "busy is 2.00 times as fast, but takes longer to start, compile and look at what callbacks change",
+    ),
     "reduced precision": (
         [BASE, timing("bf16", 2.0, "faster", "reduced-precision")],
         "baseline",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,6 +40,11 @@ class Again:
 def any_of_users(callbacks: Iterable[Any]) -> bool:
     """Whether one of them is not hotloop's own, such as a progress bar."""
     return any(not str(getattr(one, "__module__", "")).startswith("hotloop.") for one in callbacks)
+
+
+def looks(watched: bool, steps: int | None, batches: int | None) -> int:
+    """How often a run of so many steps sees whether callbacks have changed what was compiled: once in an epoch."""
+    return math.ceil(steps / batches) if watched and steps and batches else 0
 
 
 def _told_apart(captured: Captured) -> tuple[Any, ...]:

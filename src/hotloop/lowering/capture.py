@@ -9,6 +9,7 @@ on the value of a tensor.
 from __future__ import annotations
 
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -97,7 +98,12 @@ class Capture:
         hyper: a float64 for each of the optimizer's numbers that may change, by place; the others become constants.
         whole: clipping, update and average too.
         singly: the update parameter by parameter, for a compiler that fuses it; else as the optimizer is set.
+
+    Attributes:
+        once_s: seconds that the last single run took.
     """
+
+    once_s = 0.0
 
     def __init__(
         self, step: EagerStep, samples: int, hyper: dict[str, Tensor], *, whole: bool, singly: bool = True
@@ -108,7 +114,10 @@ class Capture:
 
     def once(self, batch: Any) -> Captured:
         """Raises PlanError where the step can't be captured."""
-        return self._tracer.trace((step_tensors(self._step, self._hyper, whole=self._whole), batch))
+        began = time.perf_counter()
+        captured = self._tracer.trace((step_tensors(self._step, self._hyper, whole=self._whole), batch))
+        self.once_s = time.perf_counter() - began
+        return captured
 
     def twice(self, batch: Any) -> Captured:
         """Raises PlanError, too, where the step would not be the same step after step."""

@@ -94,7 +94,7 @@ class CompiledStep(EagerStep):
     def _capture(self, batch: Any, cells: dict[str, Tensor], singly: bool = True) -> Captured:
         capture = Capture(self, batch_length(batch), cells, whole=self.whole, singly=singly)
         captured = capture.twice(batch)
-        self._again = Again(captured, capture.once)
+        self._again, self.look_s = Again(captured, capture.once), capture.once_s
         return captured
 
     def _rewrite(self, captured: Captured) -> None:

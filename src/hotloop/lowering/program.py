@@ -50,6 +50,7 @@ class Program:
 
     Attributes:
         position: where in the data training stands.
+        watched: whether callbacks of the user's are called in training, which may change what the step does.
         compile_s: seconds that capturing and compiling the step took, or loading it compiled; 0 if it isn't.
     """
 
@@ -58,6 +59,7 @@ class Program:
         self.feed = feed
         self.position = Position()
         self.compile_s = 0.0
+        self.watched = any_of_users(parts.task.callbacks)
         self._step = step
         self._batches: Iterator[tuple[Any, int]] | None = None
         if feed.reseeds or not parts.world.alone:
@@ -80,6 +82,11 @@ class Program:
     def compiled_steps(self) -> int | None:
         """How many steps its compiled program took so far; None where none was compiled."""
         return self._step.ran
+
+    @property
+    def looking_s(self) -> float:
+        """Seconds in each epoch of seeing whether callbacks have changed what was compiled; see `look_again`."""
+        return self._step.look_s if self.watched else 0.0
 
     @property
     def device(self) -> torch.device:

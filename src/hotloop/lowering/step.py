@@ -30,6 +30,7 @@ class EagerStep:
         optimizer, schedule: made by the Task's factories.
         draws: seeds the generators before each step.
         ran: how many steps its compiled program took; None without one.
+        look_s: seconds of seeing once whether it still does what was compiled; 0 where nothing was.
         scaler: decides by how much fp16's loss is scaled; None in other precisions.
         scale: what a compiled step scales its loss by, 0-dim, on the device; None in other precisions.
         average: exponential average by parameter name, of what this rank holds; empty without one.
@@ -39,6 +40,7 @@ class EagerStep:
     """
 
     ran: int | None = None
+    look_s = 0.0
 
     def __init__(self, parts: Ingredients) -> None:
         task, model = parts.task, parts.model

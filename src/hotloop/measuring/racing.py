@@ -272,7 +272,8 @@ def _summed_up(racers: Sequence[_Racer], baseline: str, steps: int | None) -> Me
 def _timing(racer: _Racer, base: Lane, found: Ratio, steps: int | None) -> Timing:
     """Its step takes the baseline's time over the ratio of the pairs: its own windows may have been others."""
     assert racer.lane is not None and racer.runner is not None and racer.program is not None
-    compile_s = racer.program.compile_s
+    compile_s, batches = racer.program.compile_s, racer.program.feed.batches
+    looking_s = racer.program.looking_s / batches if batches else 0.0
     step_s = statistics.median(base.times) / found.median
     start_s = racer.startup_s + compile_s
     return Timing(
@@ -285,7 +286,8 @@ def _timing(racer: _Racer, base: Lane, found: Ratio, steps: int | None) -> Timin
         windows=found.pairs,
         startup_s=racer.startup_s,
         compile_s=compile_s,
-        run_s=None if steps is None else start_s + steps * step_s,
+        looking_ms=1e3 * looking_s,
+        run_s=None if steps is None else start_s + steps * (step_s + looking_s),
         verdict=answer(found),
         left_out=not racer.lane.running,
         **racer.figures,

@@ -136,4 +136,5 @@ def _lost(rival: Timing, base: Timing, steps: int | None) -> str:
     if rival.parity is None and rival.finishes(steps) < base.finishes(steps):
         return f"{rival.name} is {rival.ratio:.2f} times as fast, but it wasn't proven"
     pays = "" if rival.pays_after is None else f", which pays after {rival.pays_after:,} steps"
-    return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to start and compile{pays}"
+    longer = "start and compile" if not rival.looking_ms else "start, compile and look at what callbacks change"
+    return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to {longer}{pays}"

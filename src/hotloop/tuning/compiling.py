@@ -21,6 +21,9 @@ _OPERATION_COMPILE_S = 0.025
 _UNKNOWN_COMPILE_S = 40.0
 """Of a step that torch doesn't show, or that is written out time step by time step."""
 
+_OPERATION_TRACE_S = 0.6e-3
+"""For each operation of a step that is traced again."""
+
 _DISPATCH_S = 5e-6
 """What PyTorch spends on one operation, with autograd, whatever its size: 3 to 8 us on processors of today."""
 
@@ -70,6 +73,7 @@ def chances(
     *,
     recurrent: bool = False,
     proof_s: float = 0.0,
+    looks: int = 0,
 ) -> list[Chance]:
     """As they are preferred; those that leave most of the run first, where there is no time for two.
 
@@ -80,12 +84,14 @@ def chances(
         budget: of the run under it.
         recurrent: whether the step has layers that compilers write out time step by time step.
         proof_s: of a proof that the eager plan needn't have.
+        looks: how often the run traces the compiled step again.
     """
     found = []
     for plan in plans:
         seen = None if recurrent and plan.compile != "none" else made
-        won_s = budget.wins_s(compiling_gains(seen, step_s, plan.compile))
-        takes_s = compile_s(None if seen is None else seen.operations, plan.compile)
+        operations = None if seen is None else seen.operations
+        won_s = budget.wins_s(compiling_gains(seen, step_s, plan.compile)) - looks * trace_s(operations or 0)
+        takes_s = compile_s(operations, plan.compile)
         found.append(Chance(plan, budget.run_s, won_s, takes_s, budget.settles_s() + proof_s))
     tight = bool(found) and not budget.set_by_user and found[0].won_s < 2 * found[0].costs_s
     return sorted(found, key=lambda one: one.costs_s - one.won_s) if tight else found
@@ -94,6 +100,11 @@ def chances(
 def compile_s(operations: int | None, way: str = "package") -> float:
     """Seconds that a compilation takes with nothing kept from an earlier one; twice that on a slow or busy machine."""
     return _UNKNOWN_COMPILE_S if operations is None else _COMPILE_S[way] + operations * _OPERATION_COMPILE_S
+
+
+def trace_s(operations: int) -> float:
+    """Seconds of seeing once whether a compiled step of so many operations still does the same."""
+    return operations * _OPERATION_TRACE_S
 
 
 def compiling_gains(made: Makeup | None, step_s: float, way: str = "package") -> float:

@@ -64,7 +64,7 @@ class Proofs:
     def _too_dear(self, timing: Timing) -> str:
         """Why a proof doesn't pay; empty where it does, or where the user gave the time."""
         costs_s = self.spent_s + PROVING_STEPS * self.step_s
-        if self.budget.set_by_user or self.budget.wins_s(timing.ratio or 1.0) >= costs_s:
+        if self.budget.set_by_user or self.budget.wins_s(timing.gain) >= costs_s:
             return ""
         before = " with the proofs before" if self.spent_s else ""
         return f"that takes about {costs_s:.0f} s{before}, more than it wins"

@@ -13,6 +13,7 @@ import torch
 from hotloop.errors import PlanError
 from hotloop.hardware import Hardware
 from hotloop.lowering import Program
+from hotloop.lowering.again import any_of_users, looks
 from hotloop.measuring import Entrant, measure
 from hotloop.measuring.runner import Runner
 from hotloop.parity.needs import lacking
@@ -252,7 +253,8 @@ class Search:
         rest = budget.after(base.step_ms / timing.step_ms)
         proof_s = PROVING_STEPS * base.step_ms / 1e3 if plan == self.base else 0.0  # any other is proven anyway
         made, step_s = self._makeup(timing.name, plan), timing.step_ms / 1e3
-        return chances(ways, made, step_s, rest, recurrent=self.facts.recurrent, proof_s=proof_s)
+        often = looks(any_of_users(self.task.callbacks), self.facts.steps, self.facts.batches)
+        return chances(ways, made, step_s, rest, recurrent=self.facts.recurrent, proof_s=proof_s, looks=often)
 
     def _too_late(self, way: Chance, lost_s: float, budget: Budget) -> str:
         """Why nothing is compiled any more; empty where something is."""

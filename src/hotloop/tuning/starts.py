@@ -23,7 +23,7 @@ def _with_start(timing: Timing, start: tuple[float, float] | None, steps: int | 
     if timing.step_ms is None or start is None:
         return timing
     startup_s, compile_s = max(start[0], timing.startup_s or 0.0), start[1]
-    run_s = None if steps is None else startup_s + compile_s + steps * timing.step_ms / 1e3
+    run_s = None if steps is None else startup_s + compile_s + steps * timing.training_s
     return timing.model_copy(update={"startup_s": startup_s, "compile_s": compile_s, "run_s": run_s})
 
 
@@ -43,9 +43,7 @@ def _beside(base_ms: float, timing: Timing, steps: int | None) -> Timing:
     if not (timing.step_ms and timing.ratio):
         return timing
     step_ms = base_ms / timing.ratio
-    changed = {
-        "step_ms": step_ms,
-        "samples_per_s": (timing.samples_per_s or 0.0) * timing.step_ms / step_ms,
-        "run_s": None if steps is None else timing.starts_s + steps * step_ms / 1e3,
-    }
-    return timing.model_copy(update=changed)
+    samples_per_s = (timing.samples_per_s or 0.0) * timing.step_ms / step_ms
+    moved = timing.model_copy(update={"step_ms": step_ms, "samples_per_s": samples_per_s})
+    run_s = None if steps is None else moved.starts_s + steps * moved.training_s
+    return moved.model_copy(update={"run_s": run_s})
