@@ -146,17 +146,18 @@ def module_name(path: Path) -> str:
 def _is_taken(name: str) -> bool:
     if name in sys.stdlib_module_names or name in ("__main__", "hotloop"):
         return True
-    return PathFinder.find_spec(name, [entry for entry in sys.path if _is_installed(entry)]) is not None
+    return PathFinder.find_spec(name, [entry for entry in sys.path if is_installed(entry)]) is not None
 
 
-def _is_installed(path: str) -> bool:
+def is_installed(path: str) -> bool:
+    """Whether a file or folder is that of an installed package."""
     return "site-packages" in path or "dist-packages" in path
 
 
 def make_importable(folder: Path) -> None:
     """Puts `folder` before the installed packages, but after Python's own modules, which all else relies on."""
     if str(folder) not in sys.path:
-        installed = (place for place, entry in enumerate(sys.path) if _is_installed(entry))
+        installed = (place for place, entry in enumerate(sys.path) if is_installed(entry))
         sys.path.insert(next(installed, len(sys.path)), str(folder))
 
 
@@ -218,7 +219,7 @@ def _file_of(module: ModuleType) -> Path | None:
 
 def _is_below(module: ModuleType, root: Path) -> bool:
     path = _file_of(module)
-    if path is None or _is_installed(str(path)) or path.is_relative_to(Path(__file__).resolve().parent):
+    if path is None or is_installed(str(path)) or path.is_relative_to(Path(__file__).resolve().parent):
         return False
     return path.is_relative_to(root)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop import weighing
+from hotloop.errors import PlanError
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task, advance, labelled
 from tests.cpu.test_graphs import on_a_stand_in  # noqa: F401  a fixture, for all tests here
@@ -64,6 +65,40 @@ def test_batches_with_several_keys_are_not_alike(kind: str) -> None:
         a_task(step=by_key, data=torch.utils.data.DataLoader(batches, batch_size=None), batch_size=None)
     )
     assert not weighing._alike(program)
+
+
+def mixed(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of two labels for each sample, as mixup has them."""
+    x, y, other, share = batch
+    loss = nn.functional.cross_entropy
+    return share * loss(model(x), y) + (1 - share) * loss(model(x), other)
+
+
+@pytest.mark.parametrize("plan", [*WHOLE, Plan(compile="forward")], ids=Plan.brief)
+def test_a_first_batch_that_holds_a_tensor_twice_is_two_inputs(plan: Plan) -> None:
+    x, y = labelled()
+    whole, share = torch.ones(()), torch.tensor(0.3)
+    first = y[:8]
+    batches = [[x[:8], first, first, whole], [x[8:16], y[8:16], y[16:], share]]
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    task = a_task(step=mixed, data=loader, batch_size=None)
+    losses = {}
+    for one in (Plan(), plan):
+        program = hotloop.lower(task, one)
+        losses[one] = [float(program.step(batch)) for batch in batches]
+    assert losses[plan] == pytest.approx(losses[Plan()], rel=1e-5)
+    assert program.compiled_steps == 2
+
+
+def test_a_step_that_writes_to_a_tensor_that_its_batch_holds_twice_is_refused() -> None:
+    def clamping(model: nn.Module, batch: Any) -> Tensor:
+        batch[1].clamp_(0, 1)
+        return mixed(model, batch)
+
+    x, y = labelled()
+    loader = torch.utils.data.DataLoader([[x, y, y, torch.ones(())]], batch_size=None)
+    with pytest.raises(PlanError, match="it writes to a tensor of the batch, of shape \\(24,\\), whose memory another"):
+        hotloop.lower(a_task(step=clamping, data=loader, batch_size=None), Plan(compile="step"))
 
 
 # ---------------------------------------------------------------- containers

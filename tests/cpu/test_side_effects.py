@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +20,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.errors import PlanError
+from hotloop.errors import PlanError, TaskError
 from hotloop.lowering import graphs
 from hotloop.lowering.constants import constants_of
 from hotloop.lowering.packages import _key
 from hotloop.plan import Plan
+from tests.cpu import programs
 from tests.cpu.programs import a_task, advance, last_state, state_after, trained
 from tests.cpu.recording import FakeRecorder
+from tests.cpu.test_hyper import uncompiled  # noqa: F401  a fixture
 
 STEP = Plan(compile="step")
 
@@ -130,7 +135,7 @@ class Remembering(Layer):
     [
         ({"model": Listed}, "reaches a parameter or buffer, a tensor of shape (3,), by another way"),
         ({"model": Bound}, "reaches a parameter or buffer, a tensor of shape (1,), by another way"),
-        ({"model": Mixing}, "two runs of it do different operations"),
+        ({"model": Mixing}, "'Mixing.forward().PRIVATE.state."),
         ({"step": partial(taught, moves=True)}, "writes to a tensor of shape"),
         ({"model": Keeping}, "can't be captured"),
     ],
@@ -215,6 +220,84 @@ class Trainer:
         return F.cross_entropy(model(batch[0]), batch[1]) * (2 if self.calls > 1000 else 1)
 
 
+TOTAL = 0
+
+
+class CountingInAGlobal(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor()
+
+    def factor(self) -> int:
+        global TOTAL
+        TOTAL += 1
+        return 2 if TOTAL > 1000 else 1
+
+
+class CountingInItsClass(Layer):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return self.layer(x) * (2 if self.calls > 1000 else 1)
+
+
+class CountingByAnIterator(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (2 if next(self.turns) > 1000 else 1)
+
+
+class CountingLoss(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        CALLS["calls"] += 1
+        return F.cross_entropy(output, target) * (2 if CALLS["calls"] > 1000 else 1)
+
+
+def counting_hook(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+    CALLS["calls"] += 1
+    return output * (2 if CALLS["calls"] > 1000 else 1)
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(6, 3)
+    model.register_forward_hook(counting_hook)
+    return model
+
+
+@dataclass(slots=True)
+class Course:
+    calls: int = 0
+
+
+COURSE = Course()
+
+
+def counting_in_a_slot(model: nn.Module, batch: Any) -> Tensor:
+    COURSE.calls += 1
+    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if COURSE.calls > 1000 else 1)
+
+
+def counting_in_a_file(model: nn.Module, batch: Any) -> Tensor:
+    programs.calls = getattr(programs, "calls", 0) + 1  # type: ignore[attr-defined]
+    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if programs.calls > 1000 else 1)  # type: ignore[attr-defined]
+
+
+def counting_further_in(model: nn.Module, batch: Any) -> Tensor:
+    def factor() -> int:
+        CALLS["calls"] += 1
+        return 2 if CALLS["calls"] > 1000 else 1
+
+    return F.cross_entropy(model(batch[0]), batch[1]) * factor()
+
+
+def counting_in_a_default(model: nn.Module, batch: Any, seen: list[int] = []) -> Tensor:  # noqa: B006
+    seen.append(1)
+    return F.cross_entropy(model(batch[0]), batch[1]) * (2 if len(seen) > 1000 else 1)
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -226,10 +309,56 @@ class Trainer:
         ({"step": counting_step}, "'CALLS.calls', outside of the step"),
         ({"step": partial(counting_step)}, "'func.CALLS.calls', outside of the step"),
         ({"step": Trainer().step}, "'self.calls', outside of the step"),
+        ({"model": CountingInAGlobal}, "'CountingInAGlobal.factor().TOTAL', outside of the model"),
+        ({"model": CountingInItsClass}, "the attribute 'CountingInItsClass.calls' of the model"),
+        ({"model": CountingByAnIterator}, "the attribute 'turns' of the model"),
+        ({"loss": CountingLoss()}, "'CountingLoss.forward().CALLS.calls', outside of the loss"),
+        ({"model": hooked}, ".CALLS.calls' of the model"),
+        ({"step": counting_in_a_slot}, "'COURSE.calls', outside of the step"),
+        ({"step": counting_in_a_file}, "'programs.calls', outside of the step"),
+        ({"step": counting_further_in}, "'CALLS.calls', outside of the step"),
+        ({"step": counting_in_a_default}, "'seen."),
     ],
 )
 def test_a_count_of_pythons_is_refused_wherever_it_stands(fields: dict[str, Any], says: str) -> None:
     assert says in refusal(**fields)
+
+
+LIBRARY = """
+import torch
+
+CALLS = 0
+
+class Counter:
+    calls = 0
+
+def tanh(x):
+    global CALLS
+    CALLS, Counter.calls = CALLS + 1, Counter.calls + 1
+    return x.tanh()
+
+def loss(output, target):
+    return torch.nn.functional.cross_entropy(tanh(output), target)
+"""
+
+
+def test_what_an_installed_package_counts_by_itself_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_library_that_counts.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(folder)
+    library = importlib.import_module("a_library_that_counts")
+    tanh, counter = library.tanh, library.Counter
+
+    class Calling(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            assert counter.calls == library.CALLS
+            return tanh(self.layer(x))
+
+    assert "'tanh.CALLS', outside of the loss" in refusal(loss=library.loss)  # it is what the user trains
+    assert_trains_as_eagerly(model=Calling)
 
 
 class Yogi(torch.optim.Optimizer):
@@ -472,6 +601,93 @@ def test_what_a_callback_changes_is_seen_at_the_next_epoch_and_trained_eagerly(
     run = trained(a_task(epochs=3, **CHANGING[name]), tmp_path / "compiled", plan=plan, progress=True)
     torch.testing.assert_close(last_state(run).parameters, expected.parameters)
     assert " ".join(capsys.readouterr().err.split()).count("a callback changes what the step does") == 1
+
+
+class Normed(nn.Module):
+    """A batch norm before a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.norm(x))
+
+
+class Replacing:
+    """At the end of each epoch, puts other memory in the place of something that the step works on."""
+
+    def __init__(self, what: Callable[[Any], None], of: str) -> None:
+        self.what, self.of = what, of
+        self.made: dict[str, list[Any]] = {"model": [], "optimizer": []}
+
+    def model(self) -> nn.Module:
+        self.made["model"].append(Normed())
+        return self.made["model"][-1]
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        self.made["optimizer"].append(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        return self.made["optimizer"][-1]
+
+    def __call__(self, view: Any) -> None:
+        for one in self.made[self.of] if view.event == "epoch" else ():
+            self.what(one)
+
+    def task(self) -> hotloop.Task:
+        fields = {"model": self.model, "optimizer": self.optimizer, "callbacks": [self]}
+        return a_task(batch_size=6, epochs=3, **fields)  # all batches are full, so that no eager step stands between
+
+
+def other_data(model: Normed) -> None:
+    for value in model.parameters():
+        value.data = value.data.clamp(-0.1, 0.1)
+
+
+def another_buffer(model: Normed) -> None:
+    model.norm.running_mean = model.norm.running_mean * 0.5  # type: ignore[operator]
+
+
+def other_parameters(model: Normed) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def another_state(optimizer: torch.optim.Optimizer) -> None:
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["momentum_buffer"] = state["momentum_buffer"] * 0.5
+    optimizer.load_state_dict(saved)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("plan", [STEP, Plan(compile="forward"), Plan(graphs="step")], ids=Plan.brief)
+@pytest.mark.parametrize(
+    ("what", "of"), [(other_data, "model"), (another_buffer, "model"), (another_state, "optimizer")]
+)
+def test_what_a_callback_replaces_is_what_trains_from_there_on(
+    what: Any, of: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
+    monkeypatch.setattr(graphs, "Recorder", FakeRecorder)
+    expected = last_state(trained(Replacing(what, of).task(), tmp_path / "eager"))
+    found = last_state(trained(Replacing(what, of).task(), tmp_path / "compiled", plan=plan))
+    torch.testing.assert_close(found.parameters, expected.parameters)
+    torch.testing.assert_close(found.buffers, expected.buffers)
+    torch.testing.assert_close(found.optimizer["state"], expected.optimizer["state"])
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    ("what", "plan", "says"),
+    [
+        (other_parameters, STEP, "a parameter that is not the model's"),
+        (other_parameters, Plan(engine="arrays"), "a parameter that is not the model's"),
+        (other_data, Plan(engine="arrays"), "a callback gives 'norm.weight' other memory"),
+        (another_buffer, Plan(engine="arrays"), "a callback gives 'norm.running_mean' other memory"),
+    ],
+)
+def test_what_can_t_be_trained_after_a_callback_is_told(what: Any, plan: Plan, says: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=says):
+        trained(Replacing(what, "model").task(), tmp_path / "run", plan=plan)
 
 
 def test_a_callback_that_changes_nothing_leaves_the_step_compiled(tmp_path: Path, capsys: Any) -> None:

@@ -28,7 +28,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from hotloop.data.tree import flatten
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.accumulation import accumulate_on_device
-from hotloop.lowering.constants import check_constants, same_constants
+from hotloop.lowering.constants import check_batch, check_constants, same_constants
 from hotloop.lowering.hooked import bare_step, hooked_optimizer
 from hotloop.lowering.hyper import held_by, hyper_of, put
 from hotloop.lowering.rewound import no_rewound_draws
@@ -141,7 +141,8 @@ class _Tracer:
         if others:
             raise refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
-        examples = [mode.from_tensor(leaf, static_shapes=True) for leaf in leaves]
+        # Each leaf is an input of its own, also where this batch holds one tensor twice.
+        examples = [mode.from_tensor(_another(leaf), static_shapes=True) for leaf in leaves]
         drawn = _drawn()
         try:
             with mode, _tracing(examples), no_rewound_draws(self.step.parts.device):
@@ -155,6 +156,7 @@ class _Tracer:
             raise refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
         check_draws(graph)
         check_constants(graph, leaves)
+        check_batch(graph, flatten(values[1])[0])
         _spell_out_factors(graph)
         _draw_in_order_of_memory(graph)
         return Captured(graph, examples, self.scalars, self.gradients)
@@ -239,6 +241,11 @@ class _Tracer:
                 value.grad = None
         if values["average"]:
             step.update_average(list(values["average"].values()), [parameters[name] for name in values["average"]])
+
+
+def _another(leaf: Tensor) -> Tensor:
+    """Another object for the same tensor."""
+    return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
 @contextmanager

@@ -114,6 +114,15 @@ class CompiledStep(EagerStep):
         """Notes that tensors of the optimizer's state were replaced."""
         self._bound = None
 
+    def unbind(self) -> None:
+        """Has the next step find its tensors, which callbacks may have replaced.
+
+        Raises:
+            TaskError: the model has other parameters than the optimizer.
+        """
+        self._check_ownership()
+        self._bound = None
+
     def look_again(self) -> None:
         """Looks before the next batch that it was compiled for whether the step still does the same."""
         if self._again is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def check_constants(graph: GraphModule, inputs: Iterable[Any]) -> None:
         PlanError: a constant is memory of an input, which would not train, or the step writes to it.
     """
     own = {memory for value in inputs if (memory := _memory(value)) is not None}
-    written = _written(graph)
+    written = _written(graph, "get_attr")
     for name, value in constants_of(graph).items():
         if not isinstance(value, Tensor):
             continue
@@ -57,6 +58,26 @@ def check_constants(graph: GraphModule, inputs: Iterable[Any]) -> None:
             )
         if name in written:
             raise refused(f"it writes to {what} that is none of the model's", "a buffer of the model for it")
+
+
+def check_batch(graph: GraphModule, batch: Sequence[Tensor]) -> None:
+    """Refuses a step that writes to memory of several tensors of the batch, each of which is an input of its own.
+
+    Args:
+        batch: its tensors, which are the last inputs of the graph.
+
+    Raises:
+        PlanError: it does.
+    """
+    inputs = graph.graph.find_nodes(op="placeholder")
+    written = _written(graph, "placeholder")
+    places = Counter(_memory(value) for value in batch)
+    for node, value in zip(reversed(inputs), reversed(batch), strict=False):
+        if str(node.target) in written and places[_memory(value)] > 1:
+            raise refused(
+                f"it writes to a tensor of the batch, of shape {tuple(value.shape)}, whose memory another one has too",
+                "a step that leaves its batch as it is",
+            )
 
 
 def same_constants(one: GraphModule, other: GraphModule) -> bool:
@@ -77,12 +98,12 @@ def _memory(value: Any) -> int | None:
     return value.untyped_storage()._cdata if strided else None
 
 
-def _written(graph: GraphModule) -> set[str]:
-    """Names of constants that an operation changes, itself or in a view of it."""
+def _written(graph: GraphModule, kind: str) -> set[str]:
+    """Names of constants (`get_attr`) or inputs (`placeholder`) that an operation changes, itself or in a view of it."""
     behind: dict[Node, str] = {}
     found: set[str] = set()
     for node in graph.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == kind:
             behind[node] = str(node.target)
             continue
         for given, writes in _shared(node):

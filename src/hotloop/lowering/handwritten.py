@@ -7,6 +7,7 @@ the eager step's: random streams, clipping, schedule, average, sums. So is the S
 from __future__ import annotations
 
 from functools import reduce
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from hotloop.arrays import Dropout, Embedding
 from hotloop.arrays.layer import shape_after
 from hotloop.arrays.optimizers import Memory, Optimizer
-from hotloop.errors import DataError, PlanError, kind
+from hotloop.errors import DataError, PlanError, TaskError, kind
 from hotloop.lowering.conversion import converted, counts_steps, loss_of, namespace_of, rule_of, shared
 from hotloop.lowering.hooked import hooked_optimizer
 from hotloop.lowering.ingredients import Ingredients
@@ -56,6 +57,7 @@ class ArraysStep(EagerStep):
             if isinstance(layer, Dropout):
                 layer.draw = self._kept
         self._embeddings = [layer for layer in layers if isinstance(layer, Embedding)]
+        self._places = self._find_places()
         self._gradients: dict[Tensor, Any] = {}
         # torch's schedulers warn where the optimizer's own `step` wasn't called before theirs.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -71,6 +73,27 @@ class ArraysStep(EagerStep):
     def rebind(self) -> None:
         """Notes that tensors of the optimizer's state were replaced."""
         self._memory = {}
+
+    def unbind(self) -> None:
+        """Looks whether the layers still compute on the model's memory, which callbacks may have replaced.
+
+        Raises:
+            TaskError: the model has other parameters than the optimizer, or some have other memory.
+        """
+        self._check_ownership()
+        self._memory = {}
+        places = self._find_places()
+        if moved := [name for name, place in places.items() if place != self._places.get(name)]:
+            raise TaskError(
+                f"a callback gives {moved[0]!r} other memory, and engine=arrays computes on what it had",
+                expected="parameters and buffers that are changed in place",
+                fix=f"write into {moved[0]!r}, such as by `.data.copy_(...)`, or choose engine=eager",
+            )
+
+    def _find_places(self) -> dict[str, int]:
+        """Where the memory of parameters and buffers begins, by name."""
+        model = self.parts.model
+        return {name: value.data_ptr() for name, value in chain(model.named_parameters(), model.named_buffers())}
 
     def _backward(self, batch: Any, samples: int, step: int) -> Computed:
         if not self._written_out:

@@ -62,6 +62,7 @@ class Program:
         self.watched = any_of_users(parts.task.callbacks)
         self._step = step
         self._batches: Iterator[tuple[Any, int]] | None = None
+        self._tells_users = False
         if feed.reseeds or not parts.world.alone:
             self.seed_all()
 
@@ -103,6 +104,8 @@ class Program:
         Raises:
             LateDraw: some of them drew from generators that were not seeded for them; see `seed_all`.
         """
+        if self._tells_users:
+            self._step.unbind()
         epoch, first = self.position.epoch, self.position.batch
         number = start = self.position.step
         if self._batches is None:
@@ -161,8 +164,12 @@ class Program:
         """Says how to ask why to stop, if there is a reason: for who may wait for others within a step. Nobody does here."""
 
     def look_again(self, callbacks: Iterable[Any]) -> None:
-        """Has a compiled step see whether it still does what was compiled, if one of these callbacks is the user's."""
-        if any_of_users(callbacks):
+        """Has a compiled step see whether it still does what was compiled, if one of these callbacks is the user's.
+
+        From then on each call of `advance` begins with the tensors that are there, which callbacks may have replaced.
+        """
+        self._tells_users = any_of_users(callbacks)
+        if self._tells_users:
             self._step.look_again()
 
     def seed_all(self) -> None:

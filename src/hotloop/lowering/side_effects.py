@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import random
-import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.errors import PlanError
+from hotloop.lowering.reach import around, attributes, class_of, of_class, of_file, package_of
 
 Place = tuple[str, ...]
 """Whose, and the names that lead to it."""
@@ -92,16 +93,15 @@ def _by_update(place: Place, before: Any, after: Any) -> PlanError:
 
 
 def _by_model(place: Place, before: Any, after: Any, root: Any) -> PlanError:
-    owner, name = place[0], ".".join(place[1:])
+    owner, name = place[0], ".".join(place[1:]).replace("class ", "")
     if isinstance(after, _Kept) and isinstance(before, _Kept | None):
         same = before is not None and before.value is after.value
         why = f"it replaces the {after.kind} {name!r} by another tensor"
         if same:
             why = f"it gives the {after.kind} {name!r} other memory (`.data = ...`), which would be lost"
         return refused(why, f"a {after.kind} that is changed in place")
-    what = (
-        f"the attribute {name!r} of the {owner}" if isinstance(root, nn.Module) else f"{name!r}, outside of the {owner}"
-    )
+    inside = isinstance(root, nn.Module) and not any(part.endswith("()") for part in place)
+    what = f"the attribute {name!r} of the {owner}" if inside else f"{name!r}, outside of the {owner}"
     return refused(f"it changes {what}, which would happen once", "a buffer of the model for it")
 
 
@@ -128,8 +128,7 @@ _SYMBOLS = torch.SymInt | torch.SymFloat | torch.SymBool
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 _LARGE = 10_000
 """Items of a container that are too many to look at: data, and not what a step counts with."""
-_CLOSED = (sys.stdlib_module_names | {"torch", "numpy", "hotloop"}) - {"types", "collections"}
-"""Packages whose objects are not looked into, beside containers, modules and optimizers."""
+_HOOKS = ("_forward", "_backward")
 
 
 def held(roots: Mapping[str, Any], strict: bool = False) -> dict[Place, Any]:
@@ -141,6 +140,7 @@ def held(roots: Mapping[str, Any], strict: bool = False) -> dict[Place, Any]:
     """
     found: dict[Place, Any] = {}
     seen: dict[int, Any] = {}
+    own = {package_of(root) for root in roots.values() if not isinstance(root, nn.Module)}
     left: deque[tuple[Place, Any, str]] = deque(
         ((name,), root, "tensor" if strict else "") for name, root in roots.items()
     )
@@ -152,7 +152,7 @@ def held(roots: Mapping[str, Any], strict: bool = False) -> dict[Place, Any]:
             found[place] = value if isinstance(value, _PLAIN | _SYMBOLS) else type(value).__name__
         else:
             seen[id(value)] = value
-            found[place], inside = _opened(value, kind)
+            found[place], inside = _opened(value, kind, own)
             left.extend(((*place, name), item, of) for name, item, of in inside)
     return found
 
@@ -175,7 +175,7 @@ _Inside = Iterable[tuple[str, Any, str]]
 """Names, what they name, and, where it counts which tensor that is, what the tensor is to its owner."""
 
 
-def _opened(value: Any, kind: str) -> tuple[Any, _Inside]:
+def _opened(value: Any, kind: str, own: Set[str]) -> tuple[Any, _Inside]:
     """What is noted of an object, and what it holds."""
     name = type(value).__name__
     if isinstance(value, nn.Module):
@@ -189,9 +189,19 @@ def _opened(value: Any, kind: str) -> tuple[Any, _Inside]:
         return name, [("state", value.bit_generator.state, kind)]
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
         return _of_container(value, kind)
-    routine = inspect.isroutine(value) or isinstance(value, partial)
-    inside = _around(value) if routine else _attributes(value).items()
-    return name, ((key, item, kind) for key, item in inside)
+    if isinstance(value, itertools.count):
+        return repr(value), ()
+    return name, ((key, item, kind) for key, item in _reached(value, own))
+
+
+def _reached(value: Any, own: Set[str]) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, type):
+        return of_class(value, own)
+    if inspect.ismodule(value):
+        return of_file(value, own)
+    if inspect.isroutine(value) or isinstance(value, partial):
+        return around(value, own)
+    return attributes(value, own)
 
 
 def _of_container(value: Any, kind: str) -> tuple[Any, _Inside]:
@@ -211,26 +221,7 @@ def _of_module(module: nn.Module, kind: str) -> _Inside:
     yield from ((name, value, "parameter") for name, value in own["_parameters"].items())
     yield from ((name, value, "buffer") for name, value in own["_buffers"].items())
     yield from ((name, value, kind) for name, value in own["_modules"].items())
-    yield from ((name, value, kind) for name, value in own.items() if name not in _OF_ANY_MODULE)
-
-
-def _attributes(value: Any) -> Mapping[str, Any]:
-    package = str(getattr(type(value), "__module__", "")).partition(".")[0]
-    closed = package in _CLOSED and not isinstance(value, torch.optim.Optimizer)
-    return {} if closed or isinstance(value, type) or inspect.ismodule(value) else getattr(value, "__dict__", {})
-
-
-def _around(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function of the user's reads beside its arguments: its own object, attributes, closure and globals."""
-    if inspect.ismethod(function):
-        yield "self", function.__self__
-        function = function.__func__
-    if isinstance(function, partial):
-        yield from (("args", function.args), ("keywords", function.keywords), ("func", function.func))
-    if not inspect.isfunction(function) or str(function.__module__).partition(".")[0] in _CLOSED:
-        return
-    yield from vars(function).items()
-    with suppress(ValueError):  # a variable that isn't there yet
-        variables = inspect.getclosurevars(function)
-        yield from variables.nonlocals.items()
-        yield from variables.globals.items()
+    for name, value in own.items():
+        if name not in _OF_ANY_MODULE or (name.startswith(_HOOKS) and value):
+            yield name, value, kind
+    yield (*class_of(module), kind)

@@ -186,6 +186,9 @@ class EagerStep:
     def rebind(self) -> None:
         """Notes that a State was restored, and tensors of the optimizer's state replaced."""
 
+    def unbind(self) -> None:
+        """Notes that callbacks may have put other tensors, or other memory, in the place of the step's."""
+
     def look_again(self) -> None:
         """Has a compiled step see, before the next batch, whether it still does what was compiled."""
 
@@ -305,7 +308,7 @@ class EagerStep:
             raise TaskError(
                 "the optimizer holds a parameter that is not the model's",
                 expected="parameters of the model alone",
-                fix="make it part of the module that the model factory returns",
+                fix="make it part of the module that the model factory returns, and load weights without assign=True",
             )
 
 
