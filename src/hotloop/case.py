@@ -18,11 +18,13 @@ class Violation:
         axes: those whose values don't go with the Task, the machine, or each other; the one to change first.
         reason: a clause in plain words.
         fix: what to do, beginning with a verb.
+        passing: whether it may be run another time, when there is more memory.
     """
 
     axes: tuple[str, ...]
     reason: str
     fix: str
+    passing: bool = False
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,11 @@ _NO_MEMORY = re.compile(
     r"|_ALLOC_FAILED|Invalid buffer size",
     re.IGNORECASE,
 )
-_PASSING = re.compile("No space left on device|Disk quota exceeded|Killed|terminated abruptly")
-"""What compilers say of a full disk, or of a process of theirs that was killed."""
+_PASSING = re.compile(
+    "No space left on device|Disk quota exceeded|Killed|terminated abruptly"
+    r"|fatal error: \S+ (No such file or directory|file not found)|cannot find -l|library not found for -l|cannot execute"
+)
+"""What compilers say of a full disk, of a process of theirs that was killed, or of parts of theirs that aren't installed."""
 
 _SIGKILL = 9
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parent))
@@ -164,7 +167,8 @@ def out_of_memory(error: BaseException) -> bool:
 def told(error: BaseException) -> tuple[str, bool]:
     """What to say of an error that doesn't end all, in one line; and whether all may do another time.
 
-    So it may where memory or room on the disk was lacking, or a compiler was killed, as the system does where memory is short.
+    So it may where memory or room on the disk was lacking, or a compiler was killed, as the system does where memory is short,
+    or lacked parts of its own, such as headers.
     """
     text = error.given if isinstance(error, HotloopError) else blame(error)
     return text, any(map(_passes, _causes(error)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from hotloop.case import Case, Rule, Violation
-from hotloop.errors import DeviceError, PlanError
+from hotloop.errors import DeviceError, PlanError, RoomError
 from hotloop.feasible_ranks import RULES_OF_RANKS
 from hotloop.hardware import Device, Hardware
 from hotloop.plan import BASELINE, Plan
@@ -43,13 +43,15 @@ def check(plan: Plan, facts: TaskFacts, hardware: Hardware) -> None:
     """Refuses a plan that can't be run.
 
     Raises:
-        PlanError: naming the first violations, with what to do.
+        PlanError: naming the first violations, with what to do; a RoomError where it may be run another time.
     """
-    found = violations(plan, facts, hardware)[:_SHOWN]
+    found = violations(plan, facts, hardware)
     if found:
-        kind = DeviceError if found[0].axes == ("device",) else PlanError
-        reasons = [f"{settings(plan, one)} can't be run here: {one.reason}" for one in found]
-        raise kind("; ".join(reasons), fix="; ".join(dict.fromkeys(one.fix for one in found)))
+        passing = all(one.passing for one in found)
+        kind = DeviceError if found[0].axes == ("device",) else RoomError if passing else PlanError
+        shown = found[:_SHOWN]
+        reasons = [f"{settings(plan, one)} can't be run here: {one.reason}" for one in shown]
+        raise kind("; ".join(reasons), fix="; ".join(dict.fromkeys(one.fix for one in shown)))
 
 
 def settings(plan: Plan, violation: Violation) -> str:
@@ -206,7 +208,7 @@ def _resident(case: Case) -> Iterator[Violation]:
     wanted = (facts.data_bytes or 0) if residency == "device" and case.device.is_accelerator else 0
     if free is not None and wanted > free.value:
         sizes = f"the data takes {_gib(wanted)} and {case.device.name} has {_gib(free.value)} free"
-        yield Violation(("residency", "device"), sizes, "use residency=host")
+        yield Violation(("residency", "device"), sizes, "use residency=host", passing=True)
 
 
 def _gib(count: float) -> str:

@@ -1,21 +1,23 @@
 """Results of races, kept in the user's cache folder: one file for each plan of a Task on a machine with its versions.
 
 Only ratios against the plain baseline are kept, since times of races on different days don't compare. What doesn't work
-is kept as well, so that nobody tries it again before something has changed; but not what only lacked memory or room on the
-disk that day, be it a plan or its proof.
+is kept as well, so that nobody tries it again before something has changed; but not what only lacked memory, room on the
+disk or a part of the compiler that day, be it a plan or its proof.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import statistics
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pooch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from hotloop.errors import HotloopError
 from hotloop.files import write_atomic
@@ -23,7 +25,10 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.records import Record
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
-_DEPENDS_ON = ("hotloop", "torch", "nvidia_driver")
+_DEPENDS_ON = ("hotloop", "torch", "nvidia_driver", "compiler")
+
+_CLOCK_S = 2.0
+"""By how much times of files may be coarser than the clock."""
 
 
 class Kept(Record):
@@ -32,12 +37,19 @@ class Kept(Record):
     Attributes:
         key: what it depends on: Task, machine, versions, and the axes of the plan and of the baseline beside it.
         timing: the result; `ratio` is against the baseline, whose own is `baseline`.
+        compiled: files without which compiling takes as long as it did at first.
     """
 
     version: int = 1
     key: dict[str, Any]
     timing: Timing
     baseline: Timing
+    compiled: list[str] = Field(default_factory=list)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether what was compiled is still there; folders of caches are cleared, those below /tmp at each start."""
+        return bool(self.compiled) and all(map(os.path.isfile, self.compiled))
 
     def wins_s(self, steps: int | None, step_ms: float) -> float:
         """Seconds that the plan wins in a run of so many steps, of which the baseline's take `step_ms`; in a step if None.
@@ -63,17 +75,44 @@ def remember(verdict: Verdict) -> list[str]:
     try:
         for timing in map(_without_proof_in_vain, verdict.plans):
             if timing.plan and _tells(timing):
-                _keep(Kept(key=_key(where, timing, base), timing=timing, baseline=base), _path(where, timing, base))
+                key, path = _key(where, timing, base), _path(where, timing, base)
+                compiled = _compiled(timing, path.stem, time.time() - verdict.seconds)
+                _keep(Kept(key=key, timing=timing, baseline=base, compiled=compiled), path)
     except HotloopError as error:
         return [f"what the race found couldn't be kept: {error.given}"]
     return []
+
+
+def _compiled(timing: Timing, name: str, since: float) -> list[str]:
+    """Files that go with what was compiled: packages used since the race began, its own among them; or one in torch's cache."""
+    if timing.compile_warm_s is None:
+        return []
+    if timing.plan.get("compile") == "package":
+        packages = (folder().parent / "packages").glob("*.pt2")
+        return [str(path) for path in packages if _used(path) >= since - _CLOCK_S]
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # it was imported to compile, which others do without
+
+    mark = Path(cache_dir()) / "hotloop" / name
+    try:
+        write_atomic(mark, "")
+    except HotloopError:
+        return []
+    return [str(mark)]
+
+
+def _used(path: Path) -> float:
+    """When a package was used last; another process may forget it meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _without_proof_in_vain(timing: Timing) -> Timing:
     """Without a parity that only says that memory or disk was lacking; one from before stays then."""
     if timing.failure is not None or not timing.short_of_memory:
         return timing
-    return timing.model_copy(update={"parity": None, "parity_reason": None, "short_of_memory": False})
+    return timing.model_copy(update={"parity": None, "parity_reason": None, "states": 0, "short_of_memory": False})
 
 
 def _tells(timing: Timing) -> bool:
@@ -98,8 +137,9 @@ def _merged(before: Kept, new: Kept) -> Kept:
     if before.timing.failure is not None or new.timing.failure is not None:
         return new
     figures = before if _sureness(new.timing) < _sureness(before.timing) else new
-    proof = before.timing if new.timing.parity is None else new.timing
-    known = {"parity": proof.parity, "parity_reason": proof.parity_reason}
+    shorter = new.timing.parity == before.timing.parity and new.timing.states < before.timing.states
+    proof = before.timing if new.timing.parity is None or shorter else new.timing
+    known = {"parity": proof.parity, "parity_reason": proof.parity_reason, "states": proof.states}
     return figures.model_copy(update={"timing": figures.timing.model_copy(update=known)})
 
 
@@ -108,7 +148,10 @@ def _sureness(timing: Timing) -> int:
 
 
 def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple[list[Kept], list[str]]:
-    """What was kept for this Task, machine and versions, failures too; and a note for each file that can't be read."""
+    """What was kept for this Task, machine and versions, failures too; and a note for each file that can't be read.
+
+    Compiling once more counts as short only where what was compiled is still there.
+    """
     where, found, notes = _about(fingerprint, machine, versions), [], []
     for path in sorted(_place(where).glob("*.json")):
         try:
@@ -119,8 +162,13 @@ def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple
             why = "not what hotloop wrote" if isinstance(error, ValidationError) else error
             notes.append(f"the result kept in {path} can't be used ({why}), and is passed over")
             continue
-        found.append(kept)
+        found.append(kept if kept.is_compiled else _cold(kept))
     return found, notes
+
+
+def _cold(kept: Kept) -> Kept:
+    """It must be compiled as at first."""
+    return kept.model_copy(update={"timing": kept.timing.model_copy(update={"compile_warm_s": None})})
 
 
 def best(kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TRUSTED) -> Kept | None:
@@ -128,7 +176,8 @@ def best(kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TR
 
     Ratios of several races stand beside one time of the baseline's step, the middle one of those measured.
     """
-    able = [one for one in kept if one.timing.verdict == "faster" and one.timing.parity in accepted]
+    faster = [one for one in kept if one.timing.verdict == "faster" and one.timing.parity in accepted]
+    able = [one for one in faster if one.timing.proven_for(steps)]
     if not able:
         return None
     step_ms = statistics.median(one.baseline.step_ms or 0.0 for one in able)

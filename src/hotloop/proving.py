@@ -43,6 +43,7 @@ def check(
 
     Raises:
         PlanError: the plan can't be run here.
+        HotloopError: a step of the baseline itself can't be run.
     """
     return check_wanted(
         Loaded(task, None, {}),

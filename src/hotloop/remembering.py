@@ -18,7 +18,7 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.setting import machine_name, speed_versions
-from hotloop.sources import imported_packages, versions_of
+from hotloop.sources import digest_of, imported_packages, sources_elsewhere, versions_of
 from hotloop.task import Task
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import Verdict
@@ -29,10 +29,21 @@ from hotloop.weighing import Memory, accepted
 
 def fingerprinted(loaded: Loaded) -> TaskFacts:
     """The Task's facts; their fingerprint depends on its source, on what that imports, and on parameters of its `task(...)`."""
-    known, versions = loaded.record, versions_of(imported_packages(loaded.files))
-    digest = "" if known is None else repr((known.digest, sorted(known.parameters.items()), versions))
     with making_ready(BASELINE), preserved():
-        return facts_of(Ingredients.of(loaded.task, BASELINE), hashlib.sha256(digest.encode()).hexdigest())
+        parts = Ingredients.of(loaded.task, BASELINE)
+        return facts_of(parts, hashlib.sha256(_source(loaded, parts).encode()).hexdigest())
+
+
+def _source(loaded: Loaded, parts: Ingredients) -> str:
+    """What the code of a Task in a file, and of what it imports, is told by; empty for one made in Python."""
+    known = loaded.record
+    if known is None:
+        return ""
+    layers = sorted({type(module).__module__ for module in parts.model.modules()})  # a file may import them by a text
+    elsewhere = digest_of(sources_elsewhere(loaded.files, layers))
+    return repr(
+        (known.digest, elsewhere, sorted(known.parameters.items()), versions_of(imported_packages(loaded.files)))
+    )
 
 
 def remembered(loaded: Loaded, wanted: Wanted, say: Say, facts: TaskFacts | None = None) -> Plan | None:

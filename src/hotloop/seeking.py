@@ -140,8 +140,7 @@ def _by_rules(facts: TaskFacts, hardware: Hardware, base: Plan, start: Plan) -> 
 
 def _about(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
     axes = start.model_dump(include=base.model_fields_set | {"device"})
-    compiles = machine.compiler() is not None
-    return earlier.about(facts.fingerprint, machine_name(), speed_versions(), axes, compiles=compiles)
+    return earlier.about(facts.fingerprint, machine_name(), speed_versions(), axes)
 
 
 def _keep(search: Search, verdict: Verdict, limit_s: float | None, steps: int | None, key: dict[str, Any]) -> None:

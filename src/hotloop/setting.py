@@ -31,6 +31,7 @@ def machine_name() -> str:
 
 
 def speed_versions() -> dict[str, str]:
-    """Versions of what speed depends on: the above, and the driver of NVIDIA's GPUs where there are any."""
+    """Versions of what speed depends on: the above, the C++ compiler and the driver of NVIDIA's GPUs, where there are any."""
     driver = machine.nvidia()[1] if any(name.startswith("cuda") for name in devices()) else None
-    return versions() | ({} if driver is None else {"nvidia_driver": driver})
+    found = {"compiler": machine.compiler_build(), "nvidia_driver": driver}
+    return versions() | {name: version for name, version in found.items() if version is not None}

@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -16,6 +17,9 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from hotloop.errors import TaskError
+
+_BY_VERSION = ("hotloop", "torch", *sys.stdlib_module_names)
+"""Packages that count by their versions, wherever they lie."""
 
 
 def split(reference: str) -> tuple[str, str]:
@@ -114,13 +118,7 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 def imported_packages(files: Mapping[str, bytes]) -> set[str]:
     """Names of the packages and modules, local ones too, that a Task's files may import."""
-    found: set[str] = set()
-    for content in files.values():
-        try:
-            found |= {name.partition(".")[0] for name in _imported(ast.parse(content), "")}
-        except (SyntaxError, ValueError):
-            continue
-    return found - {""}
+    return {name.partition(".")[0] for content in files.values() for name in _names_in(content, "")} - {""}
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
@@ -172,13 +170,59 @@ def local_sources(module: ModuleType, root: Path) -> dict[str, bytes]:
             continue
         files[relative] = path.read_bytes()
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        try:
-            tree = ast.parse(files[relative])
-        except (SyntaxError, ValueError):  # Python met it and went on without it, or never will
-            continue
-        others = _imported(tree, package) | _prefixes(name)
+        others = _names_in(files[relative], package) | _prefixes(name)
         waiting += [(other, found) for other in others if (found := _local_file(other, root)) is not None]
     return files
+
+
+def sources_elsewhere(files: Mapping[str, bytes], also: Iterable[str] = ()) -> dict[str, bytes]:
+    """Module -> content of what `files` import, now or later, directly or not, that is neither among them nor installed.
+
+    So it is with a package installed to be edited, or found by PYTHONPATH: its code changes and its version doesn't.
+
+    Args:
+        files: of a Task, by their paths.
+        also: names of modules to begin with beside them.
+    """
+    found: dict[str, bytes] = {}
+    seen = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
+    waiting = [prefix for name in also for prefix in _prefixes(name)]
+    for path, content in files.items():
+        waiting += _names_in(content, ".".join(path.split("/")[:-1]))
+    while waiting:
+        name = waiting.pop()
+        spec = None if name in seen else _spec(name)
+        seen.add(name)
+        if spec is None or not spec.has_location or spec.origin is None or _is_installed(spec.origin):
+            continue
+        found[name] = Path(spec.origin).read_bytes()
+        package = name.rpartition(".")[0] if spec.submodule_search_locations is None else name
+        waiting += _names_in(found[name], package) if spec.origin.endswith(".py") else ()
+    return found
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """What importing a module would take, without importing it or its parents."""
+    parent = name.rpartition(".")[0]
+    if name.partition(".")[0] in _BY_VERSION:
+        return None
+    try:
+        if not parent:
+            return importlib.util.find_spec(name)
+        above = _spec(parent)
+        folders = None if above is None else above.submodule_search_locations
+        return None if folders is None else PathFinder.find_spec(name, folders)
+    except (ImportError, ValueError):  # a module that was put together by hand has no spec
+        return None
+
+
+@cache  # by content: a Task is looked at several times in one run
+def _names_in(content: bytes, package: str) -> frozenset[str]:
+    """`_imported` of a file's text; nothing where Python met an error in it and went on without it, or never will."""
+    try:
+        return frozenset(_imported(ast.parse(content), package))
+    except (SyntaxError, ValueError):
+        return frozenset()
 
 
 def _imported(tree: ast.Module, package: str) -> set[str]:

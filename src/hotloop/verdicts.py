@@ -16,6 +16,8 @@ ParityClass = Literal["bitwise", "fp32-equivalent", "reduced-precision", "unprov
 TRUSTED = ("bitwise", "fp32-equivalent")
 """Classes of plans that may be chosen without asking."""
 
+STATES = 16
+"""From so many states single steps are compared; of a shorter training from all, and then the proof is of that alone."""
 
 MARGIN = 0.02
 """Plans whose times differ by less than this are as good as equal: nobody would change a plan for it."""
@@ -86,7 +88,7 @@ class Parity(Record):
         convergence: where it was asked for.
         seconds: what the proof took.
         short_of_memory: whether it is unproven for lack of memory or of room on the disk, of which there may be enough
-            another time, or since a compiler was killed.
+            another time, or since a compiler was killed or lacks parts.
     """
 
     version: int = 1
@@ -116,6 +118,7 @@ class Timing(Record):
             `ratio_high` are the ends of its 99 % interval.
         windows: pairs of windows that the ratio is from.
         parity: its class against the baseline on its own device, and `parity_reason`; None where it wasn't asked for.
+            `states` says from how many states single steps were compared for it.
         startup_s: from the Task to the first step, without compiling; `compile_s` compiling alone.
         compile_warm_s: compiling once more, with what was kept of the first time; None where nobody asked.
         looking_ms: what each step bears of seeing once in an epoch whether callbacks have changed what was compiled; it's
@@ -128,7 +131,8 @@ class Timing(Record):
         left_out: whether it was left out before the end, clearly behind the baseline or another plan; a search does that
             after so few pairs that there may be no verdict.
         failure: why it couldn't be run or measured; then figures are None. `short_of_memory` says that it, or its proof,
-            lacked memory or room on the disk, of which there may be enough another time, or that a compiler was killed.
+            lacked memory or room on the disk, of which there may be enough another time, or that a compiler was killed or
+            lacks parts.
     """
 
     name: str
@@ -141,6 +145,7 @@ class Timing(Record):
     windows: int = 0
     parity: ParityClass | None = None
     parity_reason: str | None = None
+    states: int = 0
     startup_s: float | None = None
     compile_s: float | None = None
     compile_warm_s: float | None = None
@@ -184,8 +189,12 @@ class Timing(Record):
 
     def proven(self, parity: Parity) -> Timing:
         """With what its proof found."""
-        found = {"parity": parity.parity, "parity_reason": parity.reason, "short_of_memory": parity.short_of_memory}
-        return self.model_copy(update=found)
+        found = {"parity": parity.parity, "parity_reason": parity.reason, "states": parity.states}
+        return self.model_copy(update=found | {"short_of_memory": parity.short_of_memory})
+
+    def proven_for(self, steps: int | None) -> bool:
+        """Whether its proof is of a training as long as that: one of a few steps says nothing of those that come later."""
+        return self.states >= STATES or (steps is not None and steps <= self.states)
 
     def finishes(self, steps: int | None) -> float:
         """Seconds that a run of so many steps takes from now on, what was compiled before being kept; or a step's."""

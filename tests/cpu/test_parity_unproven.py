@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import parity
+from hotloop import contests, parity
+from hotloop.errors import HotloopError
 from hotloop.lowering import lower
 from hotloop.parity import prove, prove_plans, prove_programs
 from hotloop.parity.witnesses import Truth
@@ -120,6 +122,51 @@ def test_an_optimizer_that_counts_in_fp32_alone_has_a_truth(name: str) -> None:
 
 
 # ---------------------------------------------------------------- what can't be run
+
+
+class Failing(nn.Linear):
+    """Can't take its training step of that number, counted from 0."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(6, 3)
+        self.step = step
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.steps == self.step:
+            raise ValueError("planted")
+        if self.training:
+            self.steps += 1
+        return super().forward(x)
+
+
+class OfFive(nn.Linear):
+    """For batches of five samples; the epoch's last has four."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(5, 6) if self.training else x)
+
+
+FAILING: dict[str, tuple[dict[str, Any], str]] = {
+    "at a State that is compared": (
+        {"model": lambda: Failing(7)},
+        "step 8 (epoch 2, batch 3) raised ValueError: planted",
+    ),
+    "on the way to the next": ({"model": lambda: Failing(9)}, "step 10 (epoch 2, batch 5) raised ValueError: planted"),
+    "in the free run": ({"model": lambda: Failing(53)}, "raised ValueError: planted"),
+    "with a smaller batch": ({"model": lambda: OfFive(6, 3)}, "step 5 (epoch 1, batch 5) raised RuntimeError: shape"),
+}
+
+
+@pytest.mark.parametrize("where", FAILING)
+def test_a_training_that_fails_is_no_fault_of_the_proof(where: str) -> None:
+    """Not of float64 either; `race` shows the speed all the same."""
+    fields, says = FAILING[where]
+    task = a_task(**fields, epochs=30)
+    with pytest.raises(HotloopError, match=re.escape(says)):
+        prove(task, BASELINE)
+    [found] = contests._parities(task, [Plan(optimizer="foreach")], contests.proven_all, lambda doing, share: None)
+    assert found.parity == "unproven" and says in found.reason and "float64" not in found.reason
 
 
 class Flattening(nn.Module):

@@ -317,21 +317,22 @@ def test_what_was_lacking_is_told_from_other_failures(name: str, where: str, clo
     assert found.plans[1].failure and found.plans[1].short_of_memory == short
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_a_compiler_that_was_killed_says_nothing_of_the_plan(
-    killed: bool, clock: Clock, tmp_path: Path, monkeypatch
+@pytest.mark.parametrize(
+    ("ends", "short"),
+    [("kill -9 $$", True), ('exec g++ -nostdinc "$@"', True), ("exit 1", False)],
+    ids=["killed, as where memory is short", "without headers", "broken"],
+)
+def test_a_compiler_that_was_killed_or_lacks_headers_says_nothing_of_the_plan(
+    ends: str, short: bool, clock: Clock, tmp_path: Path, monkeypatch
 ) -> None:
-    """As the system does where memory is short."""
     for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     compiler = tmp_path / "compiler"
-    compiler.write_text(
-        f'#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\n{"kill -9 $$" if killed else "exit 1"}\n'
-    )
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *--version*) exec g++ "$@";; esac\n{ends}\n')
     compiler.chmod(0o755)
     with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
         found = raced(a_task(), clock, baseline=CPU, compiled=CPU.with_axes(compile="package")).plans[1]
-    assert "can't be compiled" in (found.failure or "") and found.short_of_memory is killed
+    assert "can't be compiled" in (found.failure or "") and found.short_of_memory is short
 
 
 @pytest.mark.parametrize("when", ["before it is read", "while it is read"])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch) -> Iterator[Path]:
 
 def timing(plan: Plan, ratio: float, **more: Any) -> Timing:
     figures: dict[str, Any] = dict(ratio=ratio, ratio_low=ratio - 0.01, ratio_high=ratio + 0.01, windows=20)
-    figures |= dict(step_ms=10 / ratio, startup_s=1.0, compile_s=0.0, parity="bitwise", verdict="faster")
+    figures |= dict(step_ms=10 / ratio, startup_s=1.0, compile_s=0.0, parity="bitwise", states=16, verdict="faster")
     return Timing(name=plan.brief(), plan=plan.model_dump(), **figures | more)
 
 
@@ -67,6 +72,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
     "another machine": dict(machine="n"),
     "another torch": dict(versions=VERSIONS | {"torch": "3"}),
     "another hotloop": dict(versions=VERSIONS | {"hotloop": "2"}),
+    "another compiler": dict(versions=VERSIONS | {"compiler": "/usr/bin/g++-13, 1"}),
     "another driver": dict(versions=VERSIONS | {"nvidia_driver": "580"}),
 }
 
@@ -171,7 +177,7 @@ def test_a_lack_of_memory_is_tried_again_another_time() -> None:
 
 def test_a_lack_of_memory_for_a_proof_says_nothing_of_the_plan() -> None:
     proven = timing(FUSED, 1.3)
-    remember(verdict(proven, timing(COMPILED, 2.0, parity=None)))
+    remember(verdict(proven, timing(COMPILED, 2.0, parity=None, states=0)))
     for plan in (FUSED, COMPILED):
         lacking = Parity(plan=plan.brief(), parity="unproven", reason="no memory left", states=0, short_of_memory=True)
         remember(verdict(timing(plan, 1.3).proven(lacking)))
@@ -221,6 +227,45 @@ def test_the_best_of_what_is_kept(name: str) -> None:
     known, _ = recall("f", "m", VERSIONS)
     chosen = best(known, steps)
     assert (None if chosen is None else Plan(**chosen.timing.plan)) == plan
+
+
+@pytest.mark.parametrize("way", ["package", "step"])
+def test_compiling_is_short_only_where_what_was_compiled_is_there(
+    way: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's cache lies below /tmp, which a restart clears, and packages that were used long ago go."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    where = folder.parent / "packages" if way == "package" else tmp_path / "torch"
+    where.mkdir()
+    for name, age_s in {"own": 0, "of long ago": 1000}.items():
+        (path := where / f"{name}.pt2").touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    plan = Plan(compile=way)
+    remember(verdict(timing(plan, 2.0, compile_s=30.0, compile_warm_s=0.5)))
+
+    def taken() -> Plan | None:
+        chosen = best(recall("f", "m", VERSIONS)[0], 1000)  # 10 s, of which it saves 5
+        return None if chosen is None else Plan(**chosen.timing.plan)
+
+    (where / "of long ago.pt2").unlink()  # another's
+    assert taken() == plan
+    shutil.rmtree(where)
+    assert taken() is None
+    remember(verdict(timing(plan, 2.0, compile_s=30.0, compile_warm_s=0.5)))
+    assert taken() == (None if way == "package" else plan)  # a package that couldn't be kept
+
+
+def test_a_proof_of_a_few_steps_is_for_runs_of_no_more() -> None:
+    def taken() -> list[bool]:
+        return [best(recall("f", "m", VERSIONS)[0], steps) is not None for steps in (3, 4, None)]
+
+    proof = Parity(plan="", parity="bitwise", reason="all 3 single steps of the training", states=3)
+    remember(verdict(timing(FUSED, 1.3).proven(proof)))
+    assert taken() == [True, False, False]
+    longer = proof.model_copy(update={"states": 16})
+    for one in (longer, proof):  # and it takes nothing from one of a longer training
+        remember(verdict(timing(FUSED, 1.3).proven(one)))
+        assert taken() == [True, True, True]
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"version": 1}', "\x00\xff", "of another key"])
@@ -303,6 +348,19 @@ def test_what_was_faster_among_many_workers_is_not_taken_where_none_are_used(tak
         verdict(timing(eight, 0.7, verdict="slower"))
     )  # beside another baseline: neither says anything of the other
     assert taken() is None and taken(workers=8) == eight
+
+
+def test_a_compiler_is_told_from_the_next_one_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed without one, or with a broken one, is tried again."""
+    (real := tmp_path / "g++-12").write_text("#!/bin/sh")
+    real.chmod(0o755)
+    (tmp_path / "c++").symlink_to(real)
+    found = []
+    for change in (lambda: None, lambda: os.utime(real, (9, 9)), real.unlink):
+        change()
+        monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+        found.append(speed_versions().get("compiler"))
+    assert found[1:] == [f"{real}, {9 * 10**9}", None] and found[0] not in found[1:]
 
 
 @pytest.fixture
@@ -405,3 +463,48 @@ def test_a_race_looks_at_the_model_once(built: list[int]) -> None:
     loaded = Loaded(a_task(), RECORD, {})
     raced(loaded, Contest(("baseline", "auto"), "baseline", ["cpu"], time_limit="0.1s"), prove=None)
     assert len(built) == 4  # that look, the rehearsal, and each plan's own
+
+
+BY_NAME = "from lab.nets import Net"
+IMPORTS = {
+    "at its top": (BY_NAME, "Net"),
+    "when the model is made": ("", "__import__('lab.nets').nets.Net"),
+    "by a text": ("import importlib", "importlib.import_module('.'.join(['lab', 'nets'])).Net"),
+}
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package outside of the Task's folder, as PYTHONPATH or an editable install finds it."""
+    where = tmp_path / "src" / "lab"
+    where.mkdir(parents=True)
+    (where / "__init__.py").touch()
+    (where / "nets.py").write_text("import torch\nfrom . import parts\n\nclass Net(torch.nn.Linear): pass\n")
+    (where / "parts.py").write_text("def late():\n    import lab.later\n")
+    (where / "later.py").touch()
+    (where / "other.py").touch()
+    monkeypatch.syspath_prepend(str(where.parent))
+    yield where
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lab"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("how", IMPORTS)
+def test_what_was_found_does_not_outlive_a_change_of_code_elsewhere(how: str, tmp_path: Path, lab: Path) -> None:
+    line, made = IMPORTS[how]
+    file = tmp_path / "experiments" / "task.py"
+    file.parent.mkdir()
+    file.write_text(FILE.replace("class Net(torch.nn.Linear):\n    pass", line).replace("Net(6, 3)", f"{made}(6, 3)"))
+
+    def now() -> str:
+        return fingerprinted(load_task(str(file))).fingerprint
+
+    before = now()
+    importlib.import_module("lab.later")  # whether it was imported already makes no difference
+    assert now() == before
+    (lab / "other.py").write_text("nobody imports this")
+    assert now() == before
+    for part in ("nets.py", "parts.py", "later.py"):
+        (lab / part).write_text((lab / part).read_text() + "# another forward\n")
+        assert now() != before, part
+        before = now()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.errors import DeviceError, PlanError
+from hotloop.errors import DeviceError, PlanError, RoomError
 from hotloop.feasible import check, is_plain, refused, violations
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import TaskFacts
@@ -228,3 +228,13 @@ def test_every_plain_plan_can_be_run_wherever_its_device_is() -> None:
     for machine in (CPU, GPU, OLD_GPU, NO_COMPILER, MAC):
         for device in machine.devices:
             assert violations(Plan(device=device.name, workers=2, threads=3), odd, machine) == []
+
+
+def test_data_without_room_on_the_device_may_have_it_another_time() -> None:
+    """So that nobody remembers it as a failure of the plan; with another reason it is one."""
+    wanted, large = Plan(device="cuda:0", residency="device"), facts(data_bytes=10**15)
+    with pytest.raises(RoomError, match="free"):
+        check(wanted, large, GPU)
+    with pytest.raises(PlanError) as raised:
+        check(wanted.with_axes(compile="package"), large, GPU)
+    assert not isinstance(raised.value, RoomError)

@@ -17,14 +17,13 @@ from hotloop.parity.draws import Pieces, look
 from hotloop.parity.judging import judged
 from hotloop.parity.needs import lacking
 from hotloop.parity.own_draws import look_at_draws
-from hotloop.parity.path import STATES
 from hotloop.parity.running import NUDGES, Freely, run_freely
 from hotloop.parity.witnesses import Truth, Witness, baselines, peers
 from hotloop.plan import Plan
 from hotloop.probe import check_device
 from hotloop.rng import preserved
 from hotloop.task import Task
-from hotloop.verdicts import Parity
+from hotloop.verdicts import STATES, Parity
 
 Progress = Callable[[int, int], None]
 """Told of states done, and how many there are."""
@@ -77,6 +76,9 @@ def prove_programs(
     baseline in float64. Losses, gradients, updates, the optimizer's state and buffers may be off from the truth by a
     small multiple of what several baselines are that differ harmlessly. A free run across the end of an epoch follows.
     Their States are put back afterwards. Where there is no memory for all of that, they are unproven.
+
+    Raises:
+        HotloopError: a step of the baseline itself can't be run, and so the training can't.
     """
     if why := lacking(programs):
         return [_unproven(program.parts.plan, why, True) for program in programs]

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
-from hotloop.errors import HotloopError, blame, out_of_memory
+from hotloop.errors import blame, out_of_memory, told
 from hotloop.lowering import Program
 from hotloop.parity.accounts import Account, Errors, Evidence
-from hotloop.parity.path import Stop, stops
+from hotloop.parity.path import Stop, of_the_baseline, stops
 from hotloop.parity.seen import UNIT, Key, Seen, errors, missing, one_step, scales
 from hotloop.parity.witnesses import Truth, Witness, in_another_order
 from hotloop.state import State, differences
@@ -63,18 +63,17 @@ class Collector:
         evidence = self.evidence
         try:
             true = self.truth.step(stop.state, stop.batch)
-        except HotloopError as error:
-            return f"the step can't be run in float64: {error.given}"
         except Exception as error:
             if out_of_memory(error):
                 raise
-            return f"the step can't be run in float64: {blame(error)}"
+            self._baseline(stop, number)  # what it can't run either is not float64's fault
+            return f"the step can't be run in float64: {told(error)[0]}"
         if self.truth.watch.narrowed:
             return f"there is no float64 truth to compare with: {self.truth.watch.narrowed}"
         if not number and len(self.witnesses) > 1 and not self.truth.watch.draws:
             self.witnesses.append(in_another_order(self.walker))
         sizes = scales(true, stop.state)
-        plain, after = self.witnesses[0].step(stop.state, stop.batch, number)
+        plain, after = self._baseline(stop, number)
         if (off := errors(plain, true, sizes)[_LOSS]) > _ALIKE:
             # Two steps may have been alike by chance.
             return self._unrepeatable(stop) or (
@@ -94,6 +93,10 @@ class Collector:
             if account.able:
                 self._try(program, account, stop, (true, sizes, eager, after))
         return None
+
+    def _baseline(self, stop: Stop, number: int) -> tuple[Seen, State]:
+        with of_the_baseline(self.walker):
+            return self.witnesses[0].step(stop.state, stop.batch, number)
 
     def _listen(
         self, witness: Witness, most: float, stop: Stop, number: int, known: tuple[Seen, Errors]
@@ -153,7 +156,7 @@ class Collector:
         """Why the baseline itself isn't the same when it is run twice, if it isn't."""
         with warnings.catch_warnings(record=True) as told, _warning_of_chance():
             warnings.simplefilter("always")
-            (_, first), (_, second) = (self.witnesses[0].step(stop.state, stop.batch, 0) for _ in range(2))
+            (_, first), (_, second) = (self._baseline(stop, 0) for _ in range(2))
         paths = differences(first, second)
         if not paths:
             return None

@@ -9,10 +9,9 @@ from typing import Any
 
 from hotloop.parity.accounts import Account, Errors, Evidence
 from hotloop.parity.collecting import ratio, worst
-from hotloop.parity.path import STATES
 from hotloop.parity.running import Freely
 from hotloop.parity.seen import KINDS, UNIT, Key
-from hotloop.verdicts import TensorError
+from hotloop.verdicts import STATES, TensorError
 
 # Fixed on five architectures and tried on five others: bench/parity_thresholds.py, docs/parity.md.
 TYPICAL = 4.0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hotloop.errors import out_of_memory
 from hotloop.lowering import Program
 from hotloop.state import Position, State
+from hotloop.trouble import explained
+from hotloop.verdicts import STATES
 
-STATES = 16
 _FIRST = 4
 """States at the beginning, where an optimizer's own state is made, stand side by side."""
 
@@ -24,6 +27,17 @@ class Stop:
 
     state: State
     batch: Any
+
+
+@contextmanager
+def of_the_baseline(program: Program) -> Iterator[None]:
+    """What its own step raises ends the training too, and is told as it is there; a lack of memory is the proof's."""
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise explained(error, program, None) from error
 
 
 def stops(program: Program, count: int = STATES) -> Iterator[Stop]:
@@ -42,7 +56,8 @@ def stops(program: Program, count: int = STATES) -> Iterator[Stop]:
             if taken == count or program.schedule_left() == 0:
                 break
             began = time.perf_counter()
-            program.step(batch)
+            with of_the_baseline(program):
+                program.step(batch)
             apart = 1 if time.perf_counter() - began > _SLOW_S else most
         if program.position.epoch + 1 >= program.parts.task.epochs or program.schedule_left() == 0 or taken == count:
             break

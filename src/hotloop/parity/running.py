@@ -9,7 +9,7 @@ import torch
 
 from hotloop.errors import blame, out_of_memory
 from hotloop.lowering import Program
-from hotloop.parity.path import before_the_end
+from hotloop.parity.path import before_the_end, of_the_baseline
 from hotloop.parity.witnesses import Witness
 from hotloop.state import State, differences
 
@@ -59,7 +59,8 @@ def run_freely(
     plain.restore(start)
     left = plain.schedule_left()
     steps = STEPS if left is None else min(STEPS, left)
-    expected = _ended(plain, start, steps)
+    with of_the_baseline(plain):
+        expected = _ended(plain, start, steps)
     way = _distance(expected.state, start)
     drifts = [_distance(end.state, expected.state) for end in _drifting(start, peers or witnesses, steps, nudges)]
     return [_tried(program, start, expected, way, max(drifts), steps) for program in candidates]

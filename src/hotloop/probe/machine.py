@@ -173,5 +173,14 @@ def compiler() -> str | None:
     return path
 
 
+def compiler_build() -> str | None:
+    """The compiler's own file and when it was made (ns), which tells it from the next one without running it."""
+    path = compiler()
+    if path is None:
+        return None
+    file = os.path.realpath(path)
+    return f"{file}, {os.stat(file).st_mtime_ns}"
+
+
 def system() -> str:
     return f"{platform.system()} {platform.release()}"

@@ -23,7 +23,7 @@ class Earlier(Record):
     """A search that found nothing.
 
     Attributes:
-        key: what it depends on: Task, machine, versions, whether there is a compiler, and the axes that were set.
+        key: what it depends on: Task, machine, versions, the compiler's among them, and the axes that were set.
         steps: of the run that it was made for; None for a stream.
         step_s: of the baseline.
         time_limit_s: what the user gave it; None where it was what the run pays for.
@@ -46,16 +46,13 @@ class Earlier(Record):
         return steps <= _LONGER * self.steps
 
 
-def about(
-    fingerprint: str, machine: str, versions: Mapping[str, str], axes: Mapping[str, Any], *, compiles: bool
-) -> dict[str, Any]:
+def about(fingerprint: str, machine: str, versions: Mapping[str, str], axes: Mapping[str, Any]) -> dict[str, Any]:
     """The key of a search.
 
     Args:
         axes: those that were set, the device among them.
-        compiles: whether there is a C++ compiler here.
     """
-    where = {"task": fingerprint, "machine": machine, "versions": dict(versions), "compiles": compiles}
+    where = {"task": fingerprint, "machine": machine, "versions": dict(versions)}
     return {**where, "axes": dict(sorted(axes.items()))}
 
 
