@@ -193,7 +193,7 @@ def sources_elsewhere(files: Mapping[str, bytes], also: Iterable[str] = ()) -> d
         name = waiting.pop()
         spec = None if name in seen else _spec(name)
         seen.add(name)
-        if spec is None or not spec.has_location or spec.origin is None or _is_installed(spec.origin):
+        if spec is None or not spec.has_location or spec.origin is None or is_installed(spec.origin):
             continue
         found[name] = Path(spec.origin).read_bytes()
         package = name.rpartition(".")[0] if spec.submodule_search_locations is None else name
