@@ -1,6 +1,6 @@
 """Does `plan="auto"` pay on networks that nobody here had in mind? Those of `bench/zoo.py`, against the baseline, on the CPU.
 
-    .venv-bench/bin/python -m bench.auto_models                       about an hour; Ctrl-C, and the same command goes on
+    .venv-bench/bin/python -m bench.auto_models             hours: up to 25 min a network; Ctrl-C, and the same command goes on
     .venv-bench/bin/python -m bench.auto_models bert vit --seconds 20
 
 For each network, in a process of its own: `tune` looks for the fastest plan that is proven equal. Then, in another one that
@@ -43,7 +43,7 @@ STEPS = 50_000
 """Of the run that plans are chosen for."""
 
 LIMIT_S = 1500
-"""For one network."""
+"""For one network, of which there are eleven."""
 
 _SPARE = 1.25
 """Times the pairs that are needed."""

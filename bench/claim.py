@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hotloop import __version__
+import hotloop
 from hotloop.files import write_atomic
 from hotloop.plan import Plan
 from hotloop.probe import devices, machine
+from hotloop.probe.limits import told
 
-CLAIMS = Path(__file__).parents[1] / "claims"
+ROOT = Path(__file__).parents[1]
+CLAIMS = ROOT / "claims"
+
+
+@cache
+def sources() -> str:
+    """SHA-256 of hotloop's sources: between two releases, its version doesn't say which hotloop it is."""
+    folder, digest = Path(hotloop.__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def commit() -> str | None:
+    """The commit that is checked out; None where there is no git. `sources` says whether something was changed since."""
+    return told("git", "-C", str(ROOT), "rev-parse", "HEAD") if (ROOT / ".git").exists() else None
 
 
 def circumstances() -> dict[str, Any]:
-    """When, on what machine, with which versions and threads something is measured now."""
+    """When, on what machine, with which hotloop, versions and threads something is measured now."""
     processor = machine.processor()
     names = [name for name in devices() if name != "cpu"]
     driver = machine.nvidia()[1] if any(name.startswith("cuda") for name in names) else None
@@ -28,7 +46,8 @@ def circumstances() -> dict[str, Any]:
             "processor": asdict(processor),
             "accelerators": [machine.describe(name, processor.vectors).model or name for name in names],
         },
-        "versions": {"hotloop": __version__, **machine.versions(driver)},
+        "commit": commit(),
+        "versions": {**machine.versions(driver), "hotloop_sources": sources()},
         "threads": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}",
     }
 

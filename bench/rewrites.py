@@ -1,13 +1,19 @@
 """What each rewrite of the step brings, in networks that no other bench has: compiled with it, against compiled without.
 
-python -m bench.rewrites                    all networks, each rewrite; a compilation for each, so some minutes
+python -m bench.rewrites                    each rewrite in all networks that have something for it, three or more, and all
+                                            of them together; a compilation for each, so some minutes
 python -m bench.rewrites --networks lenet --rewrites all --seconds 20
+python -m bench.rewrites --record           writes the figures to claims/ as well
+
+The exit code is 1 where a rewritten step failed or is broken.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +22,7 @@ from torch import Tensor, nn
 import hotloop
 from bench.claim import write_claim
 from hotloop.lowering import lower
+from hotloop.lowering.rewrites import REWRITES
 from hotloop.measuring import Entrant, measure
 from hotloop.parity import prove
 from hotloop.plan import Plan
@@ -58,30 +65,70 @@ class Residual(nn.Module):
         return self.head((x + self.block(x)).mean((2, 3)))  # type: ignore[no-any-return]
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], int]] = {
-    "lenet": (lenet, (1, 28, 28), 32),
-    "small_vgg": (small_vgg, (3, 32, 32), 32),
-    "residual": (Residual, (3, 32, 32), 32),
+class Tabular(nn.Module):
+    """Residual blocks of linear layers (after Gorishniy et al., Revisiting deep learning models for tabular data, 2021)."""
+
+    def __init__(self, features: int = 768, width: int = 256, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Flatten(), nn.Linear(features, width))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, _CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Network:
+    """One to try rewrites in.
+
+    Attributes:
+        shape: of an image (channels, rows, columns).
+        rewrites: those that find something in its step.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, int, int]
+    rewrites: tuple[str, ...]
+    batch_size: int = 32
+
+    def asked(self, which: Sequence[str]) -> list[str]:
+        """Those of `which` to try here; all together where that is more than one."""
+        return [one for one in which if one in self.rewrites or (one == "all" and len(self.rewrites) > 1)]
+
+
+_CONVOLVING = ("pool_first", "pool_as_max", "conv_as_gemm")
+
+NETWORKS = {
+    "lenet": Network(lenet, (1, 28, 28), (*_CONVOLVING, "mm_by_onednn")),
+    "small_vgg": Network(small_vgg, (3, 32, 32), (*_CONVOLVING, "mm_by_onednn")),
+    "residual": Network(Residual, (3, 32, 32), _CONVOLVING),
+    "tabular": Network(Tabular, (3, 16, 16), ("mm_by_onednn",)),
 }
-"""How each is made, the shape of its images, and its batch size."""
 
 
 def task_of(name: str, samples: int = 2048, batch_size: int | None = None) -> hotloop.Task:
     """A network on made-up images with a class that can be learned."""
-    model, shape, usual = NETWORKS[name]
-    images = torch.randn(samples, *shape, generator=torch.Generator().manual_seed(1))
+    network = NETWORKS[name]
+    images = torch.randn(samples, *network.shape, generator=torch.Generator().manual_seed(1))
     return hotloop.Task(
         name=name,
-        model=model,
+        model=network.make,
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
         data=(images, images.flatten(1)[:, :_CLASSES].argmax(1)),
-        batch_size=batch_size or usual,
+        batch_size=batch_size or network.batch_size,
         seed=0,
     )
 
 
-def measured(name: str, which: list[str], seconds: float) -> list[dict[str, Any]]:
+def measured(name: str, which: Sequence[str], seconds: float) -> list[dict[str, Any]]:
     """Each rewrite of one network: how many times as fast as without it, with the 99 % interval, and its parity."""
     plans = {rewrites: PACKAGE.with_axes(rewrites=rewrites) for rewrites in ["none", *which]}
     task = task_of(name)
@@ -99,20 +146,34 @@ def _row(task: hotloop.Task, name: str, timing: Timing, plan: Plan) -> dict[str,
     return row
 
 
-def main() -> None:
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", default=",".join(NETWORKS))
-    parser.add_argument("--rewrites", default="pool_first,pool_as_max,conv_as_gemm,all")
+    parser.add_argument("--rewrites", default=",".join([*REWRITES, "all"]))
     parser.add_argument("--seconds", type=float, default=40.0, help="of racing, for each network")
-    given = parser.parse_args()
-    rows = [
-        row for name in given.networks.split(",") for row in measured(name, given.rewrites.split(","), given.seconds)
-    ]
-    command = (
-        f"python -m bench.rewrites --networks {given.networks} --rewrites {given.rewrites} --seconds {given.seconds:g}"
-    )
-    print(write_claim("rewrites", command, PACKAGE, {"torch_threads": torch.get_num_threads(), "rows": rows}))
+    parser.add_argument("--record", action="store_true", help="write a claim")
+    given = parser.parse_args(arguments)
+    for kind, asked, known in (("network", given.networks, NETWORKS), ("rewrite", given.rewrites, (*REWRITES, "all"))):
+        for name in asked.split(","):
+            if name not in known:
+                parser.error(f"{name} is no {kind}; expected some of {', '.join(known)}")
+    return given
+
+
+def main() -> int:
+    given = parsed()
+    which, rows = given.rewrites.split(","), []
+    for name in given.networks.split(","):
+        if asked := NETWORKS[name].asked(which):
+            rows += measured(name, asked, given.seconds)
+        else:
+            print(f"{name} has nothing for {given.rewrites}", flush=True)
+    if given.record:
+        options = f"--networks {given.networks} --rewrites {given.rewrites} --seconds {given.seconds:g} --record"
+        figures = {"torch_threads": torch.get_num_threads(), "rows": rows}
+        print(write_claim("rewrites", f"python -m bench.rewrites {options}", PACKAGE, figures))
+    return int(any(row.get("failure") or row.get("parity") == "broken" for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hotloop
-from bench.peers.on_torch import judging
+from bench.peers.on_torch import judged
 from bench.speed.job import Evaluate, Job, main
 from bench.speed.lanes import UNSEARCHED, axes_of
 from bench.speed.marks import Marks
@@ -48,18 +48,24 @@ def planned(job: Job, loaded: Loaded) -> dict[str, Any]:
 
 def train(job: Job) -> Evaluate:
     loaded = load_task("bench.speed.tasks:task", {"name": job.workload.name, "epochs": str(job.epochs)})
-    with tempfile.TemporaryDirectory() as folder:
-        run, _ = start(
-            loaded,
-            run=Path(folder) / "run",
-            callbacks=[Counting(job.marks)],
-            # In turns with others, most of the time that goes by is theirs: it must not make checkpoints due.
-            checkpoint_every="1000h" if job.marks.in_turns else "auto",
-            say=lambda line: job.marks.report(event="said", line=line),
-            **planned(job, loaded),
-        )
-        job.marks.report(event="plan", plan=run.plan.model_dump(exclude_none=True), brief=run.plan.brief())
-        return judging(hotloop.load_model(run), job)
+    folder = tempfile.TemporaryDirectory()
+    run, _ = start(
+        loaded,
+        run=Path(folder.name) / "run",
+        callbacks=[Counting(job.marks)],
+        # In turns with others, most of the time that goes by is theirs: it must not make checkpoints due.
+        checkpoint_every="1000h" if job.marks.in_turns else "auto",
+        say=lambda line: job.marks.report(event="said", line=line),
+        **planned(job, loaded),
+    )
+    job.marks.report(event="plan", plan=run.plan.model_dump(exclude_none=True), brief=run.plan.brief())
+
+    def evaluate() -> tuple[float, float]:
+        """Reads the model here, for which the others take no time and no memory of training's."""
+        with folder:
+            return judged(hotloop.load_model(run), job)
+
+    return evaluate
 
 
 if __name__ == "__main__":

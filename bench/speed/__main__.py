@@ -8,6 +8,7 @@
     python -m bench.speed --whole-run 120       whole runs that take the tutorial's loop 120 s, everything included
     python -m bench.speed --table FILE          the tables of what was measured before
     python -m bench.speed --record              writes the figures to claims/ as well
+    python -m bench.speed --table FILE --readme puts a small table of them into README.md
     python -m bench.speed --device cuda         everybody on the GPU; the default is the CPU, also where there is one
 
 The exit code is 1 where a mistake was made, and where hotloop failed on a workload.
@@ -25,19 +26,19 @@ makes all of them.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.claim import circumstances, write_claim
+from bench.claim import ROOT, circumstances, write_claim
 from bench.speed.data import lay_down
 from bench.speed.journal import Journal
-from bench.speed.lanes import OURS, PEERS, SEARCHING, TUTORIAL, Lane, axes_of, ours
+from bench.speed.lanes import OURS, PEERS, SEARCHING, TUTORIAL, Lane, axes_of, ours, versions_of_peers
 from bench.speed.limits import limit_of
 from bench.speed.picture import draw
+from bench.speed.readme import overview, put_between
 from bench.speed.running import Failed
 from bench.speed.sessions import STEPS, Bench, searches, sessions
 from bench.speed.summary import Summary, summary
@@ -94,6 +95,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--table", type=Path, metavar="JOURNAL", help="measure nothing, print its tables")
     parser.add_argument("--record", action="store_true", help="write a claim")
+    readme = "put a small table between the comments of README.md, or of FILE"
+    parser.add_argument("--readme", type=Path, nargs="?", const=ROOT / "README.md", metavar="FILE", help=readme)
     parser.add_argument("--name", help="of the claim; default speed-<device>")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.workloads if name not in WORKLOADS]
@@ -238,11 +241,22 @@ def titled(setup: Mapping[str, Any] | None) -> str:
     """Where it was measured; nothing of a journal that doesn't say."""
     if setup is None or "device" not in setup:
         return ""
-    beside = "" if setup["device"] == "cpu" else ", ".join(setup.get("accelerators", [])) + ", beside "
     about = "" if setup["device"] == "cpu" else "Peak memory is that of the host.\n\n"
-    return (
-        f"# On {setup['device']}: {beside}{setup['processor']}, {setup['cores']} cores, {setup['threads']}\n\n{about}"
-    )
+    return f"# On {where(setup)}\n\n{about}"
+
+
+def where(setup: Mapping[str, Any]) -> str:
+    """Device, machine and threads of what was measured."""
+    beside = "" if setup["device"] == "cpu" else ", ".join(setup.get("accelerators", [])) + ", beside "
+    return f"{setup['device']}: {beside}{setup['processor']}, {setup['cores']} cores, {setup['threads']}"
+
+
+def write_readme(path: Path, journal: Journal, found: Summary | None) -> None:
+    if found is None or "device" not in (journal.setup or {}):
+        raise HotloopError(
+            f"{journal.path} has no figures for {path}", expected="sessions, and where they were measured"
+        )
+    put_between(path, overview(found, where(journal.setup or {})))
 
 
 def write_record(options: argparse.Namespace, journal: Journal, found: Summary | None, text: str) -> None:
@@ -264,13 +278,6 @@ def write_record(options: argparse.Namespace, journal: Journal, found: Summary |
     if found is not None:
         draw(found, folder / "speed.html")
     told(str(folder))
-
-
-def versions_of_peers() -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = sorted({name for peer in PEERS for name in peer.needs} | {"torch", "numpy"})
-    return {name: version(name) for name in names if importlib.util.find_spec(name) is not None}
 
 
 def failed(journal: Journal) -> bool:
@@ -321,6 +328,8 @@ def run(options: argparse.Namespace) -> int:
         draw(found, HOME / "speed.html")
     if options.record:
         write_record(options, journal, found, text)
+    if options.readme:
+        write_readme(options.readme, journal, found)
     return int(failed(journal))
 
 

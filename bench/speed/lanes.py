@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from bench.speed.workloads import Workload
 
@@ -88,7 +90,7 @@ PEERS = (
         written="small",
         compiles=True,
         brief=True,
-        short=(),
+        short=("W1", "W2", "W3"),
     ),
     Lane(
         "keras-jax",
@@ -106,6 +108,17 @@ PEERS = (
     Lane("torch.compile", "compiled", short=("W1", "W4", "W8"), compiles=True),
 )
 """The tutorial's loop is the first, since it says how long windows are."""
+
+
+def library(name: str) -> str:
+    """What a peer runs: JAX's two ways are one peer, of which a user takes the faster."""
+    return "jax" if name in ("jax-scan", "jax-step") else name
+
+
+def versions_of_peers() -> dict[str, str]:
+    """Of the packages that are there."""
+    names = sorted({name for peer in PEERS for name in peer.needs} | {"torch", "numpy"})
+    return {name: version(name) for name in names if importlib.util.find_spec(name) is not None}
 
 
 SEARCHING = ("auto", "tune")

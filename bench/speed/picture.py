@@ -15,7 +15,7 @@ def draw(found: Summary, path: Path) -> None:
     from hotloop.report.page import styled
 
     figure = go.Figure()
-    for name in found.means:
+    for name in dict.fromkeys(line.name for lines in found.lines.values() for line in lines if line.ratio):
         lines = {workload: found.line(workload, name) for workload in found.lines}
         ratios = {workload: line.ratio for workload, line in lines.items() if line is not None and line.ratio}
         figure.add_scatter(
@@ -24,8 +24,8 @@ def draw(found: Summary, path: Path) -> None:
             y=[ratio.median for ratio in ratios.values()],
             error_y={
                 "symmetric": False,
-                "array": [(ratio.high or ratio.median) - ratio.median for ratio in ratios.values()],
-                "arrayminus": [ratio.median - (ratio.low or ratio.median) for ratio in ratios.values()],
+                "array": [None if ratio.high is None else ratio.high - ratio.median for ratio in ratios.values()],
+                "arrayminus": [None if ratio.low is None else ratio.median - ratio.low for ratio in ratios.values()],
             },
             mode="markers",
             marker={"size": 9},
@@ -35,7 +35,7 @@ def draw(found: Summary, path: Path) -> None:
     styled(
         figure,
         "hotloop's step against others'",
-        "Above 1 hotloop is faster; medians of paired windows with 95 % intervals",
+        "Above 1 hotloop is faster; medians of paired windows with 95 % intervals, where there are pairs enough for one",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, figure.to_html(include_plotlyjs="cdn", config={"displaylogo": False, "responsive": True}))

@@ -6,23 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from bench.speed.journal import Row
 from bench.speed.turns import step_times
 from hotloop.measuring.statistics import Ratio, ratio_of
 
 CONFIDENCE = 0.95
-_DRAWS = 2000
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A geometric mean of ratios, and its interval."""
+    """A geometric mean of ratios, and its interval; None where one of the ratios has none."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     of: int
 
 
@@ -43,13 +40,14 @@ def ratio(rows: Sequence[Row], peer: str, ours: str) -> Ratio | None:
     return ratio_of(theirs, own, CONFIDENCE) if theirs else None
 
 
-def geometric_mean(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Mean | None:
-    """Over workloads, each of which counts by its median ratio; the interval by drawing windows anew (bootstrap)."""
-    ratios = [np.asarray(theirs) / np.asarray(own) for theirs, own in pairs if len(own)]
+def geometric_mean(ratios: Sequence[Ratio]) -> Mean | None:
+    """Over workloads; its interval from theirs, which are independent, on the scale of logarithms."""
     if not ratios:
         return None
-    draws = np.random.default_rng(0)
-    logs = sum(np.log(np.median(draws.choice(each, (_DRAWS, len(each))), 1)) for each in ratios) / len(ratios)
-    low, high = np.quantile(np.exp(logs), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    value = math.exp(sum(math.log(float(np.median(each))) for each in ratios) / len(ratios))
-    return Mean(value, float(low), float(high), len(ratios))
+    middle = sum(math.log(one.median) for one in ratios) / len(ratios)
+    known = [(one.median, one.low, one.high) for one in ratios if one.low is not None and one.high is not None]
+    if len(known) < len(ratios):
+        return Mean(math.exp(middle), None, None, len(ratios))
+    below = math.hypot(*(math.log(median / low) for median, low, _ in known)) / len(ratios)
+    above = math.hypot(*(math.log(high / median) for median, _, high in known)) / len(ratios)
+    return Mean(math.exp(middle), math.exp(middle - below), math.exp(middle + above), len(ratios))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.speed.caching import Filled, caches, note_filled, state
+from bench.speed.caching import Filled, begun, note_filled
 from bench.speed.running import Failed, Peer
 
 Tell = Callable[[str], None]
@@ -23,8 +23,8 @@ def search(name: str, script: Sequence[str], folder: Path, limit_s: float | None
         limit_s: after which it is cut off; None for the longest that any may take.
     """
     limit_s = LONGEST_S if limit_s is None else limit_s
-    found_as = state(folder)
-    peer = Peer(script, caches(folder))
+    environment, found_as = begun(folder)
+    peer = Peer(script, environment)
     try:
         peer.begin(limit_s)
     except Failed as error:

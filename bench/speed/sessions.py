@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.speed.caching import caches, filled, own_cache, state
+from bench.speed.caching import begun, filled, own_cache
 from bench.speed.data import samples
 from bench.speed.journal import Journal
 from bench.speed.lanes import OURS, UNSEARCHED, Lane
@@ -156,9 +156,10 @@ class Bench:
         folder = self._folder(workload, lane)
         options = lane.options if searched or lane.brief else UNSEARCHED
         script = command(lane.module, workload.name, options, _epochs(workload, STEPS), self.device)
-        peer = Peer(script, caches(folder))
+        environment, found_as = begun(folder)
+        peer = Peer(script, environment)
         if lane.compiles and (searched or lane.brief):
-            peer.marked.cache, peer.marked.first_start = state(folder), filled(folder)
+            peer.marked.cache, peer.marked.first_start = found_as, filled(folder)
         return peer
 
     def _folder(self, workload: Workload, lane: Lane) -> Path:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.speed.journal import Row
-from bench.speed.lanes import OURS, TUTORIAL
-from bench.speed.ratios import Mean, geometric_mean, paired, ratio
+from bench.speed.lanes import OURS, TUTORIAL, library
+from bench.speed.ratios import Mean, geometric_mean, ratio
 from bench.speed.turns import step_times
 from bench.speed.workloads import WORKLOADS
 from hotloop.measuring.statistics import Ratio
@@ -97,11 +97,20 @@ def summary(
         if own:
             found.lines[workload] = _lines(workload, own, missing, ours)
     names = dict.fromkeys(line.name for lines in found.lines.values() for line in lines if line.name != ours)
-    for name in names:
-        pairs = {w: paired([row for row in rows if row["workload"] == w], name, ours) for w in found.lines}
-        small, large = ([pairs[w] for w in found.lines if WORKLOADS[w].grey is grey] for grey in (True, False))
-        found.means[name] = geometric_mean(small), geometric_mean(large)
+    for peer in dict.fromkeys(map(library, names)):
+        ways = [name for name in names if library(name) == peer]
+        fastest = {w: one for w in found.lines if (one := _fastest(found, w, ways)) is not None}
+        small, large = ([fastest[w] for w in fastest if WORKLOADS[w].grey is grey] for grey in (True, False))
+        label = ways[0] if len(ways) == 1 else f"{peer} (the faster of {', '.join(ways)})"
+        found.means[label] = geometric_mean(small), geometric_mean(large)
     return found
+
+
+def _fastest(found: Summary, workload: str, ways: Sequence[str]) -> Ratio | None:
+    """Of one peer, the way that took the least time there."""
+    lines = [found.line(workload, name) for name in ways]
+    ratios = [line.ratio for line in lines if line is not None and line.ratio is not None]
+    return min(ratios, key=lambda one: one.median, default=None)
 
 
 def _lines(workload: str, rows: Sequence[Row], missing: Mapping[tuple[str, str], str], ours: str) -> list[Line]:

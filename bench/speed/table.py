@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from bench.speed.lanes import OURS, TUTORIAL
@@ -90,13 +91,19 @@ def _by_cache(found: Mapping[str, float], digits: str, unit: str = "s") -> str:
 
 
 def _limit(found: Summary, workload: str) -> str:
-    """How far the step is from the machine's measured roofline."""
+    """How far the step is from the machine's measured roofline, and who came below it."""
     limit, line = found.limits.get(workload), found.line(workload, found.ours)
     if not limit or not limit["least_ms"] or line is None or not line.step_ms:
         return ""
+    below = [
+        f"{one.name} in {one.step_ms:.3g} ms"
+        for one in found.lines[workload]
+        if (one.step_ms or inf) < limit["least_ms"]
+    ]
+    no_limit = f". It is no limit: faster were {', '.join(below)}" if below else ""
     return (
         f"the roofline measured on this machine allows {limit['least_ms']:.3g} ms ({limit['flops'] / 1e9:.3g} GFLOP, "
-        f"{limit['bytes'] / 1e6:.3g} MB): {line.name} reaches {limit['least_ms'] / line.step_ms:.0%} of it"
+        f"{limit['bytes'] / 1e6:.3g} MB): {line.name} reaches {limit['least_ms'] / line.step_ms:.0%} of it{no_limit}"
     )
 
 
@@ -169,7 +176,10 @@ def ratio_text(ratio: Ratio) -> str:
 
 
 def mean_text(mean: Mean | None) -> str:
-    return "" if mean is None else f"{mean.value:.2f} ({mean.low:.2f} to {mean.high:.2f}), {mean.of} of them"
+    if mean is None:
+        return ""
+    known = mean.low is not None and mean.high is not None
+    return f"{mean.value:.2f} ({f'{mean.low:.2f} to {mean.high:.2f}' if known else 'too few pairs'}), {mean.of} of them"
 
 
 def rows(head: Sequence[str], cells: Sequence[Sequence[Any]]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.speed.lanes import TUTORIAL
+from bench.speed.lanes import PEERS, TUTORIAL, library
 from bench.speed.summary import RUN_S, Summary
 from bench.speed.workloads import WORKLOADS
 
@@ -29,6 +29,8 @@ class Target:
         goal: what is to be reached; the most there may be where `most`.
         reached: None where it wasn't measured.
         unit: of both; "x" of ratios.
+        unrun: peers that may be faster than those that it was reached against.
+        why: it wasn't measured, where that is known.
     """
 
     where: str
@@ -36,19 +38,24 @@ class Target:
     reached: float | None
     unit: str = "x"
     most: bool = False
+    unrun: tuple[str, ...] = ()
+    why: str = ""
 
     @property
     def met(self) -> bool | None:
-        """None where it wasn't measured."""
+        """None where it wasn't measured, or was reached against some alone."""
         if self.reached is None:
             return None
-        return self.reached <= self.goal if self.most else self.reached >= self.goal
+        reached = self.reached <= self.goal if self.most else self.reached >= self.goal
+        return None if reached and self.unrun else reached
 
     @property
     def verdict(self) -> str:
         """`met`, or by how much it was missed."""
         if self.reached is None:
-            return "not measured"
+            return f"not measured: {self.why}" if self.why else "not measured"
+        if self.met is None:
+            return f"ahead of those that ran (not run: {', '.join(self.unrun)})"
         if self.met:
             return "met"
         if self.goal <= 0:
@@ -86,14 +93,22 @@ def _on_gpu(found: Summary) -> Iterator[Target]:
         yield Target(f"{workload}, an epoch of {steps} steps", goal_s, epoch_s, "s", most=True)
     for workload in ("W6", "W7", "W9"):
         yield Target(f"{workload}, step over {TUTORIAL}, in fp32", 1.5, _step(found, TUTORIAL)(workload))
-        yield Target(f"{workload}, step over {TUTORIAL}, bf16 allowed", 3.0, None)  # no lane of the bench allows it
+        yield Target(f"{workload}, step over {TUTORIAL}, bf16 allowed", 3.0, None, why="no lane allows it")
 
 
 def _best(found: Summary, workloads: Sequence[str], goal: float) -> Iterator[Target]:
     for workload in workloads:
         best = found.best_peer(workload) if workload in found.lines else None
         reached = best.ratio.median if best is not None and best.ratio else None
-        yield Target(f"{workload}, step over the best peer{f' ({best.name})' if best else ''}", goal, reached)
+        where = f"{workload}, step over the best peer{f' ({best.name})' if best else ''}"
+        yield Target(where, goal, reached, unrun=_unrun(found, workload) if best else ())
+
+
+def _unrun(found: Summary, workload: str) -> tuple[str, ...]:
+    """Peers that know this network and weren't measured on it, for lack of time or for another reason."""
+    ran = {library(line.name) for line in found.lines[workload] if line.step_ms}
+    able = dict.fromkeys(library(peer.name) for peer in PEERS if not peer.missing(WORKLOADS[workload]))
+    return tuple(name for name in able if name not in ran)
 
 
 def _memory(found: Summary, workload: str) -> Target:

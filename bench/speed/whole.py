@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bench.speed.caching import Filled, caches, filled, note_filled, own_cache, state
+from bench.speed.caching import Filled, begun, caches, filled, note_filled, own_cache
 from bench.speed.data import samples
 from bench.speed.journal import Journal, Row
 from bench.speed.lanes import OURS, TUTORIAL, Lane, ours
@@ -87,8 +87,8 @@ def _emptied(folder: Path) -> Path:
 
 
 def _run(script: Sequence[str], folder: Path, limit_s: float) -> Marked:
-    found_as = state(folder)
-    peer = Peer(script, caches(folder), in_turns=False)
+    environment, found_as = begun(folder)
+    peer = Peer(script, environment, in_turns=False)
     try:
         peer.begin(limit_s)
         peer.end(limit_s, ordered=False)

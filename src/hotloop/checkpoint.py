@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import safetensors.torch
@@ -22,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hotloop.errors import CheckpointError, kind
-from hotloop.files import write_atomic
+from hotloop.files import write_named
 from hotloop.records import EpochRecord
 from hotloop.state import Position, State
 
@@ -30,10 +31,10 @@ _NAME = re.compile(r"step-(\d{9,})-([0-9a-f]{64})\.safetensors")
 _VERSION = "1"
 
 _FORMATS = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
 }  # fmt: skip
-"""What every version of safetensors can write; tensors of other formats are kept as their bytes."""
+"""What every version of safetensors can read, by its names; tensors of other formats are kept as their bytes."""
 
 _NUMBERS = {
     name: np.dtype(name).type
@@ -65,8 +66,8 @@ class Checkpoint:
     best: Best | None = None
 
 
-def encode(checkpoint: Checkpoint) -> bytes:
-    """The bytes of a checkpoint's file.
+def encode(checkpoint: Checkpoint) -> list[bytes | memoryview]:
+    """The bytes of a checkpoint's file, in pieces: tensors as they lie in memory, since there may be no room for a copy.
 
     Raises:
         CheckpointError: the State holds something that is neither a number, a text nor a tensor.
@@ -79,7 +80,28 @@ def encode(checkpoint: Checkpoint) -> bytes:
         "history": [record.model_dump() for record in checkpoint.history],
         "best": asdict(checkpoint.best) if checkpoint.best else None,
     }
-    return safetensors.torch.save(tensors, {"format": "hotloop", "version": _VERSION, "document": json.dumps(document)})
+    return _pieces(tensors, {"format": "hotloop", "version": _VERSION, "document": json.dumps(document)})
+
+
+def _pieces(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
+    """A safetensors file; its own library would put it together in memory, or write it under names that we don't know."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at, names = 0, sorted(tensors, key=lambda name: -tensors[name].itemsize)  # wide ones first: each lies aligned
+    for name in names:
+        tensor, end = tensors[name], at + tensors[name].nbytes
+        header[name] = {"dtype": _FORMATS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *(_bytes(tensors[name]) for name in names)]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Of each number the lowest first."""
+    content = tensor.reshape(-1).view(torch.uint8)
+    if sys.byteorder == "big":
+        content = content.reshape(tensor.numel(), tensor.itemsize).flip(1).reshape(-1)
+    return content.numpy().data
 
 
 def decode(content: bytes, path: Path) -> Checkpoint:
@@ -266,11 +288,16 @@ def best_file(path: Path) -> str | None:
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> Path:
-    content = encode(checkpoint)
-    digest = hashlib.sha256(content).hexdigest()
-    path = folder / f"step-{checkpoint.state.position.step:09d}-{digest}.safetensors"
-    write_atomic(path, content)
-    return path
+    pieces, stem = encode(checkpoint), f"step-{checkpoint.state.position.step:09d}"
+
+    def write(file: BinaryIO) -> Path:
+        digest = hashlib.sha256()
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+        return folder / f"{stem}-{digest.hexdigest()}.safetensors"
+
+    return write_named(folder / stem, write)
 
 
 def _written_ns(path: Path) -> int:

@@ -6,9 +6,10 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from hotloop.errors import DiskError, RunError
 
@@ -67,16 +68,39 @@ def write_atomic(path: Path, content: bytes | str, option: str | None = None) ->
         RunError: the folder can't be written.
     """
     data = content.encode() if isinstance(content, str) else content
+
+    def write(file: BinaryIO) -> Path:
+        file.write(data)
+        return path
+
+    write_named(path, write, option)
+
+
+def write_named(path: Path, write: Callable[[BinaryIO], Path], option: str | None = None) -> Path:
+    """The same piece by piece, for a file whose name may tell its content.
+
+    Args:
+        path: names the file in messages, and while it is unfinished.
+        write: fills it, and says where it belongs, beside `path`.
+
+    Returns:
+        where it is.
+
+    Raises:
+        DiskError: the disk is full; nothing is left behind.
+        RunError: the folder can't be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     with explained(path, option):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
-                file.write(data)
+                final = write(file)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
+            temporary.replace(final)
             sync_folder(path.parent)
+            return final
         finally:
             temporary.unlink(missing_ok=True)
 

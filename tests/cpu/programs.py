@@ -53,7 +53,7 @@ def state_after(task: hotloop.Task, steps: int, *, workers: int | None = None) -
 
 def through_file(state: State) -> State:
     """A State written to a checkpoint's bytes and read back."""
-    return decode(encode(Checkpoint(state)), Path("memory")).state
+    return decode(b"".join(encode(Checkpoint(state))), Path("memory")).state
 
 
 def assert_resumes(task: hotloop.Task, *, stop: int = 3, steps: int = 7) -> State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from bench import claim, rewrites
 from bench.peers import with_hotloop
 from bench.speed import __main__ as bench
+from bench.speed import readme
 from bench.speed.job import Job
 from bench.speed.journal import Journal
 from bench.speed.lanes import OURS, PEERS, TUTORIAL, ours
@@ -24,6 +26,7 @@ from bench.speed.running import Failed, Marked, command
 from bench.speed.sessions import Bench
 from bench.speed.workloads import WORKLOADS
 from hotloop.errors import HotloopError
+from hotloop.plan import Plan
 
 
 @pytest.fixture
@@ -66,6 +69,23 @@ def test_every_lane_is_told_the_device() -> None:
         assert given["plan"] == plan and given["axes"]["device"] == "cuda"
     for peer in PEERS:
         assert command(peer.module, "W4", peer.options, 1, "cuda")[-2:] == ["--device", "cuda"]
+
+
+def test_what_was_trained_is_read_back_after_memory_and_clock_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+    read: list[bool] = []
+
+    def started(loaded: object, *, run: Path, **_: object) -> tuple[Any, None]:
+        folders.append(run.parent)
+        return SimpleNamespace(plan=Plan()), None
+
+    monkeypatch.setattr(with_hotloop, "load_task", lambda *given: None)
+    monkeypatch.setattr(with_hotloop, "start", started)
+    monkeypatch.setattr(with_hotloop.hotloop, "load_model", lambda run: read.append(folders[0].is_dir()))
+    monkeypatch.setattr(with_hotloop, "judged", lambda model, job: (0.5, 0.9))
+    evaluate = with_hotloop.train(Job(WORKLOADS["W4"], 1, Marks(io.StringIO()), ("baseline",)))
+    assert not read and evaluate() == (0.5, 0.9)
+    assert read == [True] and not folders[0].exists()
 
 
 def test_who_computes_on_the_cpu_alone_is_left_out_elsewhere_with_the_reason(tmp_path: Path) -> None:
@@ -135,6 +155,24 @@ def test_a_claim_says_where_and_with_what_its_rows_were_measured(
     assert "not run: skorch: it wasn't there" in text
 
 
+def test_figures_stand_between_the_comments_of_a_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, page = journal_of(tmp_path / "j.jsonl"), tmp_path / "README.md"
+    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    for _ in range(2):
+        assert called(monkeypatch, "--table", str(path), "--readme", str(page)) == 0
+        lines = page.read_text().splitlines()
+        assert lines[:2] == ["before", readme.BEGIN] and lines[-2:] == [readme.END, "after"] and "old" not in lines
+        assert "on cuda: H200, beside slow, 7 cores" in lines[2]
+        row = "| W4 MLP 784-128-10, batch 64 | 10 ms | 1.00 (1.00 to 1.00) | not run | tutorial, 1.00 (1.00 to 1.00) |"
+        assert lines[-3] == row
+    page.write_text("nothing\n")
+    assert called(monkeypatch, "--table", str(path), "--readme", str(page)) == 1
+    assert "has no place for the figures" in capsys.readouterr().err and page.read_text() == "nothing\n"
+    assert bench.parsed(["--readme"]).readme.read_text().count(readme.BEGIN) == 1
+
+
 def test_a_journal_that_does_not_say_where_it_was_measured_makes_no_claim(
     tmp_path: Path, claims: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +188,26 @@ def test_accelerators_and_their_driver_are_part_of_what_was_measured_with(monkey
     monkeypatch.setattr(claim.machine, "nvidia", lambda: (["H200"], "570"))
     found = claim.circumstances()
     assert found["machine"]["accelerators"] == ["H200"] and found["versions"]["nvidia_driver"] == "570"
+
+
+def test_a_claim_says_of_which_sources_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for text in ("one", "another", "one"):
+        (tmp_path / "__init__.py").write_text(text)
+        monkeypatch.setattr(claim.hotloop, "__file__", str(tmp_path / "__init__.py"))
+        claim.sources.cache_clear()
+        said.append(claim.circumstances()["versions"]["hotloop_sources"])
+    claim.sources.cache_clear()
+    assert said[0] == said[2] != said[1]
+    monkeypatch.setattr(claim, "ROOT", tmp_path)
+    assert claim.commit() is None
+    for arguments in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a", "--allow-empty"],
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    head = subprocess.run(["git", "-C", str(tmp_path), "log", "--format=%H"], capture_output=True, text=True)
+    assert claim.circumstances()["commit"] == head.stdout.strip()
 
 
 def test_a_bench_with_other_threads_or_elsewhere_does_not_go_on(
@@ -203,10 +261,34 @@ print(len(NAMES), len(TIMM), sum(type(module).__name__ == "StandIn" for module i
     assert done.stdout.split() == ["11", "2", "0"]
 
 
+def raced(monkeypatch: pytest.MonkeyPatch, arguments: list[str], **row: object) -> int:
+    """What `bench.rewrites` exits with where each race of a rewrite comes to such a row."""
+    made = lambda name, which, seconds: [{"network": name, "rewrites": one, **row} for one in which]  # noqa: E731
+    monkeypatch.setattr(rewrites, "measured", made)
+    monkeypatch.setattr(sys, "argv", ["rewrites", *arguments])
+    return rewrites.main()
+
+
 def test_the_record_of_rewrites_says_what_was_asked_for(claims: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewrites, "measured", lambda name, which, seconds: [{"network": name}])
-    monkeypatch.setattr(sys, "argv", ["rewrites", "--networks", "lenet", "--rewrites", "all", "--seconds", "5"])
-    rewrites.main()
+    asked = ["--networks", "lenet,tabular", "--rewrites", "all", "--seconds", "5"]
+    assert raced(monkeypatch, asked) == 0 and not claims.exists()
+    assert raced(monkeypatch, [*asked, "--record"]) == 0
     (path,) = claims.rglob("record.json")
-    command = "python -m bench.rewrites --networks lenet --rewrites all --seconds 5"
-    assert json.loads(path.read_text())["command"] == command
+    record = json.loads(path.read_text())
+    assert record["command"] == "python -m bench.rewrites --networks lenet,tabular --rewrites all --seconds 5 --record"
+    assert [row["network"] for row in record["rows"]] == ["lenet"]  # of products there is but one rewrite
+
+
+@pytest.mark.parametrize(
+    ("row", "code"), [({"parity": "broken"}, 1), ({"failure": "it broke"}, 1), ({"parity": "bitwise"}, 0)]
+)
+def test_the_bench_of_rewrites_fails_where_one_is_broken(
+    row: dict[str, str], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert raced(monkeypatch, ["--networks", "lenet"], **row) == code
+
+
+def test_a_rewrite_that_there_is_not_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        raced(monkeypatch, ["--rewrites", "all,pool"])
+    assert ended.value.code == 2 and "pool is no rewrite; expected some of pool_first" in capsys.readouterr().err

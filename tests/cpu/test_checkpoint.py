@@ -7,7 +7,9 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +24,7 @@ from torch import Tensor
 
 import hotloop
 from hotloop.checkpoint import Best, Checkpoint, Checkpoints, decode, encode, load
-from hotloop.errors import CheckpointError
+from hotloop.errors import CheckpointError, DiskError
 from hotloop.pacing import Pace
 from hotloop.records import EpochRecord
 from hotloop.run import Run
@@ -50,7 +52,7 @@ def holding(value: Any, step: int = 0) -> Checkpoint:
 
 
 def through_file(checkpoint: Checkpoint) -> Checkpoint:
-    return decode(encode(checkpoint), Path("memory"))
+    return decode(b"".join(encode(checkpoint)), Path("memory"))
 
 
 # ---------------------------------------------------------------- what goes in comes out
@@ -158,6 +160,30 @@ def test_each_part_of_a_real_state_is_in_the_file(trained: Path) -> None:
 def test_what_no_checkpoint_can_hold_is_named_by_its_path(value: Any, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         encode(holding(value))
+
+
+def test_a_state_is_written_without_a_second_copy_of_it_in_memory(tmp_path: Path) -> None:
+    large = holding(torch.zeros(16 << 20, dtype=torch.uint8), step=3)
+    Checkpoints(tmp_path).save(holding(1))
+    tracemalloc.start()
+    try:
+        path = Checkpoints(tmp_path).save(large)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 4 << 20 < path.stat().st_size
+    assert differences(load(path).state, large.state) == []
+
+
+def test_a_file_that_the_system_refuses_is_one_line_and_gone(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with pytest.raises(DiskError, match=r"step-000000000 can't be written: File too large \("):
+            Checkpoints(tmp_path).save(holding(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------- bad files

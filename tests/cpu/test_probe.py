@@ -222,7 +222,7 @@ def test_figures_follow_from_the_time_and_the_work(monkeypatch: pytest.MonkeyPat
 def test_products_grow_until_they_take_long_or_the_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(seconds_of: Callable[[int], float], free_bytes: float) -> list[int]:
         tried: list[int] = []
-        monkeypatch.setattr(speed.Bench, "_product", lambda self, size, dtype: tried.append(size))
+        monkeypatch.setattr(speed.Bench, "_product", lambda self, size, dtype: tried.append(size) or {"mm": None})
         monkeypatch.setattr(speed.Clock, "best", lambda self, work, budget_s: seconds_of(tried[-1]))
         device = Device("cpu", "cpu", memory_free=Figure(free_bytes, "bytes", "os"))
         speed.Bench(device, threads=1).matrix("fp32")
@@ -233,6 +233,22 @@ def test_products_grow_until_they_take_long_or_the_memory_ends(monkeypatch: pyte
     assert sizes(lambda size: size**3 / 1e11, 2.0**40) == [256, 512, 1024]
     assert sizes(fast, 2.0**40) == [256, 512, 1024, 2048, 4096, 8192]
     assert sizes(fast, 8 * 3 * 4 * 1024.0**2) == [256, 512, 1024]
+
+
+def test_the_library_counts_that_multiplies_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is, it's the same product."""
+    bench = speed.Bench(CPU, threads=1)
+    products = bench._product(256, torch.float32)
+    if "oneDNN" not in products:
+        pytest.skip("this torch was built without oneDNN")
+    assert torch.allclose(products["torch.mm"](), products["oneDNN"](), atol=1e-3)
+    assert list(bench._product(256, torch.float64)) == ["torch.mm"]
+    monkeypatch.setattr(speed.Bench, "_product", lambda self, size, dtype: products)
+    for fast in products:
+        seconds = {products[by]: 0.25 if by == fast else 0.5 for by in products}
+        monkeypatch.setattr(speed.Clock, "best", lambda self, work, budget_s, seconds=seconds: seconds[work])
+        found = bench.matrix("fp32")
+        assert found.value == 2 * 256**3 / 0.25 and f"matrices by {fast}" in found.how
 
 
 def test_one_thread_counts_where_several_are_kept_from_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ import pytest
 
 from bench import auto_models
 from bench.speed import __main__ as bench
+from bench.speed import caching, turns
 from bench.speed import sessions as bench_sessions
-from bench.speed import turns
 from bench.speed.caching import Filled, caches, filled, note_filled, own_cache, state
 from bench.speed.data import ALPHABET, Data, lay_down, load
 from bench.speed.job import Job
@@ -27,6 +27,7 @@ from bench.speed.journal import Journal
 from bench.speed.lanes import OURS, PEERS, TUTORIAL, UNSEARCHED, Lane, ours
 from bench.speed.limits import work_of
 from bench.speed.marks import Marks
+from bench.speed.picture import draw
 from bench.speed.ratios import geometric_mean, ratio
 from bench.speed.running import Marked, Peer
 from bench.speed.sessions import Bench
@@ -38,6 +39,7 @@ from bench.speed.turns import WARMING, Session, grouped, in_turns
 from bench.speed.whole import lanes_of, whole_runs, whole_table, whole_targets
 from bench.speed.workloads import WORKLOADS
 from hotloop.errors import HotloopError
+from hotloop.measuring.statistics import Ratio
 from hotloop.plan import Plan
 from hotloop.verdicts import Timing, Verdict
 
@@ -317,11 +319,49 @@ def test_memory_of_a_search_is_shown_beside_that_of_a_start_that_needs_none() ->
 
 
 def test_a_geometric_mean_counts_each_workload_once() -> None:
-    found = geometric_mean([([8.0] * 20, [1.0] * 20), ([2.0] * 8, [1.0] * 8), ([], [])])
+    found = geometric_mean([Ratio(8, 8, 8, 20), Ratio(2, 2, 2, 8)])
     assert found is not None and found.value == pytest.approx(4) and found.of == 2
-    noisy = np.random.default_rng(1).lognormal(math.log(3), 0.2, 12)
-    wide = geometric_mean([(noisy, np.ones(12))])
-    assert wide is not None and wide.low < wide.value < wide.high
+    wide = geometric_mean([Ratio(3, 2.5, 3.6, 12)])
+    assert wide is not None and (wide.low, wide.high) == (pytest.approx(2.5), pytest.approx(3.6))
+    both = geometric_mean([Ratio(3, 2.5, 3.6, 12)] * 4)
+    assert both is not None and both.low == pytest.approx(3 * (2.5 / 3) ** 0.5)
+
+
+def test_where_a_ratio_has_no_interval_the_mean_and_the_picture_have_none(tmp_path: Path) -> None:
+    rows = [row(name, tutorial=4e-3, hotloop=1e-3) for name in ("W1", "W4")]
+    for lane in rows[1]["lanes"].values():
+        lane["windows"] = lane["windows"][:5]
+    found = summary(rows, {}, {}, OURS)
+    assert "| tutorial | 4.00 (too few pairs), 2 of them |" in markdown(found)
+    draw(found, tmp_path / "speed.html")
+    assert '"array":[0.0,null],"arrayminus":[0.0,null]' in (tmp_path / "speed.html").read_text().replace(" ", "")
+
+
+def test_the_mean_over_jax_is_over_the_faster_of_its_ways() -> None:
+    rows = [row("W1", hotloop=1e-3, **{"jax-scan": 2e-3, "jax-step": 4e-3})]
+    rows += [row("W3", hotloop=1e-3, **{"jax-scan": 66e-3, "jax-step": 2e-3})]
+    text = markdown(summary(rows, {}, {}, OURS))
+    assert "| jax (the faster of jax-scan, jax-step) | 2.00 (2.00 to 2.00), 2 of them |" in text
+
+
+def test_best_is_who_is_ahead_of_all_that_know_the_network() -> None:
+    peers = dict.fromkeys(("lightning", "accelerate", "skorch", "keras-torch", "transform", "torch.compile"), 0.003)
+    jax = {"jax-scan": 2e-3, "keras-jax": 3e-3}
+    every = row("W4", tutorial=4e-3, hotloop=1e-3, **peers, **jax)
+    verdict = {one.where: one for one in targets(summary([every], {}, {}, OURS), "cpu")}
+    assert verdict["W4, step over the best peer (jax-scan)"].verdict == "met"
+    for name in ("jax-scan", "torch.compile"):
+        del every["lanes"][name]
+    (one,) = (one for one in targets(summary([every], {}, {}, OURS), "cpu") if "W4, step over the best" in one.where)
+    assert one.verdict == "ahead of those that ran (not run: jax, torch.compile)" and one.met is None
+    every["lanes"][OURS] = lanes(hotloop=3e-3)[OURS]
+    (one,) = (one for one in targets(summary([every], {}, {}, OURS), "cpu") if "W4, step over the best" in one.where)
+    assert one.verdict == "missed by 17%"
+    on_gpu = {
+        one.where: one.verdict
+        for one in targets(summary([row("W6", tutorial=4e-3, hotloop=1e-3)], {}, {}, OURS), "cuda")
+    }
+    assert on_gpu["W6, step over tutorial, bf16 allowed"] == "not measured: no lane allows it"
 
 
 def test_the_table_says_where_hotloop_is_behind() -> None:
@@ -337,7 +377,9 @@ def test_the_table_says_where_hotloop_is_behind() -> None:
     assert "jax-scan is 2.00 times as fast" in text and "100 MB more than the tutorial's loop" in text
     assert "not run: skorch: skorch isn't installed" in text
     assert "the loss of lightning is far above" in text and "hotloop ran `compile=step`" in text
-    assert "reaches 50% of it" in text
+    assert "reaches 50% of it" in text and "no limit" not in text
+    exceeded = markdown(summary(rows, {"W4": limits["W4"] | {"least_ms": 0.8}}, {}, OURS))
+    assert "reaches 80% of it. It is no limit: faster were jax-scan in 0.5 ms" in exceeded
     # A run of two minutes: start-up, and the steps that the tutorial's loop does meanwhile.
     line = found.line("W4", OURS)
     assert line is not None and line.run_s == {"": pytest.approx(1 + 120 / 4)}
@@ -366,8 +408,19 @@ def test_a_cache_is_warm_when_a_start_went_through_with_it(tmp_path: Path, monke
     note_filled(folder, Filled(60.0, "half-warm"))
     assert state(folder) == "warm" and filled(folder) == Filled(60.0, "half-warm")
     assert state(own_cache(tmp_path, "W2", "with_hotloop", "tune")) == "cold"
+    assert caching.begun(folder)[1] == "warm"
     monkeypatch.setattr("bench.speed.caching._asked", lambda: "of another version")
-    assert state(folder) == "half-warm"
+    assert filled(folder) is None
+    assert caching.begun(folder)[1] == "cold" and not (folder / "inductor").exists()
+
+
+def test_a_cache_of_other_sources_or_of_another_jax_is_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {caching._asked()}
+    for name, other in (("sources", "another hotloop"), ("versions_of_peers", {"jax": "another"})):
+        with monkeypatch.context() as patch:
+            patch.setattr(caching, name, lambda other=other: other)
+            asked.add(caching._asked())
+    assert len(asked) == 3
 
 
 def test_nothing_is_behind_where_hotloop_is_ahead() -> None:

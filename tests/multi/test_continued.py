@@ -66,7 +66,7 @@ def gone_on(plan: Plan, checkpoint: bytes | None) -> bytes:
     for _ in range(STEPS):
         if program.advance(1).ended:
             program.end_epoch()
-    return encode(Checkpoint(program.state()))
+    return b"".join(encode(Checkpoint(program.state())))
 
 
 def by_ranks(folder: Path, ranks: int, begun: dict[str, bytes]) -> list[dict[str, bytes]]:

@@ -84,7 +84,7 @@ def gone_back(plan: Plan, task: hotloop.Task) -> Any:
     program.advance(4)
     over = program.state(), program.read_sums()
     program = hotloop.lower(task, plan)
-    program.restore(decode(encode(Checkpoint(then)), Path()).state)
+    program.restore(decode(b"".join(encode(Checkpoint(then))), Path()).state)
     program.advance(4)
     return straight, over, (program.state(), program.read_sums())
 

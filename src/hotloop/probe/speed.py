@@ -16,7 +16,7 @@ from torch import Tensor
 from hotloop.hardware import Device, Figure, Speed, Unit
 from hotloop.probe.machine import now
 
-METHOD = 1  # goes up when figures are measured differently, so that stored ones are no longer used
+METHOD = 2  # goes up when figures are measured differently, so that stored ones are no longer used
 
 # Short windows slip in between the turns of other programs. On an accelerator they must be so long that
 # waiting for it doesn't count.
@@ -156,26 +156,28 @@ class Bench:
         return self.matrix(name)
 
     def matrix(self, precision: str) -> Figure:
-        """FLOP/s of the product of two square matrices, of the best among growing sizes."""
+        """FLOP/s of the product of two square matrices, of the best among growing sizes and torch's libraries for it."""
         with _float32_products("tf32" if precision == "tf32" else "ieee"):
-            rate, size, team = max(trial for team in self.teams for trial in self._products(precision, team))
+            rate, size, team, by = max(trial for team in self.teams for trial in self._products(precision, team))
         self.busy |= team != self.teams[0]
         threads = f", threads: {team}" if self.device.type == "cpu" else ""
-        return _measured(rate, "flop_per_s", f"product of two {size} x {size} matrices{threads}")
+        return _measured(rate, "flop_per_s", f"product of two {size} x {size} matrices by {by}{threads}")
 
-    def _products(self, precision: str, team: int) -> Iterator[tuple[float, int, int]]:
-        """(FLOP/s, size, threads) of growing products, until one takes long or the memory ends."""
+    def _products(self, precision: str, team: int) -> Iterator[tuple[float, int, int, str]]:
+        """(FLOP/s, size, threads, library) of growing products, until the fastest takes long or the memory ends."""
         dtype = DTYPES[precision]
         largest = min(8192, math.isqrt(int(self.room_bytes / 3 / dtype.itemsize)))
         size, seconds = (256 if self.device.type == "cpu" else 2048), 0.0
         torch.set_num_threads(team)
         while seconds < LONG_S and (size <= largest or not seconds):
-            seconds = self.clock.best(self._product(size, dtype), BUDGET_S / 3)
-            yield 2 * size**3 / seconds, size, team
-            size *= 2
+            each = {by: self.clock.best(work, BUDGET_S / 3) for by, work in self._product(size, dtype).items()}
+            yield from ((2 * size**3 / took, size, team, by) for by, took in each.items())
+            size, seconds = 2 * size, min(each.values())
         torch.set_num_threads(self.teams[0])
 
-    def _product(self, size: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+    def _product(self, size: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+        """By `torch.mm`, and in float32 on a CPU by oneDNN too: the library of `torch.mm` may leave a processor's widest
+        instructions aside (see `lowering/rewrites/mm_by_onednn.py`)."""
         # Random numbers, since constant ones need less power and make some GPUs faster than they are; from a
         # generator of its own, since the user's random stream must not move.
         generator = torch.Generator(self.device).manual_seed(0)
@@ -183,7 +185,10 @@ class Bench:
         a, b = (torch.randn(shape, generator=generator, dtype=torch.float32, device=self.device) for _ in range(2))
         a, b = a.to(dtype), b.to(dtype)
         out = torch.empty_like(a)
-        return lambda: torch.mm(a, b, out=out)
+        products: dict[str, Callable[[], Tensor]] = {"torch.mm": lambda: torch.mm(a, b, out=out)}
+        if self.device.type == "cpu" and dtype == torch.float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            products["oneDNN"] = lambda: torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+        return products
 
     def bandwidth(self) -> Figure:
         """bytes/s of a copy much larger than any cache."""

@@ -1,0 +1,58 @@
+"""The figures of a bench as one small table, put between two comments of a Markdown file such as the project's README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.speed.lanes import TUTORIAL
+from bench.speed.summary import Line, Summary
+from bench.speed.table import ratio_text, rows
+from bench.speed.workloads import WORKLOADS
+from hotloop.errors import HotloopError
+from hotloop.files import write_atomic
+
+BEGIN, END = "<!-- figures of make bench -->", "<!-- end of the figures -->"
+
+_HEAD = ("network", "hotloop", "tutorial's loop", "Lightning", "fastest of those that ran")
+
+
+def put_between(path: Path, text: str) -> None:
+    """Replaces what stands between the two comments.
+
+    Raises:
+        HotloopError: they aren't there, each once and in order.
+    """
+    try:
+        before, rest = path.read_text(encoding="utf-8").split(BEGIN)
+        _, after = rest.split(END)
+    except (OSError, ValueError) as error:
+        raise HotloopError(
+            f"{path} has no place for the figures",
+            expected=f"a file with {BEGIN} and {END}, once",
+            fix="add both lines",
+        ) from error
+    write_atomic(path, f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def overview(found: Summary, where: str) -> str:
+    """A row for each workload that hotloop was measured on.
+
+    Args:
+        where: it was measured, in a few words.
+    """
+    told = f"A step of `--plan auto`, and how many times as long the others take (95 % intervals), on {where}."
+    return "\n".join([told, "", *rows(_HEAD, list(_cells(found)))])
+
+
+def _cells(found: Summary) -> Iterator[list[str]]:
+    for workload in found.lines:
+        own, best = found.line(workload, found.ours), found.best_peer(workload)
+        if own is not None and own.step_ms is not None:
+            others = [_times(found.line(workload, name)) for name in (TUTORIAL, "lightning")]
+            fastest = f"{best.name}, {_times(best)}" if best is not None else ""
+            yield [f"{workload} {WORKLOADS[workload].title}", f"{own.step_ms:.3g} ms", *others, fastest]
+
+
+def _times(line: Line | None) -> str:
+    return ratio_text(line.ratio) if line is not None and line.ratio is not None else "not run"
