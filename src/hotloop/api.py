@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from hotloop.answers import evaluate_weights
-from hotloop.choosing import Considered, consider, placed
+from hotloop.choosing import Foreseen, placed
 from hotloop.errors import PlanError, RunError
 from hotloop.exporting import export_weights
 from hotloop.inference import Progress, Weights, choose_weights, trained_model
@@ -25,6 +25,7 @@ from hotloop.parallel.forking import check_cuda
 from hotloop.plan import Plan
 from hotloop.probe import check_device
 from hotloop.records import Evaluation, Exported
+from hotloop.remembering import foreseen_by_memory
 from hotloop.report.progress import Display
 from hotloop.run import Run
 from hotloop.setting import versions
@@ -33,6 +34,7 @@ from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
 from hotloop.training import go_on, start, task_of
 from hotloop.view import Callback
+from hotloop.wanted import Wanted
 
 
 def fit(
@@ -107,9 +109,11 @@ def _console(in_forks: bool) -> Console:
     return Console(stderr=True, force_jupyter=False, force_terminal=False) if plain else here
 
 
-def considered(loaded: Loaded, base: Plan, overrides: Mapping[str, Any] | None = None) -> Considered:
-    """What `--plan auto` makes of a loaded Task on this machine; the axes set in making `base` are kept."""
-    return consider(overridden(loaded.task, overrides), base)
+def planned(
+    loaded: Loaded, wanted: Wanted, overrides: Mapping[str, Any] | None = None, say: Say = lambda line: None
+) -> Foreseen:
+    """What `--plan auto` makes of a loaded Task on this machine, by the rules and by what races found before."""
+    return foreseen_by_memory(Loaded(overridden(loaded.task, overrides), loaded.record, loaded.files), wanted, say)
 
 
 def load_model(

@@ -130,9 +130,8 @@ def _weighed(
     """The best choice that isn't compiled; or the same compiled, where that pays, is faster indeed, and proven."""
     eager = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
     program, plan = _first_lowered(task, eager, say, during)
-    compiled = [one.plan for one in choices if one not in eager and one.plan.with_axes(compile=plan.compile) == plan]
     allowed = accepted(wanted.plan.model_fields_set)
-    ways, instead = _promising(_ways(compiled, facts, wanted), plan, facts.steps, allowed, memory, say)
+    ways, instead = _untried(choices, plan, facts, wanted, memory, say)
     if not ways or facts.steps is None:
         return program, plan
     if why := _unsettled(facts, plan):
@@ -153,6 +152,16 @@ def _weighed(
     settling = Settling(task, facts, plan, choices[-1].plan, allowed, say, during, watched)
     verdict = settling.run(ways, hope.compilations, instead)
     return _settled(task, [*ways, *instead, settling.otherwise], verdict, say, during, memory)
+
+
+def _untried(
+    choices: list[Choice], plan: Plan, facts: TaskFacts, wanted: Wanted, memory: Memory, say: Say
+) -> tuple[list[Plan], list[Plan]]:
+    """The ways to compile an eager plan that the choices allow; see `_promising`."""
+    others = [one.plan for one in choices if one.plan.compile != plan.compile]
+    compiled = [one for one in others if one.with_axes(compile=plan.compile) == plan]
+    allowed = accepted(wanted.plan.model_fields_set)
+    return _promising(_ways(compiled, facts, wanted), plan, facts.steps, allowed, memory, say)
 
 
 def _promising(
@@ -288,6 +297,50 @@ def consider(task: Task, base: Plan, done: int = 0, facts: TaskFacts | None = No
         left_open=left_open(facts, choices[0].plan),
         device=found,
         facts=facts,
+    )
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a training under `auto` does, as far as that is known before it.
+
+    Attributes:
+        remembered: what it runs, where an earlier race found it the fastest and proved it; else
+        choice: what it runs, by the rules and by what races found, unless
+        compiled: one of these turns out to be faster, and is proven; if some timed steps say that trying it pays.
+        passed_over, left_open, refused, device: see `Considered`.
+    """
+
+    remembered: Plan | None
+    choice: Choice
+    compiled: list[Plan]
+    passed_over: list[str]
+    left_open: list[str]
+    refused: list[Refused]
+    device: Device
+
+
+def foreseen(task: Task, wanted: Wanted, facts: TaskFacts, memory: Memory, remembered: Plan | None) -> Foreseen:
+    """What `lowered` will do where it isn't told of a `remembered` plan, without lowering anything; see `consider`."""
+    considered, passed_over = consider(task, wanted.plan, facts=facts), list[str]()
+
+    def say(line: str) -> None:
+        passed_over.append(line.removeprefix("auto passes over "))
+
+    choices = _not_against(considered.choices, memory, say)
+    choice = next(one for one in choices if one.plan.compile == wanted.plan.compile)
+    ways, _ = _untried(choices, choice.plan, considered.facts, wanted, memory, say)
+    if ways and (why := _unsettled(considered.facts, choice.plan)):
+        say(f"compile={ways[0].compile}: {why}")
+        ways = []
+    return Foreseen(
+        remembered=remembered,
+        choice=choice,
+        compiled=ways,
+        passed_over=[*considered.passed_over, *passed_over],
+        left_open=left_open(considered.facts, ways[0] if ways else choice.plan),
+        refused=considered.refused,
+        device=considered.device,
     )
 
 

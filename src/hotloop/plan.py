@@ -181,8 +181,8 @@ class Plan(BaseModel):
         return self.parallel not in ("none", "async")
 
     def with_axes(self, **axes: Any) -> Plan:
-        """This plan with some axes changed."""
-        return Plan(**{**self.model_dump(), **axes})
+        """This plan with some axes changed; those that neither it nor `axes` set stay open, such as the device."""
+        return Plan(**{**self.model_dump(include=self.model_fields_set), **axes})
 
     def brief(self) -> str:
         """The axes that differ from the baseline, on one line: `device=cuda:0 compile=step`."""
@@ -202,7 +202,7 @@ class Plan(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The plan in a TOML file."""
+        """The plan in a TOML file; a run's own names every axis, so that all of them are set."""
         if not path.is_file():
             raise PlanError(f"no plan file at {path}", expected="a TOML file", fix="check the path")
         try:

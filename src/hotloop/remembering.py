@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-from hotloop.choosing import NOTHING_KEPT, left_after, lowered, placed
+from hotloop.choosing import NOTHING_KEPT, Foreseen, foreseen, left_after, lowered, placed
 from hotloop.errors import MemoryExhausted, PlanError
 from hotloop.kept import Kept, best, recall, remember
 from hotloop.lowering import Program, lower
@@ -81,6 +81,19 @@ def _memory(kept: list[Kept], say: Say) -> Memory:
             say(note)
 
     return Memory([one.timing for one in kept], keep)
+
+
+def foreseen_by_memory(loaded: Loaded, wanted: Wanted, say: Say) -> Foreseen:
+    """What `lowered_by_memory` will do under `auto`, as far as that is known before it.
+
+    Raises:
+        PlanError: the axes that were set can't be run here.
+    """
+    placed(wanted.plan)
+    facts = fingerprinted(loaded)
+    kept = [] if loaded.record is None else _fitting(wanted, facts, say)
+    memory = Memory([one.timing for one in kept])
+    return foreseen(loaded.task, wanted, facts, memory, _fastest(kept, wanted, facts))
 
 
 def lowered_by_memory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,6 +28,8 @@ from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
 from hotloop.tuning import earlier
+from hotloop.tuning.budget import Deadline
+from hotloop.tuning.candidates import SOUGHT
 from hotloop.tuning.search import BASELINE, Search
 from hotloop.verdicts import Verdict
 from hotloop.wanted import Wanted
@@ -45,7 +48,7 @@ def tune(
     """Finds the fastest plan that is proven to give the baseline's result; `fit(task, plan=...)` then takes it.
 
     Args:
-        plan: axes that are set already; the others are looked for.
+        plan: axes that are set already; the others are looked for. A plan read from a run's file sets all of them.
         device: where, whatever the plan says; default this machine's accelerator, else the CPU.
         time_limit: for racing, such as `60s`; default what a better plan can win back in this run.
         progress: show a progress bar.
@@ -71,8 +74,13 @@ def tuned(
     time_limit: str | None = None,
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
+    until: float = math.inf,
 ) -> Verdict:
-    """Tunes a loaded Task, and remembers what was found; see `tune`."""
+    """Tunes a loaded Task, and remembers what was found; see `tune`.
+
+    Args:
+        until: when the training that follows is to stop, by `time.monotonic()`.
+    """
     began, before = time.monotonic(), Used.now()
     limit_s = None if time_limit is None else seconds(time_limit, "time-limit")
     task = overridden(loaded.task, overrides)
@@ -97,7 +105,9 @@ def tuned(
         rules=_by_rules(facts, hardware, base, start),
         failed={Plan(**one.timing.plan).brief(): one.timing.failure for one in kept if one.timing.failure},
         time_limit_s=limit_s,
+        deadline=Deadline.before(until),
         progress=progress,
+        notes=_all_set(base),
     )
     try:
         winner = search.run()
@@ -111,6 +121,15 @@ def tuned(
             say(note)
         _keep(search, verdict, limit_s, facts.steps, _about(facts, base, start))
     return verdict
+
+
+def _all_set(base: Plan) -> list[str]:
+    """Says so where next to nothing is left to look for; a saved plan names every axis but open numbers such as threads."""
+    left = [axis for axis in SOUGHT if axis not in base.model_fields_set]
+    if len(left) > 1:
+        return []
+    but = f" but {left[0]}" if left else ""
+    return [f"the plan sets every axis that a search changes{but}, and those stay; leave out what is to be looked for"]
 
 
 def _verdict(search: Search, winner: str, facts: TaskFacts, began: float, before: Used) -> Verdict:
@@ -144,11 +163,11 @@ def _about(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
 
 
 def _keep(search: Search, verdict: Verdict, limit_s: float | None, steps: int | None, key: dict[str, Any]) -> None:
-    """Remembers a search that found nothing, if it could tell anything, and nothing that it tried lacked memory or disk."""
+    """Remembers a search that found nothing, if it could tell anything, and nothing lacked memory, disk or time."""
     step_ms = verdict.plan(BASELINE).step_ms
     if verdict.winner != BASELINE:
         earlier.forget(key)
-    elif search.told and step_ms is not None and not any(one.short_of_memory for one in verdict.plans):
+    elif search.told and step_ms and not (search.deadline.met or any(one.short_of_memory for one in verdict.plans)):
         earlier.keep(
             earlier.Earlier(
                 key=key, steps=steps, step_s=step_ms / 1e3, time_limit_s=limit_s, left_open=verdict.left_open
@@ -163,10 +182,14 @@ def remembered_or_tuned(
     overrides: Mapping[str, Any] | None = None,
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
+    until: float = math.inf,
 ) -> tuple[Plan | None, str]:
     """The plan that is remembered for a Task, or else what `tuned` finds; and a line that says so.
 
     Without a plan it is left to the rules, as in a training without a search: nothing was found that is better.
+
+    Args:
+        until: when the training is to stop, by `time.monotonic()`; a search takes a third of the time at most.
     """
     task = overridden(loaded.task, overrides)
     plan = remembered(Loaded(task, loaded.record, loaded.files), wanted, say)
@@ -174,7 +197,7 @@ def remembered_or_tuned(
         return plan, f"tune: {plan.brief()}, remembered as the fastest that is proven equal"
     if (before := _in_vain(Loaded(task, loaded.record, loaded.files), wanted)) is not None:
         return _without(wanted, before.left_open, "an earlier search found nothing proven equal that is faster")
-    verdict = tuned(loaded, wanted.plan, overrides=overrides, say=say, progress=progress)
+    verdict = tuned(loaded, wanted.plan, overrides=overrides, say=say, progress=progress, until=until)
     for note in verdict.notes:
         say(f"tune: {note}")
     best = verdict.plan(verdict.winner or verdict.baseline)

@@ -200,8 +200,8 @@ class Task:
             expected = f"{least} or more" if least is not None else f"more than {above}"
             raise TaskError(f"{name}={value!r}", expected=expected)
 
-    _built: ClassVar[Mapping[int, weakref.ref[object]]] = {}
-    """The module that the factory returned last and its parameters, while they live, by their ids."""
+    _built: ClassVar[Mapping[int, weakref.ref[nn.Module]]] = {}
+    """The modules with parameters that the factory returned last, while they live, by their ids."""
 
     @cached_property
     def objective(self) -> Objective:
@@ -240,17 +240,15 @@ class Task:
                 expected="a torch.nn.Module",
                 fix="return the model from it",
             )
-        parts: dict[str, object] = {"module": model} | {
-            f"parameter {name!r}": one for name, one in model.named_parameters()
-        }
-        for name, part in parts.items():
+        trained = {name: part for name, part in model.named_modules() if any(True for _ in part.parameters())}
+        for name, part in trained.items():
             if (before := self._built.get(id(part))) is not None and before() is part:
                 raise TaskError(
-                    f"the model factory returned the same {name} twice, which may be trained by now",
+                    f"the model factory returned the same module{f' {name!r}' * bool(name)} twice, which may be trained by now",
                     expected="a new one at each call",
                     fix="build it inside the factory, or give the Task the module itself: it is copied",
                 )
-        vars(self)["_built"] = {id(part): weakref.ref(part) for part in parts.values()}
+        vars(self)["_built"] = {id(part): weakref.ref(part) for part in trained.values()}
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -51,12 +51,16 @@ def start(
     callbacks: Sequence[Callback] = (),
     say: Say = lambda line: None,
     during: During | None = None,
+    began: float | None = None,
 ) -> tuple[Run, Ended]:
     """Starts a new run of a loaded Task; `axes` are set on top of the plan, and see `lower` for `during`.
 
     As one of several ranks that were killed before and are started again, it goes on with their run.
+
+    Args:
+        began: from when on `stop_after` counts, by `time.monotonic()`; default now.
     """
-    began = time.monotonic()
+    began = time.monotonic() if began is None else began
     wanted = Wanted.or_auto(plan, axes)
     with taking_part(wanted.plan, say, wanted.plan.ranks) as ranks:
         options: dict[str, Any] = dict(overrides=overrides, stop_after=stop_after, checkpoint_every=checkpoint_every)
@@ -88,12 +92,8 @@ def _start(
     during: During | None = None,
 ) -> tuple[Run, Ended]:
     task = overridden(loaded.task, overrides)
-    Cadence.parse(checkpoint_every)
-    until = math.inf if stop_after is None else began + seconds(stop_after, "stop-after")
+    until = began + checked(task, stop_after, checkpoint_every)
     path = ranks.world.from_first(lambda: _new(run, task.name))
-    Steering.of(
-        task.monitor, task.goal, task.roles.validation is not None
-    )  # what can't be watched shows before an hour
     program = lowered_by_memory(loaded, task, wanted, say, during, until=until, callbacks=callbacks)
     as_given = replace(program.parts, task=task, roles=task.roles)  # facts are of the Task, not of how it is run
     record = RunRecord(
@@ -113,6 +113,19 @@ def _start(
     if task.roles.note:
         say(task.roles.note)
     return handle, _train(handle, task, lambda: program, False, until, callbacks, say)
+
+
+def checked(task: Task, stop_after: str | None, checkpoint_every: str) -> float:
+    """Seconds that a new run of a Task has; what is wrong with these options shows before an hour of it.
+
+    Raises:
+        PlanError: one of the two texts is no time.
+        TaskError: the Task is to be watched by data that it doesn't have.
+    """
+    Cadence.parse(checkpoint_every)
+    limit_s = math.inf if stop_after is None else seconds(stop_after, "stop-after")
+    Steering.of(task.monitor, task.goal, task.roles.validation is not None)
+    return limit_s
 
 
 def go_on(

@@ -20,7 +20,7 @@ from hotloop.measuring.statistics import ENOUGH_PAIRS, LEAST_PAIRS
 from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.budget import PROVING_STEPS, saved_steps
+from hotloop.tuning.budget import PROVING_STEPS, SEARCHED, saved_steps
 from hotloop.tuning.compiling import compile_s, compiling_gains, trace_s
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
@@ -29,9 +29,6 @@ _DOUBT = 1.5
 
 _RACING_STEPS = 2 * LEAST_PAIRS
 """Of each plan in a race, the baseline and the eager one among them; how long they take counts as compiling."""
-
-_SHARE = 1 / 3
-"""Of the time until a run is to stop, which is for training."""
 
 _GLANCE_S, _LOOK_S = 0.05, 0.2
 """For a first idea of a step, which tells that most short runs are too short; and for one to reckon with."""
@@ -84,7 +81,7 @@ class Hope:
 
     def pays(self, compilations: int = 1) -> bool:
         """Whether they save more than they cost, and leave time to train."""
-        return self.costs_s(compilations) < min(self.wins_s, _SHARE * self.limit_s)
+        return self.costs_s(compilations) < min(self.wins_s, SEARCHED * self.limit_s)
 
     @property
     def compilations(self) -> int:
@@ -94,7 +91,7 @@ class Hope:
     def __str__(self) -> str:
         most = "can save at most" if self.gain is None else "should save about"
         loading = f", its batch {milliseconds(self.load_s)}" if self.load_s > self.step_s else ""
-        long = self.costs_s() >= _SHARE * self.limit_s
+        long = self.costs_s() >= SEARCHED * self.limit_s
         limit = f", more than a third of the {max(0.0, self.limit_s):.0f} s until stop-after" if long else ""
         looking = f" with {self.looks:,} looks for what callbacks change" if self.looks else ""
         return (

@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 
+from hotloop.kept import remember
 from hotloop.plan import Plan
+from hotloop.remembering import fingerprinted
 from hotloop.run import Run
+from hotloop.setting import machine_name, speed_versions
+from hotloop.taskfile import load_task
+from hotloop.verdicts import Timing, Verdict
 from tests.cli.in_process import SMALL, Hotloop, commands
 from tests.conftest import RunCli
 
@@ -266,6 +271,55 @@ def test_plan_is_what_train_then_runs(task: Path, hotloop: Hotloop) -> None:
         planned = hotloop("plan", task, *CPU, *options, "--json").document["plan"]
         trained = hotloop("train", task, *CPU, "--plan", "auto", *options, "--json").document["plan"]
         assert planned == trained
+
+
+def found_before(task: Path, plan: Plan, ratio: float) -> None:
+    """Leaves what a race of the Task would."""
+    loaded, base = load_task(str(task)), Plan(device="cpu")
+    figures: dict[str, Any] = dict(windows=20, startup_s=0.0, compile_s=0.0, run_s=1.0)
+    raced = dict(ratio=ratio, ratio_low=ratio, ratio_high=ratio, verdict="faster" if ratio > 1 else "slower")
+    plans = [
+        Timing(name="baseline", plan=base.model_dump(), step_ms=10.0, ratio=1.0, verdict="no difference", **figures),
+        Timing(name="raced", plan=plan.model_dump(), step_ms=10.0 / ratio, parity="bitwise", **raced, **figures),
+    ]
+    kept = dict(fingerprint=fingerprinted(loaded).fingerprint, machine=machine_name(), versions=speed_versions())
+    remember(Verdict(task="task", plans=plans, baseline="baseline", winner="raced", steps=4, seconds=1.0, **kept))
+
+
+@pytest.mark.parametrize(("plan", "ratio"), [(Plan(threads=1), 2.0), (Plan(optimizer="fused"), 0.5)])
+def test_plan_counts_what_was_found_before(
+    plan: Plan, ratio: float, task: Path, tmp_path: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    found_before(task, plan, ratio)
+    done, document = hotloop("plan", task, *CPU), hotloop("plan", task, *CPU, "--json").document
+    if ratio > 1:
+        assert "auto runs: threads=1, remembered as the fastest" in done.err
+        assert "without that it would run: optimizer=fused" in done.err
+    else:
+        assert "auto runs: baseline" in done.err
+        assert "auto passes over optimizer=fused: it was found slower than the baseline" in done.err
+    assert document["plan"] == (plan if ratio > 1 else Plan()).model_dump() and document["remembered"] is (ratio > 1)
+    trained = hotloop("train", task, *CPU, "--plan", "auto", "--run", "run", "--json")
+    assert trained.document["plan"] == document["plan"]
+
+
+def test_plan_says_what_is_raced_and_proven_before_it_runs(
+    task: Path, tmp_path: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
+    monkeypatch.setattr("hotloop.probe.machine.compiler", lambda: "/usr/bin/g++")
+    long = ("plan", task, *CPU, "--epochs", "9999")
+    done, document = hotloop(*long), hotloop(*long, "--json").document
+    assert "auto runs: optimizer=fused\n" in done.err
+    assert "compile=package is faster and proven: --plan auto tries that first" in " ".join(done.err.split())
+    assert document["plan"] == Plan(optimizer="fused").model_dump()
+    assert Plan(compile="package").model_dump() in document["compiled"]
+    assert any(line.startswith("compile=package: whether") for line in document["left_open"])
+
+    for way in document["compiled"]:
+        found_before(task, Plan(**way), 0.5)
+    assert hotloop(*long, "--json").document["compiled"] == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from hotloop import seeking
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
+from hotloop.run import Run
 from hotloop.tuning import held, search
 from hotloop.verdicts import Verdict
 from tests.cli.in_process import SMALL, Hotloop, commands
@@ -98,14 +101,53 @@ def test_what_it_finds_is_what_training_takes(hotloop: Hotloop, tmp_path: Path) 
     assert "remembered" not in said.err
 
 
+LONG = ("--epochs", "12000")
+"""So many that a search pays for itself."""
+
+
 def test_training_may_look_for_its_plan_first(hotloop: Hotloop, tmp_path: Path) -> None:
-    long = ("--epochs", "12000", "--stop-after", "1s")  # a search pays for itself in all of it
-    done = hotloop("train", "task.py", *CPU, *long, "--set", "threads=1", "--tune", "--run", "tuned")
+    task = tmp_path / "task.py"
+    task.write_text(task.read_text().replace("epochs=30", "patience=1, monitor='train_loss', goal='max'"))  # ends soon
+    done = hotloop(
+        "train", "task.py", *CPU, *LONG, "--stop-after", "1h", "--set", "threads=1", "--tune", "--run", "tuned"
+    )
     assert done.code == 0
     assert "times as fast as the baseline and" in done.err
     plan = plan_of(tmp_path / "tuned")
     assert plan.pop("threads") == 1
     assert plan.keys() == {"optimizer"}
+
+
+def test_the_time_of_a_search_counts_for_stop_after(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search keeps to a third of it, and what it takes all the same is time that the run doesn't have."""
+    real, limit_s = seeking.remembered_or_tuned, 1.0
+
+    def slow(*given: Any, **options: Any) -> Any:
+        found = real(*given, **options)
+        time.sleep(max(0.0, options["until"] - time.monotonic()))
+        return found
+
+    monkeypatch.setattr(seeking, "remembered_or_tuned", slow)
+    done = hotloop("train", "task.py", *CPU, *LONG, "--stop-after", f"{limit_s}s", "--tune", "--run", "late")
+    assert done.code == 0
+    assert "a race and a proof take about" in done.err and "of the third of the time until stop-after" in done.err
+    stop = Run.open(Path("late")).journal()[-1]
+    assert (stop["reason"], stop["step"] <= 1) == ("stop-after", True)
+
+
+BEFORE = {
+    "stop-after": (("--stop-after", "soon"), "stop-after='soon'"),
+    "checkpoint-every": (("--checkpoint-every", "often"), "checkpoint-every='often'"),
+    "run": (("--run", "."), ". exists and is not a run"),
+}
+
+
+@pytest.mark.parametrize("option", BEFORE)
+def test_a_wrong_option_shows_before_a_search(option: str, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeking, "remembered_or_tuned", lambda *given, **options: pytest.fail("a search was made"))
+    given, says = BEFORE[option]
+    done = hotloop("train", "task.py", *CPU, *LONG, "--tune", *given)
+    assert done.code == 1 and says in done.err and done.err.count("\n") == 1
 
 
 def test_a_short_training_doesn_t_look_for_long(hotloop: Hotloop, tmp_path: Path) -> None:

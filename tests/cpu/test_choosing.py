@@ -803,6 +803,7 @@ def test_a_plan_without_a_device_goes_to_the_accelerator(monkeypatch) -> None:
     monkeypatch.setattr("hotloop.choosing.devices", lambda: ["cpu", "cuda:0"])
     monkeypatch.setattr("hotloop.choosing.check_device", lambda name: name)
     assert placed(Plan(threads=2)) == Plan(device="cuda:0", threads=2)
+    assert placed(Plan().with_axes(threads=2)) == placed(Plan(threads=2))
     assert placed(Plan(device="cpu", threads=2)) == Plan(device="cpu", threads=2)
     assert placed(Plan(), "cpu") == Plan()
 

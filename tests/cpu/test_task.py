@@ -955,6 +955,17 @@ def test_a_factory_that_returns_one_module_again_and_again_is_told() -> None:
         hotloop.lower(task)
 
 
+def test_a_factory_that_puts_a_layer_from_outside_into_each_model_is_told() -> None:
+    """Such as a backbone that was loaded once: what trains one of the models, or turns it into float64, changes the others."""
+    backbone, activation = nn.Linear(6, 4), nn.ReLU()  # which holds nothing
+    task = a_task(model=lambda: nn.Sequential(backbone, activation, nn.Linear(4, 3)))
+    advance(hotloop.lower(task), 1)
+    with pytest.raises(TaskError, match="the same module '0' twice"):
+        hotloop.lower(task)
+    fresh = a_task(model=lambda: nn.Sequential(nn.Linear(6, 4), activation, nn.Linear(4, 3)))
+    assert hotloop.lower(fresh) is not hotloop.lower(fresh)
+
+
 def test_a_model_without_anything_to_train_is_refused() -> None:
     for model in (nn.Identity, lambda: nn.Linear(6, 3).requires_grad_(False)):
         with pytest.raises(TaskError, match="no trainable parameter"):

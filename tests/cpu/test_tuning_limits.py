@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from hotloop.plan import Plan
 from hotloop.taskfile import Loaded, load_task
 from hotloop.tuning import held
 from hotloop.tuning import search as module
-from hotloop.tuning.budget import Budget, hopeless
+from hotloop.tuning.budget import Budget, Deadline, hopeless
 from hotloop.tuning.search import BASELINE
 from hotloop.verdicts import Timing
 from hotloop.wanted import Wanted
+from tests.cpu.families import family
 from tests.cpu.programs import a_task
-from tests.cpu.test_tuning import STEP_MS, Races, proving, searching
+from tests.cpu.test_tuning import HALF, STEP_MS, Races, proving, searching
 
 LONG_S = 1.5
 
@@ -100,6 +102,44 @@ def test_it_is_said_where_nothing_could_be_told_in_the_time_that_the_run_pays_fo
     search = searching(monkeypatch, Blind())
     assert search.run() == BASELINE
     assert "too little was measured" in search.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "speed", "winner", "says"),
+    [
+        (2.0, 1.2, BASELINE, "a race and a proof take about 3 s, and 2 s are left of the third of the time until"),
+        (10.0, 0.5, BASELINE, "no compilation was tried: it takes about 15 s, and 10 s are left of the third"),
+        (10.0, 1.2, "optimizer=fused", "no compilation was tried: it takes about 15 s, and 10 s are left"),
+        (1e6, 1.2, "compile=package", ""),
+    ],
+)
+def test_nothing_is_begun_that_takes_longer_than_what_is_left_until_a_run_is_to_stop(
+    left_s: float, speed: float, winner: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 10 ms, of which a proof takes 250."""
+    monkeypatch.setattr("hotloop.tuning.budget.time", SimpleNamespace(monotonic=lambda: 100.0))
+    lowered = held.lower
+    monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    monkeypatch.setattr(module, "makeup", lambda program: HALF)
+    races, deadline = Long(optimizer__fused=speed, compile__package=2.0), Deadline.before(100.0 + 3 * left_s)
+    search = searching(monkeypatch, races, compiler=True, deadline=deadline, task=family("mlp"))
+    assert search.run() == winner
+    assert deadline.met is bool(says) and any(says in note for note in [*search.notes, ""])
+    assert all(seconds <= max(left_s - 2.5, 0.2) for _, seconds in races.each)
+
+
+def test_a_proof_is_not_begun_that_takes_longer_than_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Slow(Races):
+        def timing(self, entrant: Any, steps: int) -> Timing:
+            now[0] += 4.0
+            return super().timing(entrant, steps)
+
+    monkeypatch.setattr("hotloop.tuning.budget.time", SimpleNamespace(monotonic=lambda: now[0]))
+    search = searching(monkeypatch, Slow(optimizer__fused=1.2), deadline=Deadline(10.0), task=family("mlp"))
+    assert search.run() == BASELINE
+    assert "optimizer=fused was not proven: that takes about 2 s, and 0 s are left" in search.notes[-1]
 
 
 def test_how_many_plans_a_race_has_time_for() -> None:
@@ -216,7 +256,7 @@ def test_a_search_in_vain_is_not_made_again(
     monkeypatch.setattr(module, "measure", races)
     monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
-    monkeypatch.setattr("hotloop.tuning.proofs.PROVING_STEPS", 10_000)
+    monkeypatch.setattr("hotloop.tuning.budget.PROVING_STEPS", 10_000)
     (tmp_path / "task.py").write_text(TASK)
     loaded, wanted = load_task(str(tmp_path / "task.py")), Wanted.of("auto", {"device": "cpu"})
     search = partial(seeking.remembered_or_tuned, loaded, wanted)
@@ -301,6 +341,22 @@ def test_a_result_that_cannot_be_read_is_said_by_a_search(tried: Callable[[Races
     said: list[str] = []
     seeking.tuned(load_task(str(tmp_path / "task.py")), Plan(device="cpu"), say=said.append)
     assert files and len([line for line in said if "is passed over" in line]) == len(files)
+
+
+@pytest.mark.parametrize(
+    ("axes", "says"),
+    [({}, "every axis that a search changes but threads, and"), ({"threads": 1}, "search changes, and"), (None, "")],
+)
+def test_a_plan_that_leaves_next_to_nothing_open_is_said_to(
+    axes: dict[str, Any] | None, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a run's own does, which names every axis."""
+    monkeypatch.setattr(module.Search, "run", lambda search: search._left("nothing is raced here"))
+    given = Plan(device="cpu").with_axes(optimizer="fused")
+    (tmp_path / "plan.toml").write_text(given.to_toml())
+    plan = given if axes is None else Plan.read(tmp_path / "plan.toml").with_axes(**axes)
+    notes = hotloop.tune(a_task(epochs=100), plan=plan, progress=False).notes
+    assert any("the plan sets" in note for note in notes) is bool(says) and any(says in note for note in notes)
 
 
 # ---------------------------------------------------------------- streams, and steps that fail

@@ -65,6 +65,7 @@ def test_changing_one_axis_leaves_the_others_and_the_original(plan: Plan, worker
     before = plan.model_dump()
     changed = plan.with_axes(workers=workers)
     assert changed.model_dump() == before | {"workers": workers}
+    assert changed.model_fields_set == plan.model_fields_set | {"workers"}
     assert plan.model_dump() == before
 
 

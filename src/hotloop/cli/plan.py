@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, Device, Param, Set, axes, console, guarded, pairs, print_json, stdout_for
+from hotloop.cli.common import AsJson, Device, Param, Set, axes, console, guarded, pairs, print_json, say, stdout_for
 from hotloop.sources import file_named, split
 
 
@@ -26,7 +26,7 @@ def plan(
     hotloop plan examples/fashion.py
     hotloop plan examples/fashion.py --set residency=host     with an axis set, as in hotloop train
 
-    Nothing is trained, and nothing is measured.
+    What an earlier race or hotloop tune found counts, as in hotloop train. Nothing is trained, and nothing is measured.
     """
     given = pairs(param or [])
     on_top = axes(settings, device=device)
@@ -42,9 +42,8 @@ def plan(
 
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json):
-        found = api.considered(load_task(task, given), wanted.plan, overrides)
-    parts = found.choices[0], found.passed_over, found.left_open, found.refused
+        found = api.planned(load_task(task, given), wanted, overrides, say)
     if as_json:
-        print_json(document(*parts, found.device))
+        print_json(document(found))
     else:
-        console.print(page(*parts))
+        console.print(page(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,8 +93,8 @@ def train(
     hotloop train examples/fashion.py --ranks 2             two processes share each batch
     hotloop train examples/fashion.py --ranks 2 --set workforce=ray    the same, where Ray places them
 
-    Without a word on it, the plan is what hotloop tune found and remembered, else what hotloop plan shows.
-
+    Without a word on it, the plan is what hotloop tune found and remembered, else what the rules of auto say, without
+    compiling. hotloop plan shows both.
 
     Ctrl-C and SIGTERM save and stop. Exit code 0: finished, or stopped by --stop-after.
     """
@@ -120,9 +121,11 @@ def train(
     from hotloop import api
     from hotloop.launch import command, launch, ranks_of
     from hotloop.report.progress import Display
-    from hotloop.run import Following
+    from hotloop.run import Following, Run
     from hotloop.taking_part import to_start
+    from hotloop.task import overridden
     from hotloop.taskfile import load_task
+    from hotloop.training import checked
 
     if (ranked := to_start(plan, on_top, resume)) is not None:
         if ranked.workforce == "ray":
@@ -147,10 +150,14 @@ def train(
                 handle, ended = api.go_on(resume, checkpoint_every=checkpoint_every, **common)
             else:
                 assert task is not None
-                loaded = load_task(task, given)
-                if tune and (found := _found(loaded, on_top, overrides, display)) is not None:
-                    common |= {"plan": found, "axes": {}}
-                handle, ended = api.start(loaded, run=run, checkpoint_every=checkpoint_every or "auto", **common)
+                loaded, often, began = load_task(task, given), checkpoint_every or "auto", time.monotonic()
+                if tune:
+                    until = began + checked(overridden(loaded.task, overrides), stop_after, often)
+                    if run is not None:
+                        Run.check_new(run)
+                    if (found := _found(loaded, on_top, overrides, until, display)) is not None:
+                        common |= {"plan": found, "axes": {}}
+                handle, ended = api.start(loaded, run=run, checkpoint_every=often, began=began, **common)
         finally:
             display.close()
     if isinstance(handle, Following):
@@ -183,7 +190,9 @@ def _was_of_one_process(run: Path) -> bool:
     return own.is_file() and Plan.read(own).parallel == "none"
 
 
-def _found(loaded: Loaded, on_top: dict[str, Any], overrides: dict[str, Any], display: Display) -> Plan | None:
+def _found(
+    loaded: Loaded, on_top: dict[str, Any], overrides: dict[str, Any], until: float, display: Display
+) -> Plan | None:
     """The plan that is remembered for this Task, or that a search finds now; None leaves it to the rules."""
     from hotloop import seeking
     from hotloop.report.contest import watched
@@ -191,7 +200,7 @@ def _found(loaded: Loaded, on_top: dict[str, Any], overrides: dict[str, Any], di
 
     with watched(console) as moved:
         plan, told = seeking.remembered_or_tuned(
-            loaded, Wanted.of("auto", on_top), overrides=overrides, say=display.say, progress=moved
+            loaded, Wanted.of("auto", on_top), overrides=overrides, say=display.say, progress=moved, until=until
         )
     display.say(told)
     return plan

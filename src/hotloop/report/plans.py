@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from hotloop.feasible import Refused
-from hotloop.hardware import Device
-from hotloop.rules import Choice
+
+if TYPE_CHECKING:
+    from hotloop.choosing import Foreseen
+
+_REMEMBERED = "remembered as the fastest that is proven equal"
 
 
-def page(
-    choice: Choice, passed_over: Sequence[str], left_open: Sequence[str], refused: Sequence[Refused]
-) -> RenderableType:
-    """The choice, what speaks for it, what it had to pass over or leaves open, and the table of what can't be run."""
-    lines = [f"auto runs: {choice.plan.brief()}", *(f"  {reason}" for reason in choice.why)]
-    lines += [f"auto passes over {line}" for line in passed_over]
-    lines += [f"train finds out about {line}" for line in left_open]
-    return Group(*(Text(line) for line in lines), refusals(refused))
+def page(found: Foreseen) -> RenderableType:
+    """What runs and what speaks for it, what is tried before, passed over or left open, and what can't be run."""
+    choice, first = found.choice, "auto runs"
+    lines = []
+    if found.remembered is not None:
+        lines.append(f"auto runs: {found.remembered.brief()}, {_REMEMBERED}")
+        first = "without that it would run"
+    lines += [f"{first}: {choice.plan.brief()}", *(f"  {reason}" for reason in choice.why)]
+    if found.compiled:
+        ways = " or ".join(plan.brief() for plan in found.compiled)
+        lines.append(f"  unless {ways} is faster and proven: --plan auto tries that first, if timed steps say it pays")
+    lines += [f"auto passes over {line}" for line in found.passed_over]
+    lines += [f"train finds out about {line}" for line in found.left_open]
+    return Group(*(Text(line) for line in lines), refusals(found.refused))
 
 
 def refusals(refused: Sequence[Refused]) -> Table:
@@ -36,18 +45,19 @@ def refusals(refused: Sequence[Refused]) -> Table:
     return table
 
 
-def document(
-    choice: Choice, passed_over: Sequence[str], left_open: Sequence[str], refused: Sequence[Refused], device: Device
-) -> dict[str, Any]:
-    """The same for programs: `plan`, `why`, `passed_over`, `left_open`, `refused` and `device`."""
+def document(found: Foreseen) -> dict[str, Any]:
+    """The same for programs: `plan` is what runs, `compiled` what is raced and proven before, the rest as on the page."""
+    remembered, choice = found.remembered, found.choice
     return {
-        "plan": choice.plan.model_dump(),
-        "why": list(choice.why),
-        "passed_over": list(passed_over),
-        "left_open": list(left_open),
+        "plan": (remembered or choice.plan).model_dump(),
+        "why": list(choice.why) if remembered is None else [_REMEMBERED],
+        "remembered": remembered is not None,
+        "compiled": [plan.model_dump() for plan in found.compiled] if remembered is None else [],
+        "passed_over": found.passed_over,
+        "left_open": found.left_open,
         "refused": [
             {"axis": one.axis, "value": one.value, "reason": one.violation.reason, "fix": one.violation.fix}
-            for one in refused
+            for one in found.refused
         ],
-        "device": {name: value for name, value in asdict(device).items() if name != "speed"},
+        "device": {name: value for name, value in asdict(found.device).items() if name != "speed"},
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+import time
+from dataclasses import dataclass, field, replace
 
 from hotloop.measuring.rounds import Layout
 from hotloop.measuring.statistics import ENOUGH_PAIRS, LEAST_PAIRS
@@ -25,6 +27,9 @@ _UNKNOWN_S = 30.0
 PROVING_STEPS = 250
 """Steps whose time a proof takes, comparisons included, if a plan passes beside the plain baseline at once."""
 
+SEARCHED = 1 / 3
+"""Of the time until a run is to stop, at most; the rest is for training."""
+
 _WARMING_STEPS = 3
 """Of each plan, before a race."""
 
@@ -44,6 +49,40 @@ def hopeless(steps: int | None) -> bool:
     return steps is not None and steps * (1 - 1 / _GREAT) < costs
 
 
+@dataclass
+class Deadline:
+    """When looking for a plan is to be over.
+
+    Attributes:
+        at: by `time.monotonic()`.
+        met: whether anything was left out, or had less time, because of it.
+    """
+
+    at: float = math.inf
+    met: bool = False
+
+    @classmethod
+    def before(cls, until: float) -> Deadline:
+        """That of a search which begins now, where the run is to stop at `until`, by `time.monotonic()`."""
+        now = time.monotonic()
+        return cls(now + SEARCHED * (until - now))
+
+    @property
+    def left_s(self) -> float:
+        return self.at - time.monotonic()
+
+    def allows(self, seconds: float) -> bool:
+        """Whether so many seconds are left."""
+        allowed = seconds <= self.left_s
+        self.met |= not allowed
+        return allowed
+
+    def __str__(self) -> str:
+        return (
+            f"{max(0.0, self.left_s):.0f} s are left of the third of the time until stop-after that a search may take"
+        )
+
+
 @dataclass(frozen=True)
 class Budget:
     """Of one search.
@@ -53,21 +92,32 @@ class Budget:
         racing_s: for all races together; with long steps a race may take more, unless the user set it.
         least_s: for each of them, lest it be in vain; 0 where the user sets the limit.
         round_s: of a round of a race, for each plan in it that is as fast as the baseline.
+        proof_s: of a proof, for which races and compilations leave time before the deadline.
     """
 
     run_s: float | None
     racing_s: float
     least_s: float = _LEAST_S
     round_s: float = 0.0
+    proof_s: float = 0.0
+    deadline: Deadline = field(default_factory=Deadline)
 
     @classmethod
-    def of(cls, step_s: float, steps: int | None, time_limit_s: float | None, device: str = "cpu") -> Budget:
+    def of(
+        cls,
+        step_s: float,
+        steps: int | None,
+        time_limit_s: float | None,
+        device: str = "cpu",
+        deadline: Deadline | None = None,
+    ) -> Budget:
         """From what a step takes; a time limit that the user gives is kept to, however short the run is."""
         run_s = None if steps is None else steps * step_s
         round_s = Layout.of(device, step_s, step_s, brief=True).round_s(step_s)
+        rest = (round_s, PROVING_STEPS * step_s, deadline or Deadline())
         if time_limit_s is not None:
-            return cls(run_s, time_limit_s, 0.0, round_s)
-        return cls(run_s, _UNKNOWN_S if run_s is None else min(_MOST_S, _SHARE * run_s), round_s=round_s)
+            return cls(run_s, time_limit_s, 0.0, *rest)
+        return cls(run_s, _UNKNOWN_S if run_s is None else min(_MOST_S, _SHARE * run_s), _LEAST_S, *rest)
 
     @property
     def set_by_user(self) -> bool:
@@ -89,23 +139,26 @@ class Budget:
         """For one race of so many plans and the baseline, which has a share of all, or what it takes to tell anything.
 
         Args:
-            spent_s: on races before; of a time limit that the user set, 0 is left where the rest tells nothing.
+            spent_s: on races before; of a limit that the user set, 0 is left where the rest tells nothing.
         """
         asked_s = max(share * self.racing_s, self.settles_s(plans), self.least_s)
-        if not self.set_by_user:
-            return asked_s
-        left_s = min(asked_s, self.racing_s - spent_s)
+        if self.set_by_user:
+            asked_s = min(asked_s, self.racing_s - spent_s)
+        allowed = self.deadline.allows(asked_s + self.proof_s)
+        left_s = asked_s if allowed else self.deadline.left_s - self.proof_s
         return left_s if left_s >= self.tells_s(plans) else 0.0
 
     def plans_at_first(self, wanted: int) -> int:
         """Of so many plans, how many the first race has time for."""
         if self.set_by_user:
             most_s, each_s = max(self.racing_s / 2, min(self.tells_s(), self.racing_s)), self.tells_s(0)
-        elif self.run_s is None:
-            return wanted
         else:
-            most_s, each_s = _MOST_SHARE * self.run_s, ENOUGH_PAIRS * self.round_s
-        return min(wanted, max(0, int(most_s / max(each_s, 1e-9)) - 1))
+            most_s = math.inf if self.run_s is None else _MOST_SHARE * self.run_s
+            each_s = ENOUGH_PAIRS * self.round_s
+        able = _beside(wanted, most_s, each_s)
+        if self.deadline.allows((able + 1) * each_s + self.proof_s):
+            return able
+        return _beside(able, self.deadline.left_s - self.proof_s, each_s)
 
     def starts(self, each_s: float) -> int | None:
         """How many plans that take so long to start are worth a try; None for all of them."""
@@ -119,6 +172,11 @@ class Budget:
     def wins_s(self, ratio: float) -> float:
         """Seconds that a plan so many times as fast as the baseline saves in this run."""
         return float("inf") if self.run_s is None else self.run_s * (1 - 1 / ratio)
+
+
+def _beside(wanted: int, seconds: float, each_s: float) -> int:
+    """Of so many plans, how many can race beside the baseline in so many seconds."""
+    return max(0, int(min(seconds / max(each_s, 1e-9), wanted + 1)) - 1)
 
 
 def why_in_vain(steps: int | None, budget: Budget | None = None) -> str:

@@ -17,6 +17,10 @@ Change = dict[str, Any]
 """Axes and the values that they get."""
 
 
+SOUGHT = ("optimizer", "residency", "layout", "threads", "compile", "graphs", "rewrites")
+"""Axes that a search changes."""
+
+
 def eager_changes(facts: TaskFacts, hardware: Hardware, base: Plan, threads: int) -> list[Change]:
     """Single axes that need no compiler, feasible with `base`; likeliest to win first.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hotloop.errors import PlanError, out_of_memory, told
 from hotloop.plan import Plan
-from hotloop.tuning.budget import PROVING_STEPS, Budget
+from hotloop.tuning.budget import Budget
 from hotloop.verdicts import Parity, Timing
 
 
@@ -18,7 +18,6 @@ class Proofs:
 
     Attributes:
         baseline: what the changes of a plan are counted from.
-        step_s: of the baseline.
         accepted: classes of parity that a winner may have.
         prove: a plan that was raced.
         notes: which plans weren't proven, and why.
@@ -28,7 +27,6 @@ class Proofs:
 
     baseline: Plan
     budget: Budget
-    step_s: float
     accepted: Collection[str]
     prove: Callable[[Timing], Parity]
     notes: list[str] = field(default_factory=list)
@@ -63,7 +61,9 @@ class Proofs:
 
     def _too_dear(self, timing: Timing) -> str:
         """Why a proof doesn't pay; empty where it does, or where the user gave the time."""
-        costs_s = self.spent_s + PROVING_STEPS * self.step_s
+        if not self.budget.deadline.allows(self.budget.proof_s):
+            return f"that takes about {self.budget.proof_s:.0f} s, and {self.budget.deadline}"
+        costs_s = self.spent_s + self.budget.proof_s
         if self.budget.set_by_user or self.budget.wins_s(timing.gain) >= costs_s:
             return ""
         before = " with the proofs before" if self.spent_s else ""

@@ -23,7 +23,7 @@ from hotloop.rng import preserved
 from hotloop.task import Task
 from hotloop.trouble import explained
 from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.budget import PROVING_STEPS, Budget, hopeless, why_in_vain
+from hotloop.tuning.budget import PROVING_STEPS, Budget, Deadline, hopeless, why_in_vain
 from hotloop.tuning.candidates import (
     Change,
     apart,
@@ -73,6 +73,7 @@ class Search:
         baseline: eager fp32 on the device; `base` is it with the axes that the user set.
         fixed: those axes, which stay. With a precision among them, a plan that has it is accepted for what it is.
         rules: the best plan by the rules alone that compiles nothing, which a run without a search takes.
+        deadline: no race, compilation or proof is begun that should take longer.
         failed: plans by name that failed in an earlier race, and why; they aren't tried again.
         timings: of each plan raced, by name, from its last race.
         notes: what was decided on the way, and why.
@@ -86,6 +87,7 @@ class Search:
     hardware: Hardware
     prove: Prove
     time_limit_s: float | None = None
+    deadline: Deadline = field(default_factory=Deadline)
     progress: Progress = lambda doing, share: None
     rules: Plan | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -109,16 +111,18 @@ class Search:
             return self._left(_OF_ITS_OWN)
         if self.time_limit_s is None and hopeless(self.facts.steps):
             return self._left(why_in_vain(self.facts.steps))
-        step_s = self._glance()
-        budget = Budget.of(step_s, self.facts.steps, self.time_limit_s, torch.device(self.baseline.device).type)
+        kind = torch.device(self.baseline.device).type
+        budget = Budget.of(self._glance(), self.facts.steps, self.time_limit_s, kind, self.deadline)
         if self.time_limit_s is None and (budget.too_small or hopeless(self.facts.steps)):
             self._race([], _GLANCE_S)
             return self._left(why_in_vain(self.facts.steps, budget))
         if why := lacking([self.held.lowered(BASELINE, self.baseline)]):
             return self._left(f"{why}, so no plan could be proven equal and none was raced")
+        if not self.deadline.allows(least_s := budget.tells_s() + budget.proof_s):
+            return self._left(f"a race and a proof take about {least_s:.0f} s, and {self.deadline}")
         plan = self._eagerly(budget)
         self._compiled(plan, budget)
-        winner = self._proven(budget, step_s)
+        winner = self._proven(budget)
         self._say_if_too_short()
         return winner
 
@@ -156,14 +160,12 @@ class Search:
     def _say_if_too_short(self) -> None:
         if self.told or self._cramped or (self.time_limit_s is None and len(self.timings) == 1):
             return
-        if self.time_limit_s is None:
-            self.notes.append(
-                "too little was measured to tell any plan from the baseline; a --time-limit gives more time"
-            )
-        else:
-            self.notes.append(
+        why = "too little was measured to tell any plan from the baseline; a --time-limit gives more time"
+        if self.time_limit_s is not None:
+            why = (
                 f"a time limit of {self.time_limit_s:g} s is too short to tell any plan from the baseline; give it more"
             )
+        self.notes.append(why)
 
     def _eagerly(self, budget: Budget) -> Plan:
         """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
@@ -260,6 +262,8 @@ class Search:
         """Why nothing is compiled any more; empty where something is."""
         if self.time_limit_s is None and way.won_s < (costs_s := lost_s + way.costs_s):
             return f"it would win about {way.won_s:.0f} s of this run, and takes about {costs_s:.0f} s"
+        if not self.deadline.allows(way.compile_s + budget.settles_s() + budget.proof_s):
+            return f"it takes about {way.compile_s:.0f} s, and {self.deadline}"
         if budget.race_s(1 / 8, 1, self._spent_s) == 0:
             return "what is left of the time limit could tell nothing of it"
         return ""
@@ -282,7 +286,8 @@ class Search:
 
     def _pays_again(self, way: Chance, run_s: float | None) -> bool:
         """Whether a second compilation is likely to win back its time in what a compiled run takes."""
-        return self.time_limit_s is not None or run_s is None or _ANOTHER * run_s > way.compile_s
+        pays = self.time_limit_s is not None or run_s is None or _ANOTHER * run_s > way.compile_s
+        return pays and self.deadline.allows(way.costs_s)
 
     def _fails(self, plan: Plan) -> bool:
         timing = self.timings.get(plan.brief())
@@ -364,11 +369,11 @@ class Search:
         found = measure(entrants, BASELINE, steps=steps, time_limit_s=seconds, brief=True, progress=self.progress)
         self.timings |= with_starts(found.plans, BASELINE, self.held.starts, steps)
 
-    def _proven(self, budget: Budget, step_s: float) -> str:
+    def _proven(self, budget: Budget) -> str:
         """The first of the plans that finish earlier than the baseline, best first, whose proof pays and succeeds."""
         self.timings = on_one_clock(self.timings, BASELINE, self.facts.steps)
         self.held.give_up([one.name for one in self.timings.values() if one.verdict != "faster"])
-        proofs = Proofs(self.baseline, budget, step_s, self._accepted, self._parity)
+        proofs = Proofs(self.baseline, budget, self._accepted, self._parity)
         winner = proofs.first(self._faster())
         self.timings |= {one.name: one for one in proofs.judged}
         self.notes += proofs.notes
