@@ -280,7 +280,9 @@ def found_before(task: Path, plan: Plan, ratio: float) -> None:
     raced = dict(ratio=ratio, ratio_low=ratio, ratio_high=ratio, verdict="faster" if ratio > 1 else "slower")
     plans = [
         Timing(name="baseline", plan=base.model_dump(), step_ms=10.0, ratio=1.0, verdict="no difference", **figures),
-        Timing(name="raced", plan=plan.model_dump(), step_ms=10.0 / ratio, parity="bitwise", **raced, **figures),
+        Timing(
+            name="raced", plan=plan.model_dump(), step_ms=10.0 / ratio, parity="bitwise", states=16, **raced, **figures
+        ),
     ]
     kept = dict(fingerprint=fingerprinted(loaded).fingerprint, machine=machine_name(), versions=speed_versions())
     remember(Verdict(task="task", plans=plans, baseline="baseline", winner="raced", steps=4, seconds=1.0, **kept))

@@ -160,12 +160,10 @@ class Search:
     def _say_if_too_short(self) -> None:
         if self.told or self._cramped or (self.time_limit_s is None and len(self.timings) == 1):
             return
-        why = "too little was measured to tell any plan from the baseline; a --time-limit gives more time"
+        short, more = "too little was measured", "a --time-limit gives more time"
         if self.time_limit_s is not None:
-            why = (
-                f"a time limit of {self.time_limit_s:g} s is too short to tell any plan from the baseline; give it more"
-            )
-        self.notes.append(why)
+            short, more = f"a time limit of {self.time_limit_s:g} s is too short", "give it more"
+        self.notes.append(f"{short} to tell any plan from the baseline; {more}")
 
     def _eagerly(self, budget: Budget) -> Plan:
         """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
