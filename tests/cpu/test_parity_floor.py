@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from hotloop.parity.collecting import Collector
 from hotloop.parity.judging import TYPICAL, typical
 from hotloop.parity.judging import judged as judged_by_parity
 from hotloop.parity.running import run_freely
-from hotloop.parity.witnesses import Truth, Witness, baselines, peers
+from hotloop.parity.witnesses import Truth, Witness, _InARow, baselines, peers
 from hotloop.plan import BASELINE, Plan
 from hotloop.state import State
 from hotloop.verdicts import TRUSTED
@@ -48,6 +49,41 @@ def test_an_error_of_one_size_is_held_against_errors_of_one_size() -> None:
     rounding = [{WEIGHT: 2e-6}] * 6
     (row,) = typical(accounts["plan"], [accounts["plain"], accounts["other"]], rounding)
     assert row.ratio > TYPICAL
+
+
+class Pooled(nn.Module):
+    """The mean over tokens of a layer: the gradient of its bias is a sum of equal numbers, which round alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[:, None] * torch.linspace(0.5, 1.5, 60)[:, None]
+        return self.head(self.layers(tokens).mean(1))  # type: ignore[no-any-return]
+
+
+def test_sums_that_a_compiler_writes_in_a_row_are_no_fault() -> None:
+    task = a_task(model=Pooled, epochs=9)
+    (found,) = prove_programs(task, [lower(task, Plan(compile="forward"))])
+    assert found.parity == "fp32-equivalent", found.reason
+
+
+@pytest.mark.parametrize(("shape", "dims"), [((999, 3), [0]), ((3, 999), [-1]), ((7, 2, 150), [0, 2]), ((9000,), [0])])
+def test_in_a_row_means_one_after_the_other(shape: tuple[int, ...], dims: list[int]) -> None:
+    values = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    with _InARow():
+        one, kept, mean = values.sum(dims), values.sum(dims, keepdim=True), values.mean(dims)
+    rows = values.movedim(dims, list(range(len(dims)))).flatten(0, len(dims) - 1).numpy()
+    parts = [np.add.accumulate(rows[at : at + 4096], axis=0)[-1] for at in range(0, len(rows), 4096)]
+    expected = torch.from_numpy(np.asarray(parts)).sum(0)
+    assert (
+        one.equal(expected)
+        and kept.shape == values.sum(dims, keepdim=True).shape
+        and kept.flatten().equal(one.flatten())
+    )
+    assert torch.allclose(mean, values.mean(dims)) and not values.double().sum(dims).float().equal(one)
 
 
 @pytest.mark.parametrize(("factor", "within"), [(1, True), (9, False)])

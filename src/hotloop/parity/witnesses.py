@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.data.tree import batch_length, map_tensors, tensors
 from hotloop.lowering import Program, lower
@@ -78,7 +79,10 @@ def baselines(task: Task, device: str, *, few: bool) -> list[Witness]:
     if few:
         return found
     if device == "cpu":
-        found += [Witness("without oneDNN", program, around=_without_onednn)]
+        found += [
+            Witness("without oneDNN", program, around=_without_onednn),
+            Witness("in a row", program, around=_InARow),
+        ]
         if torch.get_num_threads() > 1:
             found += [Witness("one thread", program, around=_one_thread)]
     elif device.startswith("cuda"):
@@ -127,6 +131,45 @@ def _without_onednn() -> Iterator[None]:
         warnings.simplefilter("ignore")  # torch speaks of other hardware when the switch is used
         with torch.backends.mkldnn.flags(enabled=False):
             yield
+
+
+class _InARow(TorchDispatchMode):
+    """Sums whose numbers are added one after the other, as compilers write them; torch adds up pairs, which rounds less."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = args[0] if args else None
+        if func not in _SUMS or kwargs or not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return func(*args, **kwargs or {})
+        given = args[1] if len(args) > 1 and args[1] else range(value.ndim)
+        dims = sorted(dim % value.ndim for dim in ([given] if isinstance(given, int) else given))
+        rows = value.movedim(dims, list(range(len(dims)))).flatten(0, len(dims) - 1) if dims else value[None]
+        if len(rows) < 2:
+            return func(*args)
+        total = _in_a_row(rows) / (len(rows) if func in _MEANS else 1)
+        kept = [1 if dim in dims else size for dim, size in enumerate(value.shape)]
+        return total.reshape(kept) if args[2:] == (True,) else total
+
+
+_MEANS = (torch.ops.aten.mean.default, torch.ops.aten.mean.dim)
+_SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList, *_MEANS)
+_ROW = 4096
+"""So many numbers torch's compiler adds up before it begins another sum."""
+
+
+def _in_a_row(rows: Tensor) -> Tensor:
+    """The sum over the first dimension."""
+    whole = len(rows) // _ROW * _ROW
+    if not whole:
+        return _one_by_one(rows)
+    parts = _one_by_one(rows[:whole].unflatten(0, (-1, _ROW)).transpose(0, 1))
+    return parts.sum(0) + _one_by_one(rows[whole:])
+
+
+def _one_by_one(rows: Tensor) -> Tensor:
+    total = torch.zeros(rows.shape[1:], dtype=rows.dtype, device=rows.device)
+    for row in rows.unbind():
+        total += row
+    return total
 
 
 def nudged(state: State, number: int, unit: float = 2 * UNIT) -> State:
