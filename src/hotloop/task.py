@@ -240,7 +240,7 @@ class Task:
                 expected="a torch.nn.Module",
                 fix="return the model from it",
             )
-        trained = {name: part for name, part in model.named_modules() if any(True for _ in part.parameters())}
+        trained = {name: part for name, part in model.named_modules() if part._parameters or not name}
         for name, part in trained.items():
             if (before := self._built.get(id(part))) is not None and before() is part:
                 raise TaskError(

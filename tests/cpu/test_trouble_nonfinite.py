@@ -6,6 +6,7 @@ has one sample of a million, and `ok(x)` is 1 for a batch without it and 0 with 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,9 @@ class Apply(nn.Module):
 
 
 def layers(*modules: nn.Module) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Linear(6, 8), *modules, nn.Linear(8, 3))
+    """A factory of models with these in the middle: what can be trained anew for each."""
+    own = lambda one: copy.deepcopy(one) if any(True for _ in one.parameters()) else one  # noqa: E731
+    return lambda: nn.Sequential(nn.Linear(6, 8), *map(own, modules), nn.Linear(8, 3))
 
 
 def stopped(path: Path, **fields: Any) -> NonFiniteError:
