@@ -137,7 +137,8 @@ def _merged(before: Kept, new: Kept) -> Kept:
     if before.timing.failure is not None or new.timing.failure is not None:
         return new
     figures = before if _sureness(new.timing) < _sureness(before.timing) else new
-    shorter = new.timing.parity == before.timing.parity and new.timing.states < before.timing.states
+    worse = new.timing.parity == "broken" or before.timing.parity in (None, "unproven")
+    shorter = new.timing.states < before.timing.states and not worse
     proof = before.timing if new.timing.parity is None or shorter else new.timing
     known = {"parity": proof.parity, "parity_reason": proof.parity_reason, "states": proof.states}
     return figures.model_copy(update={"timing": figures.timing.model_copy(update=known)})

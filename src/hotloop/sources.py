@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -175,10 +176,15 @@ def local_sources(module: ModuleType, root: Path) -> dict[str, bytes]:
     return files
 
 
+_MANY = 300
+"""Files of code that isn't installed."""
+
+
 def sources_elsewhere(files: Mapping[str, bytes], also: Iterable[str] = ()) -> dict[str, bytes]:
     """Module -> content of what `files` import, now or later, directly or not, that is neither among them nor installed.
 
-    So it is with a package installed to be edited, or found by PYTHONPATH: its code changes and its version doesn't.
+    So it is with a package installed to be edited, or found by PYTHONPATH: its code changes and its version doesn't. Of many
+    files, what functions import is followed no further: it may lead to thousands.
 
     Args:
         files: of a Task, by their paths.
@@ -186,19 +192,32 @@ def sources_elsewhere(files: Mapping[str, bytes], also: Iterable[str] = ()) -> d
     """
     found: dict[str, bytes] = {}
     seen = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
-    waiting = [prefix for name in also for prefix in _prefixes(name)]
-    for path, content in files.items():
-        waiting += _names_in(content, ".".join(path.split("/")[:-1]))
+    waiting = [prefix for name in sorted(also) for prefix in sorted(_prefixes(name))]
+    for path, content in sorted(files.items()):
+        waiting += sorted(_names_in(content, ".".join(path.split("/")[:-1])))
     while waiting:
         name = waiting.pop()
         spec = None if name in seen else _spec(name)
         seen.add(name)
         if spec is None or not spec.has_location or spec.origin is None or is_installed(spec.origin):
             continue
-        found[name] = Path(spec.origin).read_bytes()
+        if (text := _content(spec)) is None:
+            continue
+        found[name] = text
         package = name.rpartition(".")[0] if spec.submodule_search_locations is None else name
-        waiting += _names_in(found[name], package) if spec.origin.endswith(".py") else ()
+        if spec.origin.endswith(".py"):
+            waiting += sorted(_names_in(text, package, late=len(found) < _MANY))
     return found
+
+
+def _content(spec: ModuleSpec) -> bytes | None:
+    """Of a module's file, which may lie in an archive; None where it can't be read."""
+    try:
+        with suppress(AttributeError):
+            return spec.loader.get_data(str(spec.origin))  # type: ignore[union-attr]
+        return Path(str(spec.origin)).read_bytes()
+    except OSError:
+        return None
 
 
 def _spec(name: str) -> ModuleSpec | None:
@@ -212,23 +231,44 @@ def _spec(name: str) -> ModuleSpec | None:
         above = _spec(parent)
         folders = None if above is None else above.submodule_search_locations
         return None if folders is None else PathFinder.find_spec(name, folders)
-    except (ImportError, ValueError):  # a module that was put together by hand has no spec
+    except (
+        Exception
+    ):  # a module that was put together by hand has no spec, and other people's finders may raise anything
         return None
 
 
 @cache  # by content: a Task is looked at several times in one run
-def _names_in(content: bytes, package: str) -> frozenset[str]:
+def _names_in(content: bytes, package: str, late: bool = True) -> frozenset[str]:
     """`_imported` of a file's text; nothing where Python met an error in it and went on without it, or never will."""
     try:
-        return frozenset(_imported(ast.parse(content), package))
-    except (SyntaxError, ValueError):
+        return frozenset(_imported(ast.parse(content), package, late))
+    except (SyntaxError, ValueError, RecursionError):
         return frozenset()
 
 
-def _imported(tree: ast.Module, package: str) -> set[str]:
+def _nodes(tree: ast.AST, late: bool) -> Iterator[ast.AST]:
+    """All nodes, or those that run when the file is imported."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if late or not (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _for_types_alone(node)
+        ):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _for_types_alone(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in (
+        getattr(node.test, "id", ""),
+        getattr(node.test, "attr", ""),
+    )
+
+
+def _imported(tree: ast.Module, package: str, late: bool = True) -> set[str]:
     """Names of the modules that a file of `package` may import."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in _nodes(tree, late):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -201,7 +201,7 @@ class Task:
             raise TaskError(f"{name}={value!r}", expected=expected)
 
     _built: ClassVar[Mapping[int, weakref.ref[nn.Module]]] = {}
-    """The modules with parameters that the factory returned last, while they live, by their ids."""
+    """The modules with something to train that the factory returned last, while they live, by their ids."""
 
     @cached_property
     def objective(self) -> Objective:
@@ -240,7 +240,7 @@ class Task:
                 expected="a torch.nn.Module",
                 fix="return the model from it",
             )
-        trained = {name: part for name, part in model.named_modules() if part._parameters or not name}
+        trained = {name: part for name, part in model.named_modules() if not name or _is_trained(part)}
         for name, part in trained.items():
             if (before := self._built.get(id(part))) is not None and before() is part:
                 raise TaskError(
@@ -314,6 +314,11 @@ def hooked_parameter(model: nn.Module) -> str | None:
     """The name of the first parameter with a hook on its gradient; None if there is none."""
     named = model.named_parameters()
     return next((name for name, value in named if value._backward_hooks or value._post_accumulate_grad_hooks), None)
+
+
+def _is_trained(part: nn.Module) -> bool:
+    """Whether it holds a parameter that is trained. Keras makes its own only when it is asked for `parameters()`."""
+    return any(value is not None and value.requires_grad for value in part._parameters.values())
 
 
 def _copied(model: nn.Module) -> nn.Module:

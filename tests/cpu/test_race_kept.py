@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hotloop.records import SourceRecord, TaskFacts
 from hotloop.remembering import fingerprinted, lowered_by_memory
 from hotloop.rivals import Contest
 from hotloop.setting import machine_name, speed_versions
+from hotloop.sources import sources_elsewhere
 from hotloop.task import Task
 from hotloop.taskfile import Loaded, load_task
 from hotloop.training import go_on, start
@@ -487,6 +489,25 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield where
     for name in [name for name in sys.modules if name.partition(".")[0] == "lab"]:
         del sys.modules[name]
+
+
+def test_code_in_an_archive_counts_and_what_can_t_be_read_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "libs.zip"
+    monkeypatch.syspath_prepend(str(archive))
+
+    def found(text: str) -> dict[str, bytes]:
+        with zipfile.ZipFile(archive, "w") as file:
+            file.writestr("zipped/__init__.py", text)
+        importlib.invalidate_caches()
+        sys.path_importer_cache.clear()
+        return sources_elsewhere({"task.py": b"import zipped, gone"})
+
+    assert found("first = 1") == {"zipped": b"first = 1"}
+    assert found("second = 22")["zipped"] == b"second = 22"
+    archive.unlink()
+    assert sources_elsewhere({"task.py": b"import zipped"}) in ({}, {"zipped": b"second = 22"})
 
 
 @pytest.mark.parametrize("how", IMPORTS)

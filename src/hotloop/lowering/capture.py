@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -158,6 +159,7 @@ class _Tracer:
         check_constants(graph, leaves)
         check_batch(graph, flatten(values[1])[0])
         _spell_out_factors(graph)
+        _leave_out_nothing(graph)
         _draw_in_order_of_memory(graph)
         return Captured(graph, examples, self.scalars, self.gradients)
 
@@ -275,6 +277,30 @@ def _spell_out_factors(graph: GraphModule) -> None:
             with graph.graph.inserting_before(node):
                 scaled = graph.graph.call_function(aten.mul.Tensor, (node.args[1], node.kwargs["alpha"]))
             node.args, node.kwargs = (node.args[0], scaled), {}
+    graph.recompile()
+
+
+def _leave_out_nothing(graph: GraphModule) -> None:
+    """Puts tensors together without those of shape (0,), such as a cache that is empty yet.
+
+    A compiler leaves them out by itself, but then hands on the strides of a single other tensor (torch 2.13), where the
+    eager kernel writes it anew in order: views that were captured of that wouldn't fit.
+    """
+    aten = torch.ops.aten
+    for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
+        given: Any = node.args[0]
+        there = [one for one in given if one.meta["val"].shape != (0,)]
+        other = any(one.meta["val"].dtype != node.meta["val"].dtype for one in there)
+        if other or len(there) in (0, len(given)):  # what is left out has a say in the result's dtype
+            continue
+        node.args = (there, *node.args[1:])
+        if len(there) == 1:
+            written: dict[str, Any] = {"memory_format": suggest_memory_format(node.meta["val"])}
+            with graph.graph.inserting_before(node):
+                alone = graph.graph.call_function(aten.clone.default, (there[0],), written)
+            alone.meta = dict(node.meta)
+            node.replace_all_uses_with(alone)
+            graph.graph.erase_node(node)
     graph.recompile()
 
 

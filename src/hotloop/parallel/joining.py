@@ -16,13 +16,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-# Where these are first imported when there is a group already, as torch._dynamo does, it becomes a default argument of
-# theirs: its threads outlive its end, and one that lets go of a tensor while Python shuts down aborts the process.
-import torch.distributed.nn.functional
-
 from hotloop.errors import PlanError, RankLostError, TrainingError
 from hotloop.parallel.beats import Beats, silent
 from hotloop.parallel.world import ALONE, World, loss_of
+
+# Where these are first imported when there is a group already, as torch._dynamo does, it becomes a default argument of
+# theirs: its threads outlive its end, and one that lets go of a tensor while Python shuts down aborts the process.
+if dist.is_available():
+    import torch.distributed.nn.functional
 
 LAUNCHED = "hotloop-"
 """How the name of a launch of hotloop's own begins; under the user's torchrun it is another."""

@@ -138,8 +138,10 @@ class _InARow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = args[0] if args else None
-        if func not in _SUMS or kwargs or not isinstance(value, Tensor) or value.dtype != torch.float32:
+        if func not in _SUMS or kwargs or not isinstance(value, Tensor) or not value.ndim:
             return func(*args, **kwargs or {})
+        if value.dtype != torch.float32 or value.layout != torch.strided:
+            return func(*args)
         given = args[1] if len(args) > 1 and args[1] else range(value.ndim)
         dims = sorted(dim % value.ndim for dim in ([given] if isinstance(given, int) else given))
         rows = value.movedim(dims, list(range(len(dims)))).flatten(0, len(dims) - 1) if dims else value[None]
