@@ -231,9 +231,7 @@ def _spec(name: str) -> ModuleSpec | None:
         above = _spec(parent)
         folders = None if above is None else above.submodule_search_locations
         return None if folders is None else PathFinder.find_spec(name, folders)
-    except (
-        Exception
-    ):  # a module that was put together by hand has no spec, and other people's finders may raise anything
+    except Exception:  # other people's finders may raise anything; a module put together by hand has no spec
         return None
 
 

@@ -507,7 +507,7 @@ def test_code_in_an_archive_counts_and_what_can_t_be_read_does_not(
     assert found("first = 1") == {"zipped": b"first = 1"}
     assert found("second = 22")["zipped"] == b"second = 22"
     archive.unlink()
-    assert sources_elsewhere({"task.py": b"import zipped"}) in ({}, {"zipped": b"second = 22"})
+    assert sources_elsewhere({"task.py": b"import zipped"}) == {}
 
 
 @pytest.mark.parametrize("how", IMPORTS)

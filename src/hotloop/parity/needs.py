@@ -66,6 +66,6 @@ def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
                 [weight], **{name: value for name, value in optimizer.defaults.items() if name in known}
             )
             twin.step()
-    except Exception:
+    except Exception:  # an optimizer of the user's may ask for anything: this is an estimate, and that of most
         return 2.0
     return _bytes_of_state(twin) / weight.nbytes
