@@ -506,8 +506,12 @@ def test_code_in_an_archive_counts_and_what_can_t_be_read_does_not(
 
     assert found("first = 1") == {"zipped": b"first = 1"}
     assert found("second = 22")["zipped"] == b"second = 22"
-    archive.unlink()
-    assert sources_elsewhere({"task.py": b"import zipped"}) == {}
+    (tmp_path / "once_there.py").write_text("third = 333")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "once_there", importlib.import_module("once_there"))
+    assert sources_elsewhere({"task.py": b"import once_there"}) == {"once_there": b"third = 333"}
+    (tmp_path / "once_there.py").unlink()  # it is loaded all the same
+    assert sources_elsewhere({"task.py": b"import once_there"}) == {}
 
 
 @pytest.mark.parametrize("how", IMPORTS)
