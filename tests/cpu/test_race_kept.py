@@ -270,6 +270,25 @@ def test_a_proof_of_a_few_steps_is_for_runs_of_no_more() -> None:
         assert taken() == [True, True, True]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "stays"),
+    [
+        ("fp32-equivalent", "bitwise", "fp32-equivalent"),
+        ("broken", "bitwise", "broken"),
+        ("bitwise", "broken", "broken"),
+        ("unproven", "bitwise", "bitwise"),
+    ],
+)
+def test_a_proof_of_a_few_steps_takes_the_place_of_no_longer_one_unless_it_finds_a_fault(
+    before: Any, after: Any, stays: str
+) -> None:
+    for parity, states in ((before, 16), (after, 3)):
+        proof = Parity(plan="", parity=parity, reason="why", states=states)
+        remember(verdict(timing(FUSED, 1.3).proven(proof)))
+    [kept] = [one for one in recall("f", "m", VERSIONS)[0] if one.timing.name != "baseline"]
+    assert kept.timing.parity == stays
+
+
 @pytest.mark.parametrize("content", ["", "{", '{"version": 1}', "\x00\xff", "of another key"])
 def test_a_file_that_cannot_be_read_is_passed_over_and_said(content: str, folder: Path) -> None:
     remember(verdict(timing(FUSED, 1.3)))
