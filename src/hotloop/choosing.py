@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
@@ -139,8 +140,8 @@ def _weighed(
         return program, plan
     rewrites = any(way.rewrites != "none" for way in ways)
     limit_s, program.watched = until - time.monotonic(), watched
-    hope = hoped(program, facts.steps, way=ways[0].compile, rewrites=rewrites, limit_s=limit_s)
-    program.close()
+    with closing(program):
+        hope = hoped(program, facts.steps, way=ways[0].compile, rewrites=rewrites, limit_s=limit_s)
     del program  # training begins with one that has run no step, and there may be no memory for two
     if isinstance(hope, str) or not hope.compilations:
         say(f"auto goes on eagerly: {hope}")

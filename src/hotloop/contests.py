@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from hotloop.choosing import placed
-from hotloop.errors import DeviceError, HotloopError, TaskError
+from hotloop.errors import DeviceError, HotloopError, TaskError, told
 from hotloop.interrupts import how_ended
 from hotloop.kept import remember
 from hotloop.lowering import Program
@@ -95,7 +95,7 @@ def raced(
     began = time.monotonic()
     entries, baseline = contest.entries()
     for device in contest.devices or ():
-        check_device(device)
+        check_device(device, "--devices")
     task = replace(loaded.task, **(overrides or {}))
     facts = fingerprinted(replace(loaded, task=task))
     entrants = [
@@ -173,7 +173,9 @@ def _parities(task: Task, plans: Sequence[Plan], prove: Prove, progress: Progres
     try:
         return prove(task, plans, lambda done, total: progress("proving", done / total))
     except HotloopError as error:
-        return [Parity(plan=plan.brief(), parity="unproven", reason=str(error), states=0) for plan in plans]
+        reason, passing = told(error)
+        unproven = Parity(plan="", parity="unproven", reason=reason, states=0, short_of_memory=passing)
+        return [unproven.model_copy(update={"plan": plan.brief()}) for plan in plans]
 
 
 def _with_parity(timing: Timing, known: Mapping[Plan, Parity]) -> Timing:

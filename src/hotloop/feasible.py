@@ -81,7 +81,7 @@ def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
     kinds = {device.kind for device in hardware.devices}
     named = {
         axis: get_args(Plan.model_fields[axis].annotation)
-        for axis in ("engine", "precision", "layout", "residency", "compile", "optimizer")
+        for axis in ("engine", "precision", "layout", "residency", "compile", "optimizer", "allocator")
     }
     missing = tuple(kind for kind in ("cuda", "mps", "xpu") if kind not in kinds)
     return {"device": missing, **named, "rewrites": ("all",), "graphs": ("step", 8), "accumulation": (2,)}
@@ -282,6 +282,15 @@ def _graphs(case: Case) -> Iterator[Violation]:
         yield Violation(("graphs",), f"{facts.optimizer} calls the loss itself, as often as it likes", fix)
 
 
+# --- memory
+
+
+def _kept_memory(case: Case) -> Iterator[Violation]:
+    if case.plan.allocator == "keep" and case.hardware.allocator is None:
+        reason = "only glibc can be told, which here isn't what allocates, or was told already by the environment"
+        yield Violation(("allocator",), reason, "use allocator=default")
+
+
 # --- update
 
 
@@ -319,6 +328,7 @@ RULES: tuple[Rule, ...] = (
     _compiled_step,
     _rewritten,
     _graphs,
+    _kept_memory,
     _implementation,
     _pieces,
 )

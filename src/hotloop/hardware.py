@@ -147,6 +147,7 @@ class Hardware(_Record):
         versions: `python`, `torch`, `hotloop`; `cuda`, `rocm`, `xpu` as torch was built for;
             `nvidia_driver`. None where there is none.
         compiler: path of the C++ compiler that torch.compile would use; None if there is none.
+        allocator: `glibc`, where the memory of this process is its, and it can be told to keep it; else None.
         unused_gpus: NVIDIA GPUs that the driver's own tool lists and torch can't use.
         notes: what went differently from planned while probing, one sentence each.
     """
@@ -156,6 +157,7 @@ class Hardware(_Record):
     devices: tuple[Device, ...]
     versions: dict[str, str | None]
     compiler: str | None = None
+    allocator: str | None = None
     unused_gpus: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -19,13 +19,13 @@ from typing import Any
 import pooch
 from pydantic import Field, ValidationError
 
-from hotloop.errors import HotloopError
+from hotloop.errors import HotloopError, PlanError
 from hotloop.files import write_atomic
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import Record
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
-_DEPENDS_ON = ("hotloop", "torch", "nvidia_driver", "compiler")
+_DEPENDS_ON = ("hotloop", "torch", "nvidia_driver", "compiler", "allocator")
 
 _CLOCK_S = 2.0
 """By how much times of files may be coarser than the clock."""
@@ -159,7 +159,8 @@ def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple
             kept = Kept.model_validate_json(path.read_text(encoding="utf-8"))
             if kept.key != _key(where, kept.timing, kept.baseline):
                 raise ValueError("its content is not what its name says")
-        except (OSError, ValueError) as error:  # pydantic's ValidationError is a ValueError
+            Plan(**kept.timing.plan), Plan(**kept.baseline.plan)  # another hotloop may have had other axes
+        except (OSError, ValueError, PlanError) as error:  # pydantic's ValidationError is a ValueError
             why = "not what hotloop wrote" if isinstance(error, ValidationError) else error
             notes.append(f"the result kept in {path} can't be used ({why}), and is passed over")
             continue

@@ -114,6 +114,8 @@ class Plan(BaseModel):
         accumulation: pieces that a batch is cut into, so that less memory is needed; their gradients add up.
         workers: processes that load samples of a map-style data set; None keeps the DataLoader's own number, else 0.
         threads: threads of one operation on the CPU; None leaves torch's choice.
+        allocator: what becomes of the memory that a step on the CPU frees. `default`: as the C library has it; `keep`: it
+            stays for the next step, where glibc would give it back to the system and have it zeroed again (Linux).
         parallel: how several processes, the ranks, share the training. `data`: each computes a part of each batch;
             `sharded`: the same, with parameters and optimizer state spread over the ranks; `async`: a parameter server
             and workers; `local`: ranks that average their weights now and then; `stages`: the model split by layers;
@@ -152,6 +154,7 @@ class Plan(BaseModel):
     accumulation: int = Field(default=1, ge=1)
     workers: int | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)
+    allocator: Literal["default", "keep"] = "default"
     parallel: Literal["none", "data", "sharded", "async", "local", "stages", "tensor", "towers"] = "none"
     ranks: int | None = Field(default=None, ge=1)
     sync_every: int | None = Field(default=None, ge=1)

@@ -94,8 +94,8 @@ class OperatorTime(Record):
         phase: of the step.
         module: whose forward it is, or whose forward made this backward; empty where none did.
         where: the user's line that called it, or whose forward made this backward, as `file:line`; empty if unknown.
-        calls: per step.
-        ms: per step, without operators inside it; on an accelerator the time of its kernels.
+        function: that this line is in.
+        calls, ms: per step, without operators inside it; on an accelerator the time of its kernels.
         shapes: of its inputs, such as `8x10x28x28`.
         dtype: of its first floating-point input, such as `float32`; empty if it has none.
         device: where it ran.
@@ -103,14 +103,14 @@ class OperatorTime(Record):
         line_runs: how often that line ran in a step, as Python ran it; None where that wasn't seen.
         used: whether its result took part in a backward; None where that doesn't matter or isn't known.
         copies: from and to which device, such as `cpu>cuda:0`, for copies between devices; empty otherwise.
-        alike: how many modules like this one, or like one that it is in, were given the same input or slices of one; 0 if
-            none was.
+        alike: how many modules like this one, or like one that it is in, were given the same input or slices of it; or 0.
     """
 
     name: str
     phase: Phase
     module: str = ""
     where: str = ""
+    function: str = ""
     calls: float
     ms: float
     shapes: list[str] = Field(default_factory=list)
@@ -179,22 +179,26 @@ class LoaderUse(Record):
     Attributes:
         where: the line that draws batches from it.
         dataset: class of its data set.
-        sample_where: where one sample is made, as `file:line` of `__getitem__` or `__iter__`; empty if it isn't Python.
+        sample_where: `file:line` of `__getitem__` or `__iter__`; `where` if a library's; empty if torch's own or not Python.
+        collate_where: where the user's own function puts a batch together; empty if there is none.
         samples: in the data set; None for a stream.
         batch_size: samples that the loader asks for at a time; None where it hands on what the data set gives.
         sample_ms: of one call of the data set, which makes one sample or a whole batch, where that is done in this process.
         at_once: whether one call makes a whole batch.
+        share: of the steps, for each that draws from the loader used most, how many draw from this one.
     """
 
     where: str
     dataset: str
     sample_where: str = ""
+    collate_where: str = ""
     samples: int | None
     batch_size: int | None
     workers: int
     pinned: bool
     sample_ms: float | None = None
     at_once: bool = False
+    share: float = 1.0
 
 
 class Habit(Record):
@@ -203,8 +207,8 @@ class Habit(Record):
     Attributes:
         what: `kept graph`: a loss whose graph is alive steps later, `bytes` of memory growing by it each step;
             `retained graph`: a backward that keeps a graph that nobody walks again;
-            `wasted forward`: a forward whose graph no backward walked, of a network that is trained in the step;
-            `unused graph`: such a one of a network that isn't;
+            `wasted forward`: a forward whose graph no backward walked, of a network that is trained on the same inputs;
+            `unused graph`: such a one of other inputs, or of a network that isn't trained;
             `evaluation`: a forward without a graph, as under `no_grad`, of a network that is trained in the step: in evaluation
             mode, or of inputs that it is trained on;
             `autograd in evaluation`: a forward in evaluation that builds graphs which no backward walks;
@@ -248,8 +252,7 @@ class Threads(Record):
         cores: that this process may use.
         busy: cores that this process kept busy on average, from its CPU time.
         others: cores that other programs kept busy.
-        slower: how many times as long operations take with so many threads as with one for each core, or one alone,
-            measured on this machine; None where there are no more threads than cores, or it wasn't measured.
+        slower: how many times as long operations take with so many threads as with fewer, where that was measured here.
     """
 
     torch: int
@@ -257,6 +260,15 @@ class Threads(Record):
     busy: float
     others: float
     slower: float | None = None
+
+
+class Paging(Record):
+    """Pages of memory that the system gives to a clean step, each zeroed before, where the process could keep them (glibc);
+    and milliseconds of processors' time that the system took in it, for them and for all else.
+    """
+
+    pages: float
+    system_ms: float
 
 
 class Limits(Record):
@@ -324,21 +336,18 @@ class Profile(Record):
     Attributes:
         source: the Task's reference, or the script.
         plan: in brief; empty for a script.
-        engine: of the plan; a script's is PyTorch's, `eager`.
-        device: that computes.
+        engine, device: of the plan; a script's engine is PyTorch's, `eager`.
         steps: training steps watched; 0 where steps couldn't be told apart, and times are then of the whole watched part.
         step_where: the line that ends a step.
         step_ms: median wall time of the clean steps, from one step's end to the next's, what is `apart` left out.
         phases: ms per step, which add up to the instrumented steps' wall time scaled to `step_ms`.
         attributed: share of the step in phases other than `unattributed`, 0 to 1.
-        samples_per_step: None where unknown.
-        batch: shapes of the batch.
+        samples_per_step, batch: how many, None where unknown, and their shapes.
         bound: with `bound_evidence`, sentences with the numbers behind it.
-        limit_ms: the least that this machine's measured limits allow for the step's arithmetic and memory traffic.
-        flops, bytes: of a step.
+        functions: each at its first line, of a script that has no steps; ms, and those of its lines, are of the whole run.
+        flops, bytes: of a step; `limit_ms` is the least that this machine's measured limits allow for them.
         peak_memory_bytes: of the device, or of the process on the CPU.
-        ranks: each of those that share the step, by number; empty of one process. All else but `samples_per_step` is the
-            first rank's own.
+        ranks: that share the step, by number; none of one process. All else but `samples_per_step` is the first one's own.
         slowest: the rank that the others wait for: it spends least in waiting and communication; None of one process.
         trace: file of the Chrome trace, if one was written.
         exit_code: of the script; None for a Task.
@@ -361,11 +370,13 @@ class Profile(Record):
     modules: list[ModuleTime] = Field(default_factory=list)
     operators: list[OperatorTime] = Field(default_factory=list)
     lines: list[LineTime] = Field(default_factory=list)
+    functions: list[LineTime] = Field(default_factory=list)
     optimizers: list[OptimizerUse] = Field(default_factory=list)
     loaders: list[LoaderUse] = Field(default_factory=list)
     habits: list[Habit] = Field(default_factory=list)
     apart: Apart = Field(default_factory=Apart)
     threads: Threads | None = None
+    paging: Paging | None = None
     limits: Limits = Field(default_factory=Limits)
     overhead: Overhead | None = None
     flops: float | None = None

@@ -94,8 +94,20 @@ def _with(plan: Plan, *wishes: Wish) -> Plan:
 def _wishes(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[Wish]:
     """The changes that the rules propose, for axes that weren't set, whether they can be run or not."""
     plain = _placed(hardware, base)
-    every = (*_update(facts, hardware, plain), *_data(facts, hardware, plain), *_compilation(facts, hardware, plain))
+    every = (
+        *_memory(hardware, plain),
+        *_update(facts, hardware, plain),
+        *_data(facts, hardware, plain),
+        *_compilation(facts, hardware, plain),
+    )
     yield from (wish for wish in every if wish.axis not in base.model_fields_set)
+
+
+def _memory(hardware: Hardware, plan: Plan) -> Iterator[Wish]:
+    device = device_of(plan, hardware)
+    if device is not None and not device.is_accelerator and hardware.allocator is not None:
+        why = "allocator=keep: memory that a step frees stays for the next one, instead of going back to the system"
+        yield Wish("allocator", "keep", why)
 
 
 def _update(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hotloop import __version__
-from hotloop.probe import devices, machine
+from hotloop.probe import allocator, devices, machine
 
 
 def versions() -> dict[str, str]:
@@ -31,7 +31,8 @@ def machine_name() -> str:
 
 
 def speed_versions() -> dict[str, str]:
-    """Versions of what speed depends on: the above, the C++ compiler and the driver of NVIDIA's GPUs, where there are any."""
+    """Versions of what speed depends on: the above, the C++ compiler, the driver of NVIDIA's GPUs and an allocator that
+    can be told, where there are any."""
     driver = machine.nvidia()[1] if any(name.startswith("cuda") for name in devices()) else None
-    found = {"compiler": machine.compiler_build(), "nvidia_driver": driver}
+    found = {"compiler": machine.compiler_build(), "nvidia_driver": driver, "allocator": allocator.in_use()}
     return versions() | {name: version for name, version in found.items() if version is not None}

@@ -21,10 +21,12 @@ from hotloop.launch import ranks_of
 from hotloop.loop import train_loop
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
+from hotloop.lowering.order import closed_unless_done
 from hotloop.lowering.telling import During, Say
 from hotloop.pacing import Cadence, seconds
 from hotloop.parallel.joining import Joined
 from hotloop.plan import Plan
+from hotloop.probe import allocator
 from hotloop.records import RunRecord
 from hotloop.remembering import lowered_by_memory
 from hotloop.report import tensorboard
@@ -108,7 +110,8 @@ def _start(
         versions=versions(),
     )
     made = (path, record, program.parts.plan)
-    handle = Run.create(*made, loaded.files) if ranks.world.first else Following(*made)
+    with closed_unless_done(program):
+        handle = Run.create(*made, loaded.files) if ranks.world.first else Following(*made)
     ranks.begin(str(path.absolute()))
     if task.roles.note:
         say(task.roles.note)
@@ -142,13 +145,22 @@ def go_on(
     during: During | None = None,
 ) -> tuple[Run, Ended]:
     """Goes on with a run where it was stopped or killed; under another plan from here on, if there is one."""
-    wanted = Wanted.of(Run.open(path).plan if plan is None else plan, axes)
+    own = Run.open(path).plan if plan is None else None
+    wanted = Wanted.of(plan if own is None else _able(own, axes), axes)
     named = wanted.plan.ranks if plan is not None or "ranks" in (axes or {}) else None
     with taking_part(wanted.plan, say, named) as ranks:
         options: dict[str, Any] = dict(overrides=overrides, stop_after=stop_after, checkpoint_every=checkpoint_every)
         if ranks.world.first:
             options |= dict(callbacks=callbacks, say=say, during=during)
+            if own is not None and wanted.plan.allocator != own.allocator and "allocator" not in (axes or {}):
+                say("memory of steps isn't kept from here on: nobody here can be told to; the result has the same bits")
         return _go_on(path, None if task is None else Loaded(task, None, {}), wanted, ranks, **options)
+
+
+def _able(own: Plan, axes: Mapping[str, Any] | None) -> Plan:
+    """A run's own plan; memory that the rules had it keep is not kept where nobody can be told to, with the same bits."""
+    asked = "allocator" in (axes or {}) or allocator.in_use() is not None
+    return own if asked else own.with_axes(allocator="default")
 
 
 def _go_on(

@@ -11,6 +11,7 @@ import pytest
 
 from hotloop.lowering.step import EagerStep
 from hotloop.verdicts import Parity, ParityClass
+from tests.by_rules import BY_RULES
 from tests.cli.in_process import SMALL, Hotloop, commands
 
 CPU = ("--device", "cpu")
@@ -43,7 +44,7 @@ def test_in_words(hotloop: Hotloop) -> None:
 
 def test_without_a_word_it_is_the_plan_of_auto(hotloop: Hotloop) -> None:
     done = hotloop("check", "task.py", *CPU, "--json")
-    assert done.document["plan"] == "optimizer=fused"
+    assert done.document["plan"] == BY_RULES.brief()
 
 
 def test_a_plan_file(hotloop: Hotloop, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hotloop.run import Run
 from hotloop.setting import machine_name, speed_versions
 from hotloop.taskfile import load_task
 from hotloop.verdicts import Timing, Verdict
+from tests.by_rules import BY_RULES, FUSED, KEPT
 from tests.cli.in_process import SMALL, Hotloop, commands
 from tests.conftest import RunCli
 
@@ -55,14 +56,14 @@ def plan_of(run: Path) -> dict[str, Any]:
 # --- what runs
 
 RUNS = {
-    "nothing said": ((), {"optimizer": "fused"}),
+    "nothing said": ((), FUSED),
     "baseline": (("--plan", "baseline"), {}),
-    "auto": (("--plan", "auto"), {"optimizer": "fused"}),
-    "auto, and an axis": (("--plan", "auto", "--set", "optimizer=foreach"), {"optimizer": "foreach"}),
+    "auto": (("--plan", "auto"), FUSED),
+    "auto, and an axis": (("--plan", "auto", "--set", "optimizer=foreach"), {"optimizer": "foreach", **KEPT}),
     "axes": (("--set", "optimizer=foreach", "--set", "threads=1"), {"optimizer": "foreach", "threads": 1}),
     "a file": (("--plan", "mine.toml"), {"optimizer": "forloop", "threads": 1}),
     "a file, and an axis": (("--plan", "mine.toml", "--set", "threads=none"), {"optimizer": "forloop"}),
-    "an axis by two names": (("--set", "workers=0", "--workers", "0"), {"workers": 0, "optimizer": "fused"}),
+    "an axis by two names": (("--set", "workers=0", "--workers", "0"), {"workers": 0, **FUSED}),
 }
 
 
@@ -88,14 +89,14 @@ def test_a_resumed_run_changes_its_plan_from_there_on(task: Path, hotloop: Hotlo
     assert hotloop("train", "--resume", "run", "--epochs", "4", "--plan", "baseline", *CPU).code == 0
     assert plan_of(Path("run")) == {}
     assert hotloop("train", "--resume", "run", "--epochs", "5", "--plan", "auto", *CPU).code == 0
-    assert plan_of(Path("run")) == {"optimizer": "fused"}
+    assert plan_of(Path("run")) == FUSED
     began = [(e["step"], e["plan"]) for e in Run.open(Path("run")).journal() if e["event"] in ("start", "resume")]
     assert began == [
         (0, "threads=1"),
         (4, "optimizer=foreach threads=1"),
         (8, "optimizer=foreach threads=1"),
         (12, "baseline"),
-        (16, "optimizer=fused"),
+        (16, BY_RULES.brief()),
     ]
 
 
@@ -180,7 +181,7 @@ def test_without_a_compiler_auto_goes_on_eagerly_and_says_so_once(task: Path, ru
     done = run_cli("train", task, "--run", "run", *args, env=no_compiler)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("auto passes over compile=package: compiling for the CPU needs a C++ compiler") == 1
-    assert plan_of(task.parent / "run") == {"optimizer": "fused"}
+    assert plan_of(task.parent / "run") == FUSED
 
 
 def test_without_a_compiler_auto_says_so_in_a_short_run_too(task: Path, run_cli: RunCli, no_compiler) -> None:
@@ -194,7 +195,7 @@ def test_without_a_compiler_plan_names_it_among_the_refused(task: Path, run_cli:
     done = run_cli("plan", task, "--epochs", "9999", "--json", *CPU, env=no_compiler)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["plan"] == Plan(optimizer="fused").model_dump()
+    assert document["plan"] == BY_RULES.model_dump()
     refused = {(one["axis"], one["value"]): one for one in document["refused"]}
     for value in ("forward", "step", "package"):
         assert "C++ compiler" in refused["compile", value]["reason"]
@@ -223,7 +224,7 @@ def test_plan_says_what_auto_would_run_and_trains_nothing(task: Path, run_cli: R
     done = run_cli("plan", task, *CPU, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     document = json.loads(done.stdout)
-    assert document["plan"] == Plan(optimizer="fused").model_dump()
+    assert document["plan"] == BY_RULES.model_dump()
     assert document["device"]["name"] == "cpu" and "fp32" in document["device"]["precisions"]
     assert any(line.startswith("optimizer=fused: ") for line in document["why"])
     values = {(one["axis"], one["value"]) for one in document["refused"]}
@@ -236,7 +237,7 @@ def test_plan_says_what_auto_would_run_and_trains_nothing(task: Path, run_cli: R
 def test_plan_shows_it_to_a_person(task: Path, hotloop: Hotloop) -> None:
     done = hotloop("plan", task, *CPU, "--set", "threads=1")
     assert done.code == 0 and done.out == ""
-    assert "auto runs: optimizer=fused threads=1" in done.err
+    assert f"auto runs: {BY_RULES.with_axes(threads=1).brief()}" in done.err
     assert "as set: device=cpu, threads=1" in done.err
     assert "graphs=step" in done.err and "Can't be run here" in done.err
 
@@ -249,7 +250,7 @@ def test_plan_says_what_only_training_finds_out(tmp_path: Path, hotloop: Hotloop
     assert "train finds out about residency=host: " in done.err
     trained = hotloop("train", "task.py", *CPU, "--plan", "auto", "--run", "run")
     assert "auto passes over residency=host" in trained.err and "random generator" in trained.err
-    assert plan_of(Path("run")) == {"optimizer": "fused"}
+    assert plan_of(Path("run")) == FUSED
 
     open_questions = hotloop("plan", "task.py", *CPU, "--set", "accumulation=2", "--json").document["left_open"]
     assert [line.split(":")[0] for line in open_questions] == ["residency=host", "accumulation=2"]
@@ -288,7 +289,7 @@ def found_before(task: Path, plan: Plan, ratio: float) -> None:
     remember(Verdict(task="task", plans=plans, baseline="baseline", winner="raced", steps=4, seconds=1.0, **kept))
 
 
-@pytest.mark.parametrize(("plan", "ratio"), [(Plan(threads=1), 2.0), (Plan(optimizer="fused"), 0.5)])
+@pytest.mark.parametrize(("plan", "ratio"), [(Plan(threads=1), 2.0), (BY_RULES, 0.5)])
 def test_plan_counts_what_was_found_before(
     plan: Plan, ratio: float, task: Path, tmp_path: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,11 +298,14 @@ def test_plan_counts_what_was_found_before(
     done, document = hotloop("plan", task, *CPU), hotloop("plan", task, *CPU, "--json").document
     if ratio > 1:
         assert "auto runs: threads=1, remembered as the fastest" in done.err
-        assert "without that it would run: optimizer=fused" in done.err
+        assert f"without that it would run: {BY_RULES.brief()}" in done.err
     else:
-        assert "auto runs: baseline" in done.err
-        assert "auto passes over optimizer=fused: it was found slower than the baseline" in done.err
-    assert document["plan"] == (plan if ratio > 1 else Plan()).model_dump() and document["remembered"] is (ratio > 1)
+        assert f"auto runs: {Plan(**KEPT).brief()}\n" in done.err
+        why = f"auto passes over {BY_RULES.brief()}: it was found slower than the baseline"
+        assert why in " ".join(done.err.split())
+    assert document["plan"] == (plan if ratio > 1 else Plan(**KEPT)).model_dump() and document["remembered"] is (
+        ratio > 1
+    )
     trained = hotloop("train", task, *CPU, "--plan", "auto", "--run", "run", "--json")
     assert trained.document["plan"] == document["plan"]
 
@@ -313,14 +317,15 @@ def test_plan_says_what_is_raced_and_proven_before_it_runs(
     monkeypatch.setattr("hotloop.probe.machine.compiler", lambda: "/usr/bin/g++")
     long = ("plan", task, *CPU, "--epochs", "9999")
     done, document = hotloop(*long), hotloop(*long, "--json").document
-    assert "auto runs: optimizer=fused\n" in done.err
-    assert "compile=package is faster and proven: --plan auto tries that first" in " ".join(done.err.split())
-    assert document["plan"] == Plan(optimizer="fused").model_dump()
-    assert Plan(compile="package").model_dump() in document["compiled"]
+    assert f"auto runs: {BY_RULES.brief()}\n" in done.err
+    way = Plan(compile="package", **KEPT)
+    assert f"{way.brief()} is faster and proven: --plan auto tries that first" in " ".join(done.err.split())
+    assert document["plan"] == BY_RULES.model_dump()
+    assert way.model_dump() in document["compiled"]
     assert any(line.startswith("compile=package: whether") for line in document["left_open"])
 
-    for way in document["compiled"]:
-        found_before(task, Plan(**way), 0.5)
+    for one in document["compiled"]:
+        found_before(task, Plan(**one), 0.5)
     assert hotloop(*long, "--json").document["compiled"] == []
 
 

@@ -209,7 +209,11 @@ WRONG: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a size alone": (("--scale", "width=1,2"), 1, ("one plan alone to race",)),
     "a file that isn't there": (("--plans", "baseline,mien.toml"), 1, ("no plan at 'mien.toml'",)),
     "a file that is no plan": (("--plans", "bad.toml"), 1, ("bad.toml: precision='fp8'",)),
-    "a device that isn't there": (("--devices", "cpu,cuda:9"), 1, ("'cuda:9' isn't on this machine", "cpu")),
+    "a device that isn't there": (
+        ("--devices", "cpu,cuda:9"),
+        1,
+        ("'cuda:9' isn't on this machine", "Use --devices cpu"),
+    ),
     "a plan without steps of its own": (("--set", "parallel=async", "--set", "ranks=2"), 1, ("parallel=async",)),
     "the baseline's axes": (("--set", "compiel=step"), 1, ("unknown axis 'compiel'",)),
     "no time": (("--time-limit", "0s"), 1, ("time-limit='0s'", "a time above zero")),

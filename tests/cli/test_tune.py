@@ -55,6 +55,7 @@ def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
     monkeypatch.setattr(search, "measure", partial(search.measure, clock=clock))
     monkeypatch.setattr(search, "Runner", partial(search.Runner, clock=clock))
     monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("hotloop.probe.allocator._is_glibcs", lambda: False)  # nor does it know what memory costs
     monkeypatch.setattr(search, "compiled_changes", lambda *given: [])  # compiling has tests of its own
     (tmp_path / "task.py").write_text(
         f"""{SMALL}

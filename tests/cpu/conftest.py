@@ -8,15 +8,17 @@ import pytest
 from torch.optim import Optimizer
 
 from hotloop.lowering.rewrites import mm_by_onednn
+from hotloop.probe import allocator
 from hotloop.profiling import optimizers
 from hotloop.tuning import candidates
 
 
 @pytest.fixture(autouse=True)
-def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a search tries and what it finds to rewrite is the same here, whoever has made the processor."""
+def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a search tries and what it finds to rewrite is the same here, whoever has made processor and C library."""
     monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: False)
     monkeypatch.setattr(candidates, "mkl_is_slow", lambda processor: False)
+    monkeypatch.setattr(allocator, "_is_glibcs", lambda: False)
 
 
 @pytest.fixture

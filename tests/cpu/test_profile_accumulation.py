@@ -71,8 +71,11 @@ def test_a_script_that_ends_before_its_first_update_is_asked_to_train_for_longer
     assert backwards_in(profile) and "train for longer" in profile.notes[-1]
 
 
-def test_an_update_by_hand_keeps_nobody_waiting(clock: list[float], own_optimizers: None) -> None:
+@pytest.mark.parametrize("unused", [False, True])
+def test_an_update_by_hand_keeps_nobody_waiting(unused: bool, clock: list[float], own_optimizers: None) -> None:
+    """Nor does an optimizer that was made for the same weights, and never steps."""
     weight, seen = torch.randn(4, 1, requires_grad=True), []
+    optimizer = torch.optim.SGD([weight], lr=0.1) if unused else None
 
     def loop() -> None:
         for _ in range(100):
@@ -86,3 +89,5 @@ def test_an_update_by_hand_keeps_nobody_waiting(clock: list[float], own_optimize
     profile = watched(loop, steps=None)
     assert EACH_S * profile.steps <= course.LONGEST_S
     assert [note for note in profile.notes if "no optimizer" in note]
+    assert "update" not in profile.phases or [one.kind for one in profile.optimizers] == ["by hand"]
+    del optimizer

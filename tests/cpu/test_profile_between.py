@@ -18,13 +18,8 @@ from hotloop.profiling.observing import observers
 from hotloop.profiling.phases import HostClock, Instant, Timeline, durations
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.steps import Event
-from hotloop.profiling.turning import Turning, turned
+from hotloop.profiling.turning import Turning, shares, turned
 from tests.cpu.watching import watched
-
-
-def place(sites: Sites, found: dict[str, int]) -> str:
-    found["line"] = sys._getframe(1).f_lineno
-    return sites.caller(2)
 
 
 @pytest.mark.parametrize(
@@ -39,17 +34,99 @@ def place(sites: Sites, found: dict[str, int]) -> str:
     ],
 )
 def test_lines_before_and_after_the_one_that_ends_a_step(by_hand: bool, phase, after: int, expected: str) -> None:
-    sites, found = Sites(), {}
-    anchor = place(sites, found)  # a line further down is in this function, too
-    turning = Turning(sites, Facts(anchor=anchor, by_hand=by_hand))
-    assert turning.phase(phase, [(__file__, found["line"] + after)]) == expected
-    elsewhere = inspect.getsourcelines(place)[1] + 1
-    assert turning.phase(phase, [None, (__file__, elsewhere), ("other.py", found["line"] + after)]) == phase
+    facts = Facts(anchor="here", by_hand=by_hand)
+    turning, ends = Turning(Sites(), facts), sys._getframe().f_lineno
+    assert turning.phase(phase, [(__file__, ends + after)]) == expected
+    elsewhere = inspect.getsourcelines(policy)[1] + 1
+    assert turning.phase(phase, [None, (__file__, elsewhere), ("other.py", ends + after)]) == phase
+
+
+def helper() -> tuple[Turning, int]:
+    """That a step ends in."""
+    batch = sys._getframe().f_lineno
+    return Turning(Sites(), Facts(anchor="here")), batch
+
+
+def test_lines_around_the_call_of_a_helper_that_a_step_ends_in() -> None:
+    before = sys._getframe().f_lineno
+    turning, batch = helper()
+    after = sys._getframe().f_lineno
+
+    def phase(*lines: int) -> str:
+        return turning.phase("batch", [(__file__, line) for line in lines])
+
+    assert [phase(before), phase(after), phase(before + 1)] == ["batch", "python", "batch"]
+    # called from another place than at first, a line of the helper is what it is
+    assert phase(after, batch) == phase(batch, after) == "batch"
+
+
+def test_nothing_is_turned_as_long_as_no_step_is_known() -> None:
+    turning, ends = Turning(Sites(), Facts()), sys._getframe().f_lineno
+    assert turning.phase("batch", [(__file__, ends + 1)]) == "batch"
 
 
 def test_what_is_turned_adds_up() -> None:
     phases = turned({"update": 4.0, "forward": 1.0}, [("update", "batch", 0.75), ("logging", "python", 0.5)])
     assert phases == {"update": 1.0, "forward": 1.0, "batch": 3.0}
+
+
+def test_looks_at_the_stack_say_more_than_traced_steps_where_there_are_enough() -> None:
+    """In a traced step, each line of plain Python takes many times as long."""
+    traced = [
+        {("batch", "python"): 9.0, ("batch", "batch"): 1.0},
+        {("update", "batch"): 1.0, ("update", "update"): 3.0},
+    ]
+    sampled = {("batch", "python"): 1.0, ("batch", "batch"): 3.0, ("update", "batch"): 9.0}
+    assert shares(traced[:1], sampled, {"batch": 100, "update": 3}) == [("batch", "python", 0.25)]
+    assert shares(traced[1:], sampled, {"batch": 3, "update": 3}) == [("update", "batch", 0.25)]
+    assert shares([], {("batch", "python"): 1.0}, {"batch": 1}) == [
+        ("batch", "python", 1.0)
+    ]  # none was traced to its end
+
+
+def plain(many: int) -> float:
+    total = 0.0
+    for number in range(many):
+        total += number
+    return total
+
+
+def busy() -> None:
+    """Runs more lines of plain Python than can be marked, then makes a batch, and calls a helper that trains on it."""
+    net = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
+
+    for _ in range(100):
+        plain(10_000)
+        train(torch.randn(256, 64).erfinv())  # LINE batch
+        plain(30_000)
+
+
+def check_busy() -> None:
+    profile = watched(busy, observers=lambda watch: observers(watch, None))
+    assert profile.phases["python"] > profile.phases["batch"] > profile.phases["python"] / 10
+    batch = next(
+        n for n, text in enumerate(inspect.getsource(sys.modules[__name__]).splitlines(), 1) if "LINE b" in text
+    )
+    made = {one.where.rpartition(":")[2] for one in profile.operators if one.name in ("aten::randn", "aten::erfinv")}
+    assert made == {str(batch)}
+
+
+def test_plain_python_after_a_helper_that_ends_the_step_is_no_making_of_a_batch() -> None:
+    check_busy()
+
+
+def test_lines_that_are_marked_until_there_is_no_more_room_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotloop.profiling.trail._EACH", 10**9)
+    monkeypatch.setattr("hotloop.profiling.trail._MOST", 40_000)
+    monkeypatch.setattr("hotloop.profiling.turning._ENOUGH", 10**9)
+    with pytest.raises(AssertionError):
+        check_busy()
 
 
 def test_a_thread_that_waits_is_in_no_phase_but_one_that_is_kept_from_its_core_is() -> None:

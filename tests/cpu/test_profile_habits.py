@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -135,6 +136,66 @@ def test_a_graph_of_a_teacher_is_no_double_evaluation() -> None:
     teacher = network()
     found = seen(lambda net, batch: F.mse_loss(net(batch), teacher(batch).detach()))
     assert found == {"unused graph": pytest.approx(1.0, abs=0.3)}
+
+
+def detached(net: nn.Module, batch: Tensor) -> Tensor:
+    """As of a generator whose pictures only the discriminator learns from, or as targets of the next state."""
+    target = net(torch.randn(8, 4)).detach()
+    return F.mse_loss(net(batch), target)
+
+
+def evaluated_twice(net: nn.Module, batch: Tensor) -> Tensor:
+    net(batch.clone()).detach()
+    return net(batch).pow(2).mean()
+
+
+def evaluated_after_the_update(net: nn.Module, batch: Tensor) -> Tensor:
+    last, net.last = getattr(net, "last", torch.ones(8, 4)), batch
+    net(last)
+    return net(batch).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "what"),
+    [
+        (detached, "unused graph"),
+        (evaluated_twice, "wasted forward"),
+        (evaluated_after_the_update, "wasted forward"),
+    ],
+)
+def test_only_the_same_inputs_are_evaluated_twice(step: Step, what: str) -> None:
+    assert seen(step) == {what: pytest.approx(1.0, abs=0.3)}
+
+
+@pytest.mark.parametrize("graded", [True, False])
+@pytest.mark.parametrize("is_after", [True, False])
+def test_where_both_go_through_one_function_the_call_of_it_is_named(graded: bool, is_after: bool) -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    places = []
+
+    def loss(batch: Tensor) -> Tensor:
+        return net(batch).pow(2).mean()
+
+    def looked_at(batch: Tensor) -> None:
+        with torch.set_grad_enabled(graded):
+            places.append(inspect.currentframe().f_lineno + 1)
+            loss(batch).detach()
+
+    def loop() -> None:
+        for _ in range(40):
+            batch = torch.randn(8, 4)
+            if not is_after:
+                looked_at(batch)
+            optimizer.zero_grad()
+            loss(batch).backward()
+            optimizer.step()
+            if is_after:
+                looked_at(batch)
+
+    (habit,) = watched(loop).habits
+    assert habit.what == ("wasted forward" if graded else "evaluation")
+    assert habit.where.endswith(f"test_profile_habits.py:{places[0]}")
 
 
 def keeping(what: str) -> Step:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -186,3 +187,45 @@ def test_plain_python_between_two_operations_is_seen_and_the_interpreter_is_left
     finally:
         seen.close()
     assert "working" in {line.function for line in seen.lines()}
+
+
+@pytest.mark.parametrize(("took_s", "pause_s"), [(0.0001, 0.00005), (0.002, 0.0002), (0.5, 0.001)])
+def test_short_steps_are_looked_at_more_often(took_s: float, pause_s: float) -> None:
+    seen = sampler()
+    assert seen._pause_s == 0.001, "of the first nobody knows how long it takes"
+    seen._took_s = took_s
+    assert seen._pause_s == pytest.approx(pause_s)
+
+
+def test_steps_that_are_shorter_than_a_millisecond_have_lines() -> None:
+    step = compiled(
+        "script.py",
+        """
+        from time import perf_counter
+
+        def step():
+            until = perf_counter() + 0.0008
+            while perf_counter() < until:
+                pass
+        """,
+    )["step"]
+    seen = sampler()
+    try:
+        assert any(looked_at(seen, step) > 120 for _ in range(5)), "other programs may have the cores for a while"
+    finally:
+        seen.close()
+    assert "step" in {line.function for line in seen.lines()}
+
+
+def looked_at(seen: StackSampler, step: Callable[[], None], steps: int = 400) -> int:
+    """How many of some steps were looked at, between which another thread may run, though this one doesn't rest."""
+    looked, elsewhere = 0, bytes(1_000_000)
+    for _ in range(steps):
+        seen.begin()
+        began = seen._since
+        step()
+        looked += seen._since > began
+        seen.end()
+        for _ in range(4):
+            crc32(elsewhere)
+    return looked

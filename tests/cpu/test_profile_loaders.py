@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
 
 from hotloop.profiles import LoaderUse
 from hotloop.profiling import loaders as module
@@ -225,3 +237,61 @@ def test_an_iterator_of_a_library_s_own_is_left_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(DataLoader, "_get_iterator", lambda self: Wrapped(made(self)))
     (use,) = watched(training(DataLoader(Single(), BATCH))).loaders
     assert use.dataset == "Single"
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.ones(COUNT, 4)
+
+
+def stacked(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples)
+
+
+class Stacking:
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples)
+
+
+def begins(function: Any) -> str:
+    return f"{Path(__file__).name}:{function.__code__.co_firstlineno}"
+
+
+def test_a_stream_makes_its_samples_where_it_is_gone_through() -> None:
+    (use,) = watched(training(DataLoader(Stream(), BATCH))).loaders
+    assert use.sample_where.endswith(begins(Stream.__iter__))
+
+
+@pytest.mark.parametrize("theirs", ["torch", "a library"])
+def test_samples_of_a_library_have_no_place_in_its_files(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, collate = TensorDataset(torch.ones(COUNT, 4)), lambda samples: torch.stack([one for (one,) in samples])
+    if theirs == "a library":
+        data, collate = Single(), stacked
+        monkeypatch.setattr(module, "is_library", lambda file: True)
+    (use,) = watched(training(DataLoader(data, BATCH, collate_fn=collate))).loaders
+    assert use.sample_where == (use.where if theirs == "a library" else "")
+
+
+@pytest.mark.parametrize(
+    ("collate", "own"), [(None, None), (stacked, stacked), (partial(stacked), stacked), (Stacking(), Stacking.__call__)]
+)
+def test_where_batches_are_put_together_is_known_of_ones_own_function(collate: Any, own: Any) -> None:
+    (use,) = watched(training(DataLoader(Single(), BATCH, collate_fn=collate))).loaders
+    assert use.collate_where.endswith(begins(own)) if own else use.collate_where == ""
+
+
+def test_a_loader_has_the_share_of_the_steps_that_draw_from_it() -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    often, rarely, chance = DataLoader(Single(), 4), DataLoader(Many(), 4), Random(0)
+
+    def loop() -> None:
+        for _ in range(8):
+            other = iter(rarely)
+            for inputs in often:
+                inputs = inputs + next(other) if chance.random() < 0.5 else inputs
+                net(inputs).pow(2).mean().backward()
+                optimizer.step()
+
+    first, second = watched(loop).loaders
+    assert (first.dataset, first.share) == ("Single", 1.0) and 0.0 < second.share < 1.0

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotloop.diagnosing import lines, repeats, updating
+from hotloop.diagnosing import lines, repeats, updating, waits
 from hotloop.diagnosing.step import Detector, Step
 from hotloop.profiles import LineTime, Profile, Remedy
 from hotloop.profiling.observing import observers
@@ -138,3 +138,70 @@ def test_a_loop_over_samples_in_place_is_none_over_parameters() -> None:
             row.add_(torch.rand(8))
 
     assert not [one for one in repeats.loops(as_step(training(aside))) if "over parameters" in one.cause]
+
+
+class Oscillating(nn.Module):
+    def forward(self, place: Tensor, speed: Tensor) -> Tensor:
+        for _ in range(12):
+            force = -place.sin()
+            speed = speed + force * 0.1
+            place = place + speed * 0.1
+        return place
+
+
+def test_the_lines_of_a_loop_over_time_are_told_of_as_one() -> None:
+    model, start = Oscillating(), nn.Parameter(torch.randn(16))
+    optimizer = torch.optim.SGD([start], lr=0.01)
+
+    def loop() -> None:
+        for _ in range(40):
+            model(start, torch.zeros(16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (found,) = [one for one in said(repeats.loops, loop) if "of 12 rounds" in one.cause]
+    assert found.evidence.startswith("3 lines of Oscillating.forward run 12 times")
+
+
+def test_outputs_that_go_to_numpy_and_come_back_are_moved_and_targets_are_not() -> None:
+    def aside(model: nn.Module, outputs: Tensor, targets: Tensor) -> None:
+        kept = outputs.detach()[:, :5].cpu().numpy()  # leaves
+        torch.from_numpy(kept).to("cpu").abs().max()  # comes back
+        outputs.detach()[:, :6].sigmoid().numpy()
+        targets.to("cpu")
+        F.cross_entropy(model(torch.ones(16, 8)), targets)
+
+    found = list(waits.pointless(as_step(training(aside))))
+    source = Path(__file__).read_text(encoding="utf-8").splitlines()
+    assert [(source[int(one.where.rpartition(":")[2]) - 1].partition("  # ")[2], one.cause[:18]) for one in found] == [
+        ("leaves", "a tensor moved bac"),
+        ("comes back", "a copy to the devi"),
+    ]
+    assert all(one.note for one in found)
+
+
+def test_a_number_that_is_read_after_an_update_by_hand_is_read_at_each_step() -> None:
+    weight = torch.zeros(8, 1, requires_grad=True)
+
+    def loop() -> None:
+        for _ in range(60):
+            weight.grad = None
+            loss = (torch.randn(16, 8) @ weight - 1).square().mean()
+            loss.backward()
+            weight.data -= 0.01 * weight.grad
+            loss.log10().item()
+
+    assert [one.cause.partition(":")[0] for one in said(waits.reading, loop)] == [".item() at each step"]
+
+
+def test_an_optimizers_own_numbers_are_not_read_by_the_loop() -> None:
+    weight = torch.zeros(8, 1, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], foreach=False)
+
+    def loop() -> None:
+        for _ in range(60):
+            optimizer.zero_grad()
+            (torch.randn(16, 8) @ weight - 1).square().mean().backward()
+            optimizer.step()
+
+    assert said(waits.reading, loop) == []

@@ -20,13 +20,18 @@ from hotloop.profiling.compose import profile_of
 from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.host import profile_script
 from hotloop.profiling.importing import AtImport
+from hotloop.profiling.plain_lines import PlainLines
 
 LOOPS = Path(__file__).parent / "loops"
 
 
-def line_that_ends_a_step(script: str) -> int:
+def line_that(script: str, says: str) -> int:
     lines = (LOOPS / script).read_text(encoding="utf-8").splitlines()
-    return next(number for number, line in enumerate(lines, 1) if line.endswith("# ends the step"))
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {says}"))
+
+
+def line_that_ends_a_step(script: str) -> int:
+    return line_that(script, "ends the step")
 
 
 @pytest.fixture
@@ -132,9 +137,61 @@ def test_what_a_script_can_see_and_that_it_never_trains(alone, monkeypatch) -> N
 def test_a_script_without_torch(alone) -> None:
     profile = alone("arrays.py")
     assert "never imported torch" in profile.notes[-1]
-    slow = next(line for line in profile.lines if line.function == "slow")
-    step = next(line for line in profile.lines if line.function == "step")
+    slow = next(one for one in profile.functions if one.function == "slow")
+    step = next(one for one in profile.functions if one.function == "step")
     assert slow.where.endswith("arrays.py:9") and step.ms >= slow.ms
+    for function in profile.functions:  # of those whose lines were seen
+        own = [line.own_ms for line in profile.lines if line.function == function.function]
+        assert not own or sum(own) == pytest.approx(function.own_ms)
+
+
+def test_a_network_by_hand_on_tensors_without_autograd(alone) -> None:
+    profile = alone("by_hand.py", "40")
+    assert "never trained" in profile.notes[-1] and not profile.functions
+    longest = max((one for one in profile.lines if one.function == "pool_backward"), key=lambda one: one.own_ms)
+    assert longest.where.endswith(f":{line_that('by_hand.py', 'the scatter')}")
+    loop = next(one for one in profile.lines if one.where.endswith(f":{line_that('by_hand.py', 'the loop')}"))
+    assert loop.own_ms < longest.own_ms <= loop.ms
+
+
+def test_a_stack_gives_functions_too() -> None:
+    """From Python 3.12 on by this alone."""
+    looks = PlainLines()
+    looks.begin()
+    until = time.perf_counter() + 0.1
+    while time.perf_counter() < until:
+        os.waitpid(pid, 0) if (pid := os.fork()) else os._exit(0)  # a fork ends the thread and begins it anew
+        time.sleep(0.01)
+    looks.stop()
+    looks.stop()
+    here = test_a_stack_gives_functions_too.__code__
+    found = next(one for one in looks.functions() if one["function"] == here.co_qualname)
+    assert found["where"].endswith(f":{here.co_firstlineno}") and found["ms"] > 20
+    assert max(one["own_ms"] for one in looks.lines() if one["function"] == here.co_qualname) <= found["ms"]
+
+
+@pytest.mark.parametrize("own_s", [None, 0.001])
+def test_how_often_threads_take_turns_is_the_scripts_own_afterwards(own_s: float | None) -> None:
+    before, looks = sys.getswitchinterval(), PlainLines()
+    try:
+        looks.begin()
+        assert sys.getswitchinterval() < before
+        if own_s is not None:
+            sys.setswitchinterval(own_s)
+        looks.stop()
+        assert sys.getswitchinterval() == pytest.approx(own_s or before)
+    finally:
+        looks.stop()
+        sys.setswitchinterval(before)
+
+
+def test_lines_of_the_whole_run_are_looked_at_until_something_trains(alone, tmp_path) -> None:
+    """By a thread, which the script counts: alone there is no other."""
+    script = tmp_path / "counts.py"
+    script.write_text(
+        "import sys, torch\nx = torch.ones(2, requires_grad=True)\nx.sum().backward()\nprint(len(sys._current_frames()))\n"
+    )
+    alone(str(script))
 
 
 def test_a_script_that_asks_for_torch_before_it_imports_it(alone) -> None:
@@ -173,7 +230,7 @@ def test_a_script_that_asks_for_another_profiler_is_profiled_on(tmp_path) -> Non
         "def slow():\n    return sum(range(1_000_000))\nslow()\n"
     )
     profile = profile_script(script)
-    assert [line.function for line in profile.lines if line.where.endswith("asks.py:3")] == ["slow"]
+    assert [one.function for one in profile.functions if one.where.endswith("asks.py:3")] == ["slow"]
     assert not any("cProfile" in note for note in profile.notes)
 
 

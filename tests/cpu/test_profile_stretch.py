@@ -257,6 +257,21 @@ def test_a_loop_that_opens_another_loader_in_each_step_is_heard_in_each(loop: Lo
     assert not spared(loop, lambda number: next(iter(DataLoader(torch.ones(2, 4)))))
 
 
+def test_data_at_the_address_of_data_that_is_gone_is_another_loaders(loop: Loop) -> None:
+    class Data(list):
+        """Of its own address, whatever another had before."""
+
+    addresses: set[int] = set()
+
+    def draw(number: int) -> None:
+        data = Data([torch.ones(4)] * 2)
+        addresses.add(id(data))
+        next(iter(DataLoader(data)))
+
+    assert not spared(loop, draw)
+    assert len(addresses) < loop.updates
+
+
 @pytest.mark.parametrize("batches", [1, 5])
 def test_another_epoch_of_the_same_loader_is_nothing_unusual(loop: Loop, batches: int) -> None:
     loader = DataLoader(torch.ones(batches, 4))

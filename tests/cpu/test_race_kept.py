@@ -305,6 +305,14 @@ def test_a_file_that_cannot_be_read_is_passed_over_and_said(content: str, folder
     assert len(found()) == 2
 
 
+def test_a_result_of_an_axis_that_there_is_no_more_is_passed_over_and_said(folder: Path) -> None:
+    one = timing(FUSED, 1.3)
+    remember(verdict(one.model_copy(update={"plan": {**one.plan, "gone": 1}})))
+    known, notes = recall("f", "m", VERSIONS)
+    assert [one.timing.name for one in known] == ["baseline"]
+    assert len(notes) == 1 and "passed over" in notes[0] and "gone" in notes[0]
+
+
 def test_a_folder_that_cannot_be_written_costs_a_note_alone(folder: Path) -> None:
     folder.write_text("a file in its place")
     notes = remember(verdict(timing(FUSED, 1.3)))

@@ -120,9 +120,9 @@ def vars_of(task: hotloop.Task) -> dict[str, Any]:
     return {name: getattr(task, name) for name in ("model", "loss", "optimizer", "batch_size", "seed")}
 
 
-def convolving(*layers: nn.Module, size: int = 8) -> hotloop.Task:
+def convolving(*layers: nn.Module, size: int = 8, channels: int = 2) -> hotloop.Task:
     model = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(3))
-    images = torch.randn(12, 2, size, size, generator=torch.Generator().manual_seed(2))
+    images = torch.randn(12, channels, size, size, generator=torch.Generator().manual_seed(2))
     return a_task(model=lambda: deepcopy(model), data=(images, images[:, 0, 0, :3].argmax(1)), batch_size=6)
 
 
@@ -175,9 +175,20 @@ def test_a_convolution_whose_columns_fit_no_cache_is_left_to_the_library_unless_
     assert rewrite(Step(convolving(*layers)).captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
 
 
+def test_a_convolution_of_one_channel_may_be_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_as_gemm, "CACHED_BYTES", 1)
+    step = Step(convolving(nn.Conv2d(1, 2, 3), channels=1))
+    assert rewrite(step.captured.graph, "all")["conv_as_gemm"] == 1
+    monkeypatch.setattr(conv_as_gemm, "MOST_BYTES", 1)
+    with pytest.raises(PlanError, match="finds nothing"):
+        rewrite(Step(convolving(nn.Conv2d(1, 2, 3), channels=1)).captured.graph, "all")
+
+
 def test_all_says_what_a_name_alone_brings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv_as_gemm, "CACHED_BYTES", 1)
-    with pytest.raises(PlanError, match=r"whose columns fit 1 MiB \(name conv_as_gemm to have it anyway\)"):
+    with pytest.raises(
+        PlanError, match=r"of one channel or with columns that fit 1 MiB \(name conv_as_gemm to have it anyway\)"
+    ):
         rewrite(Step(convolving(nn.Conv2d(2, 2, 3))).captured.graph, "all")
 
 

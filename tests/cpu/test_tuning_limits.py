@@ -142,6 +142,15 @@ def test_a_proof_is_not_begun_that_takes_longer_than_what_is_left(monkeypatch: p
     assert "optimizer=fused was not proven: that takes about 2 s, and 0 s are left" in search.notes[-1]
 
 
+def test_it_is_said_where_a_run_that_is_to_stop_leaves_too_little_for_any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotloop.tuning.budget.time", SimpleNamespace(monotonic=lambda: 0.0))
+    least = Budget.of(0.01, None, None)
+    deadline = Deadline(least.tells_s() + least.proof_s + 0.001)
+    search = searching(monkeypatch, Long(), deadline=deadline, task=family("mlp"))
+    assert search.run() == BASELINE
+    assert "until stop-after" in search.notes[-1] and "too little to tell any plan" in search.notes[-1]
+
+
 def test_how_many_plans_a_race_has_time_for() -> None:
     assert hopeless(500) and not hopeless(5_000) and not hopeless(None)
     assert Budget.of(LONG_S, 600, None).plans_at_first(7) < Budget.of(LONG_S, 11_730, None).plans_at_first(7) == 7

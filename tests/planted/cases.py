@@ -53,6 +53,7 @@ CASES = {
     "small_batch": Planted("too small a batch", anywhere=True),
     "validating": Planted("evaluation at each step"),
     "collating": Planted("slow samples: it takes long to put"),
+    "large_blocks": Planted("memory is given back", anywhere=True),
     "through_numpy": Planted("moved back and forth|in the loop"),
 }
 

@@ -19,7 +19,9 @@ A_GPU = a_device("cuda:0", ("fp32", "tf32", "bf16", "fp16", "fp64"))
 AN_OLD_GPU = a_device("cuda:0", ("fp32", "fp16", "fp64"))
 
 
-def a_machine(*more: Device, cpu: Device | None = None, compiler: str | None = "/usr/bin/g++") -> Hardware:
+def a_machine(
+    *more: Device, cpu: Device | None = None, compiler: str | None = "/usr/bin/g++", allocator: str | None = None
+) -> Hardware:
     """A machine with a CPU and `more` devices."""
     return Hardware(
         system="Linux 6.1",
@@ -27,6 +29,7 @@ def a_machine(*more: Device, cpu: Device | None = None, compiler: str | None = "
         devices=(cpu or a_device(), *more),
         versions={"torch": "2.13"},
         compiler=compiler,
+        allocator=allocator,
     )
 
 

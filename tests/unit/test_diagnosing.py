@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hotloop.diagnosing import diagnose
-from hotloop.profiles import Apart, Habit, Limits, ModuleTime, Profile, Threads
+from hotloop.profiles import Apart, Habit, Limits, ModuleTime, Paging, Profile, Threads
 from tests.unit.made_steps import (
     STEP_MS,
     adam,
@@ -196,13 +196,18 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "net.py:7",
     ),
     "a Python loop over samples": (
-        seen({"forward": 8.0}, operators=loop(64, 0.01), loaders=[loader()]),
+        seen({"forward": 8.0}, operators=loop(64, 0.01, shapes=["256"]), loaders=[loader()]),
         "64 samples",
         "net.py:7",
     ),
     "too many threads": (
         seen(threads=Threads(torch=16, cores=2, busy=1.9, others=0.0, slower=3.0)),
         "too many threads",
+        "train.py:30",
+    ),
+    "memory given back": (
+        seen(paging=Paging(pages=4000, system_ms=4.0), threads=Threads(torch=2, cores=2, busy=1.6, others=0.0)),
+        "memory is given back",
         "train.py:30",
     ),
     "too small a batch": (
@@ -436,9 +441,9 @@ NOTES: dict[str, tuple[Profile, str]] = {
         seen(operators=[operator("resolve_neg", 0.01, where="train.py:14", phase="synchronisation", shapes=[])]),
         ".item()",
     ),
-    "a graph of a network that isn't trained": (
+    "a graph that is never used": (
         seen(habits=[Habit(what="unused graph", where="t.py:1", per_step=1.0, ms=3.0)]),
-        "a graph is built for a network that isn't trained",
+        "a graph is built for a forward that no backward comes back to",
     ),
     "a graph kept for nothing": (
         seen(habits=[Habit(what="retained graph", where="t.py:1", per_step=1.0)]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hotloop.profiles import Threads
 from tests.unit.made_steps import first, line, loader, loop, operator, product, remedies, seen
 
 
@@ -89,3 +90,50 @@ def test_what_held_a_few_large_operators_up_is_not_the_batchs_fault() -> None:
 def test_the_loops_own_python_is_not_the_batchs_fault() -> None:
     found = remedies(seen({"python": 4.0, "batch": 2.0}, samples_per_step=4, lines=[line("python", 4.0)]))
     assert not [one for one in found if one.cause.startswith("too small a batch")]
+
+
+def test_of_several_loaders_the_one_is_named_whose_samples_take_longest() -> None:
+    fast = loader(sample_ms=0.001, sample_where="fast.py:1", batch_size=16)
+    slow = loader(sample_ms=0.3, sample_where="slow.py:1", batch_size=16)
+    rare = loader(sample_ms=3.0, sample_where="validation.py:1", batch_size=16, share=0.02)
+    found = first(seen({"data": 6.0}, loaders=[fast, slow, rare], samples_per_step=16))
+    assert found.cause.startswith("slow samples") and found.where == "slow.py:1"
+
+
+def test_of_several_loaders_one_may_be_slow_whose_samples_nobody_timed() -> None:
+    fast = loader(sample_ms=0.001, sample_where="fast.py:1", batch_size=16)
+    unknown = loader(workers=2, sample_where="unknown.py:1", batch_size=16)
+    found = first(seen({"data": 6.0}, loaders=[fast, unknown], samples_per_step=16))
+    assert "2 workers" in found.cause and found.where == "unknown.py:1"
+
+
+def test_samples_that_a_library_makes_are_told_of_at_the_loader_or_at_a_line_of_the_users() -> None:
+    use = loader(sample_ms=0.09, sample_where="train.py:8")
+    assert first(seen({"data": 6.0}, loaders=[use])).where == "train.py:8"
+    found = first(seen({"data": 6.0}, loaders=[use], lines=[line("data", 5.0, "transform.py:3")]))
+    assert found.cause.startswith("slow samples: they are loaded one by one") and found.where == "transform.py:3"
+
+
+def test_what_workers_do_is_not_said_to_have_been_measured() -> None:
+    use = loader(workers=2, collate_where="collate.py:9")
+    found = first(seen({"data": 6.0}, loaders=[use]))
+    assert found.where == use.where and "collate_fn for each batch (collate.py:9)" in found.remedy
+    assert "isn't measured in workers" in found.evidence and "more workers than 2" in found.remedy
+
+
+def test_a_short_step_with_workers_is_told_to_load_in_the_process() -> None:
+    profile = seen({"data": 6.0}, loaders=[loader(workers=2, sample_where="")])
+    short = profile.model_copy(
+        update={"step_ms": 1.0, "phases": {phase: ms / 10 for phase, ms in profile.phases.items()}, "operators": []}
+    )
+    found = first(short)
+    assert "num_workers=0" in found.remedy and "more workers" not in found.remedy and found.where == "train.py:8"
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_no_more_workers_than_cores_are_proposed(workers: int) -> None:
+    threads = Threads(torch=2, cores=2, busy=2.0, others=0.0)
+    assert (
+        "more workers than cores don't help"
+        in first(seen({"data": 6.0}, loaders=[loader(workers=workers)], threads=threads)).remedy
+    )

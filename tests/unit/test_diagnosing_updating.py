@@ -57,7 +57,14 @@ def test_an_optimizer_that_takes_lists_or_has_no_other_way_is_no_loop(kind: str,
 
 
 def test_reading_in_the_optimizer_is_not_the_users() -> None:
-    assert remedies(seen(operators=[operator("item", 0.01, phase="update", where="train.py:13")])) == []
+    ones = [operator("item", 0.01, phase="update", where="train.py:13")]
+    assert remedies(seen(operators=ones, optimizers=[adam(0.1, "fused")])) == []
+
+
+def test_reading_after_an_update_by_hand_is() -> None:
+    ones = [operator("item", 0.01, phase="update", where="train.py:14")]
+    (note,) = remedies(seen(operators=ones, optimizers=[adam(0.0, "", kind="by hand", where="train.py:12", groups=[])]))
+    assert ".item()" in note.cause and note.where == "train.py:14" and note.note
 
 
 @pytest.mark.parametrize(("each_ms", "share"), [(0.01, 0.3), (0.04, 0.0)])

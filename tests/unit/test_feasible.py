@@ -50,6 +50,7 @@ REFUSED = {
     "no convolution to rewrite": (
         CPU, {"convolutions": False}, {"rewrites": "conv_as_gemm"}, ("no convolution",),
     ),
+    "memory that nobody can keep": (CPU, {}, {"allocator": "keep"}, ("only glibc", "allocator=default")),
     "arrays rewritten": (CPU, {}, {"engine": "arrays", "rewrites": "all"}, ("captured step", "rewrites=none")),
     "graphs on a CPU": (CPU, {}, {"graphs": "step"}, ("graphs are CUDA's", "graphs=none")),
     "graphs on a Mac": (MAC, {}, {"device": "mps", "graphs": "step"}, ("mps has none",)),
@@ -147,6 +148,8 @@ RUNS = {
     "a graph": (GPU, {}, GRAPHS),
     "a graph of a compiled step, in pieces": (GPU, {}, {**GRAPHS, "compile": "step", "accumulation": 2}),
     "several steps in one replay, of data that lies there": (GPU, {}, {**ON_GPU, "graphs": 8, "residency": "device"}),
+    "memory kept": (a_machine(allocator="glibc"), {}, {"allocator": "keep"}),
+    "the host's memory kept beside a GPU": (a_machine(A_GPU, allocator="glibc"), {}, {**ON_GPU, "allocator": "keep"}),
     "pieces compiled": (CPU, {}, {"compile": "step", "accumulation": 2}),
     "fp16 with its update apart": (GPU, {}, {**ON_GPU, "compile": "forward", "precision": "fp16"}),
     "an implementation that's there": (CPU, {}, {"optimizer": "fused"}),
@@ -201,7 +204,7 @@ def test_the_table_names_every_value_that_cannot_be_run_and_no_other() -> None:
         ("layout", "channels_last"),
         *(("compile", "forward"), ("compile", "step"), ("compile", "package")),
         *(("optimizer", "forloop"), ("optimizer", "foreach"), ("optimizer", "fused")),
-        *(("rewrites", "all"), ("graphs", "step"), ("graphs", 8), ("accumulation", 2)),
+        *(("rewrites", "all"), ("graphs", "step"), ("graphs", 8), ("accumulation", 2), ("allocator", "keep")),
     }
 
 
@@ -218,7 +221,7 @@ def test_a_plain_plan_differs_only_in_where_it_runs(axis: str) -> None:
              "compile": "step", "rewrites": "all", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1,
              "threads": 1, "parallel": "data", "ranks": 2, "sync_every": 2, "outer": "nesterov", "staleness": 1,
              "correction": "none", "workforce": "ray", "pipeline": "gpipe", "microbatches": 2, "split": "1",
-             "placement": "1=cpu"}  # fmt: skip
+             "placement": "1=cpu", "allocator": "keep"}  # fmt: skip
     assert is_plain(BASELINE)
     assert is_plain(BASELINE.with_axes(**{axis: other[axis]})) is (axis in ("device", "workers", "threads"))
 

@@ -16,6 +16,7 @@ from tests.unit.machines import A_GPU, GIB, LBFGS, a_device, a_machine, facts
 
 CPU, GPU, NO_COMPILER = a_machine(), a_machine(A_GPU), a_machine(compiler=None)
 MAC = a_machine(a_device("mps", ("fp32", "fp16")))
+GLIBC, GLIBC_AND_GPU = a_machine(allocator="glibc"), a_machine(A_GPU, allocator="glibc")
 SMALL_GPU = a_machine(replace(A_GPU, memory_free=a_device(free=1.5 * GIB).memory_free))
 LONG = {"steps": COMPILED_FROM_STEPS}
 FOREACH = {"implementations": ["forloop", "foreach"]}
@@ -37,6 +38,13 @@ BEST = {
     "no fused update": (CPU, FOREACH, {}),
     "no fused update on a GPU": (GPU, FOREACH, {"device": "cuda:0", "optimizer": "foreach", "residency": "device"}),
     "a long one with recurrent layers": (CPU, {**LONG, "recurrent": True}, {"optimizer": "fused"}),
+    "memory that can be kept": (GLIBC, {}, {"allocator": "keep", "optimizer": "fused"}),
+    "memory that can be kept, in a long run": (
+        GLIBC, LONG, {"allocator": "keep", "optimizer": "fused", "compile": "package"},
+    ),
+    "memory that can be kept, beside a GPU": (
+        GLIBC_AND_GPU, {}, {"device": "cuda:0", "optimizer": "fused", "residency": "device"},
+    ),
     "LBFGS": (CPU, {**LBFGS, **LONG}, {}),
     "a Mac": (MAC, LONG, {"device": "mps", "optimizer": "fused", "residency": "device"}),
 }  # fmt: skip

@@ -9,7 +9,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
-from hotloop.diagnosing import batches, cores, feeding, habits, lines, operators, repeats, sharing, updating, waits
+from hotloop.diagnosing import (
+    batches,
+    cores,
+    feeding,
+    habits,
+    lines,
+    operators,
+    paging,
+    repeats,
+    sharing,
+    updating,
+    waits,
+)
 from hotloop.diagnosing.bound import bound_of, limit_ms
 from hotloop.diagnosing.step import COUNTS, Detector, Step
 from hotloop.profiles import Profile, Remedy
@@ -42,6 +54,9 @@ GENERAL: tuple[Detector, ...] = (
 )
 """For what none of the others names: they only say where the time goes, so a place that is named already is left out."""
 
+_FIRST = 0.02
+"""Share of the step that a line or an operator must win for memory that is given back to be a note beside it."""
+
 OF_ARRAYS: tuple[Detector, ...] = (feeding.waiting,)
 """For a step written out in array operations, before the size of the batch: the others look at what torch's operations do, or advise its own ways."""
 
@@ -68,11 +83,15 @@ def diagnose(profile: Profile) -> Profile:
 def remedies(step: Step) -> list[Remedy]:
     """What would help, most winning first; without a plan, as scripts are, none has axes of it."""
     arrays = step.profile.engine == "arrays"
-    specific = _worth(chain.from_iterable(detect(step) for detect in (OF_ARRAYS if arrays else SPECIFIC)))
-    specific += _worth(batches.too_small(replace(step, named=frozenset(one.where for one in specific if not one.note))))
-    named = {remedy.where for remedy in specific if not remedy.note}
+    detected = list(chain.from_iterable(detect(step) for detect in (OF_ARRAYS if arrays else SPECIFIC)))
+    specific = _worth(detected)
+    named = repeats.in_loops(step).union(one.where for one in specific if not one.note)
+    specific += _worth(batches.too_small(replace(step, named=named)))
+    named |= {remedy.where for remedy in specific if not remedy.note}
     found = _worth(chain.from_iterable(detect(step) for detect in (() if arrays else GENERAL)))
     general = [one for one in found if one.where not in named]
+    first = any(one.gain >= _FIRST for one in specific + detected)  # to mend that may change what is allocated
+    general += [one.model_copy(update={"note": first}) for one in _worth(paging.given_back(step))]
     found = sorted([*specific, *general, *_worth(sharing.shared(step))], key=lambda remedy: (remedy.note, -remedy.gain))
     return found if step.profile.plan else [remedy.model_copy(update={"axes": {}}) for remedy in found]
 

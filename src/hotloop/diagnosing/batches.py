@@ -27,7 +27,9 @@ def too_small(step: Step) -> Iterator[Remedy]:
     samples = step.profile.samples_per_step
     if not samples:
         return
-    ones = step.operators(lambda one: one.phase in COMPUTING and one.where not in step.named)
+    updating = step.operators(lambda one: one.phase == "update" and one.where in step.named)  # one line stands for all
+    phases = [phase for phase in COMPUTING if not (updating and phase == "update")]
+    ones = step.operators(lambda one: one.phase in phases and one.where not in step.named)
     calling = sum(step.reclaimable(one) for one in ones) + _fetching(step, samples)
     if step.share(calling) < _LEAST or calling < samples / _AMORTISED * (step.ms - calling):
         return

@@ -8,14 +8,17 @@ from hotloop.diagnosing.step import Step, percent
 from hotloop.profiles import LineTime, LoaderUse, Remedy
 
 _MOSTLY = 0.5
-"""Share of the wait that the making of samples must have for being its cause."""
+"""Share of the wait that the making of samples must have for being its cause; and of the steps that a loader must feed."""
+
+_HANDED_MS = 2.0
+"""Handing a batch over from a worker was measured to take 0.7 to 0.9 ms; a step that is shorter may wait for that alone."""
 
 
 def waiting(step: Step) -> Iterator[Remedy]:
     """Waiting for data: the samples themselves, or putting them together."""
     waited = step.phase("data")
     lines = sorted(step.lines("data"), key=lambda line: -line.own_ms)
-    loader = next(iter(step.profile.loaders), None)
+    loader = _slowest(step, waited)
     where = lines[0].where if lines else ""
     if not waited:
         return
@@ -31,6 +34,22 @@ def waiting(step: Step) -> Iterator[Remedy]:
         yield _of_loader(step, loader, waited, lines)
 
 
+def _slowest(step: Step, waited: float) -> LoaderUse | None:
+    """The loader whose samples take longest; one whose samples nobody timed, if the others explain little of the wait."""
+    loaders = [use for use in step.profile.loaders if use.share >= _MOSTLY]
+    loader = max(loaders, key=lambda use: use.share * _timed(step, use), default=None)
+    if loader is None or _timed(step, loader) >= _MOSTLY * waited:
+        return loader
+    return next((use for use in loaders if use.sample_ms is None), loader)
+
+
+def _timed(step: Step, loader: LoaderUse) -> float:
+    """Milliseconds that a loader's samples take in a step, as far as they were timed."""
+    samples = step.profile.samples_per_step if len(step.profile.loaders) == 1 else None
+    calls = 1.0 if loader.at_once else samples or loader.batch_size or step.profile.samples_per_step or 1.0
+    return calls * (loader.sample_ms or 0.0)
+
+
 def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
     evidence = f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the next batch"
     if (line := _collating(step, loader, waited, lines)) is not None:
@@ -44,9 +63,10 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
             evidence=evidence,
             axes={"residency": "host"},
         )
-    slow = loader.workers > 0 or _made(step, loader, lines) >= _MOSTLY * waited
     hottest = next((line.where for line in lines if line.where != loader.where and line.own_ms >= _MOSTLY * waited), "")
-    if slow and loader.sample_where:
+    if loader.workers:
+        return _of_workers(step, loader, waited, evidence, hottest)
+    if loader.sample_where and _made(step, loader, lines) >= _MOSTLY * waited:
         each = (
             ""
             if loader.sample_ms is None
@@ -55,15 +75,10 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
         cause = "slow samples: they are loaded one by one"
         if loader.at_once:
             cause = "slow samples: the data set takes long to hand out a batch"
-        if loader.workers:
-            cause = f"slow samples: {loader.workers} workers can't keep up with the step"
-        cores = step.profile.threads.cores if step.profile.threads else None
-        if cores is not None and loader.workers > cores:
-            cause = f"too many workers: {loader.workers} of the loader's on {cores} cores"
         return Remedy(
             cause=cause,
-            where=loader.sample_where,
-            remedy=_samples_remedy(loader, hottest),
+            where=hottest or loader.where if loader.sample_where == loader.where else loader.sample_where,
+            remedy=f"{_once(loader, hottest)}, or let workers do it during the step (num_workers=)",
             gain=step.share(waited),
             evidence=evidence + each,
             axes={"residency": "host"},
@@ -91,7 +106,7 @@ def _collating(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
     """The line that takes most of the wait, where the loader's own process makes batches of samples that are there quickly."""
     if loader.workers or loader.at_once or (loader.sample_where and loader.sample_ms is None):
         return None
-    samples = (step.profile.samples_per_step or loader.batch_size or 1.0) * (loader.sample_ms or 0.0)
+    samples = _timed(step, loader)
     hot = [line for line in lines if line.where != loader.where]
     if samples >= _MOSTLY * waited or sum(line.own_ms for line in hot) < _MOSTLY * waited:
         return None
@@ -100,16 +115,40 @@ def _collating(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
 
 def _made(step: Step, loader: LoaderUse, lines: Sequence[LineTime]) -> float:
     """Milliseconds of the wait in which samples are made: by their own time, or by the lines of theirs that were seen."""
-    calls = 1.0 if loader.at_once else step.profile.samples_per_step or loader.batch_size or 1.0
-    return max(calls * (loader.sample_ms or 0.0), sum(line.own_ms for line in lines if line.where != loader.where))
+    return max(_timed(step, loader), sum(line.own_ms for line in lines if line.where != loader.where))
 
 
-def _samples_remedy(loader: LoaderUse, hottest: str) -> str:
+def _of_workers(step: Step, loader: LoaderUse, waited: float, evidence: str, hottest: str) -> Remedy:
+    """Of what goes on in workers nothing is timed: making samples, putting them together, and handing the batch over."""
+    many = f"{loader.workers} worker{'s'[: loader.workers - 1]}"
+    cores = step.profile.threads.cores if step.profile.threads else None
+    own = [place for place in (loader.sample_where, loader.collate_where) if place and place != loader.where]
+    cause = f"waiting for data: {many} can't keep up with the step"
+    remedy = f"{_once(loader, hottest)}, or give the loader more workers than {loader.workers}"
+    if cores is not None and loader.workers >= cores:
+        remedy = f"{_once(loader, hottest)}; more workers than cores don't help"
+    if cores is not None and loader.workers > cores:
+        cause = f"too many workers: {loader.workers} of the loader's on {cores} cores"
+    elif step.ms < _HANDED_MS:
+        cause = f"waiting for data: the step is short, and {many} must hand a batch over in each"
+        remedy = "load in the process (num_workers=0), or with fewer workers, and measure again; what is in memory already is cut out "
+        remedy += "fastest with one index for the whole batch (a BatchSampler as the sampler, with batch_size=None)"
+    return Remedy(
+        cause=cause,
+        where=own[0] if len(own) == 1 else loader.where,
+        remedy=remedy,
+        gain=step.share(waited),
+        evidence=f"{evidence}; whether samples, putting them together or handing batches over takes long isn't measured in workers",
+        axes={"residency": "host"},
+    )
+
+
+def _once(loader: LoaderUse, hottest: str) -> str:
     inside = f" ({hottest} takes most of it)" if hottest and hottest != loader.sample_where else ""
-    once = f"do once, before training, what the data set does at each call{inside}"
-    if loader.workers:
-        return f"{once}, or give the loader more workers than {loader.workers}"
-    return f"{once}, or let workers do it during the step (num_workers=)"
+    collating = (
+        f", or collate_fn for each batch ({loader.collate_where})" if loader.workers and loader.collate_where else ""
+    )
+    return f"do once, before training, what the data set does at each call{inside}{collating}"
 
 
 def unpinned(step: Step) -> Iterator[Remedy]:

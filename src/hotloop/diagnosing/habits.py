@@ -26,7 +26,7 @@ _SAID = {
         "or every few hundred steps",
     ),
     "unused graph": (
-        "a graph is built for a network that isn't trained here",
+        "a graph is built for a forward that no backward comes back to",
         "call it within torch.no_grad()",
     ),
     "autograd in evaluation": (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
+from typing import Any
 
-from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest, is_product
+from hotloop.diagnosing.step import COMPUTING, COUNTS, Step, grouped, heaviest, is_product
 from hotloop.profiles import OperatorTime, Phase, Remedy
 
 _LOOP = 8
@@ -22,26 +24,62 @@ _WITH_BUFFERS = 2.0
 """So many times as many tensors as parameters has a network at most, with what its batch norms keep."""
 
 
-def loops(step: Step) -> Iterator[Remedy]:
-    """Lines that a Python loop goes over: time steps, samples, columns, heads."""
+@dataclass(frozen=True)
+class Loop:
+    """What a Python loop goes over in one function, so many times in a step.
+
+    Attributes:
+        lines: operators of each line of the user's, by `file:line`.
+    """
+
+    lines: dict[str, list[OperatorTime]]
+    rounds: float
+
+    @property
+    def operators(self) -> list[OperatorTime]:
+        return [one for ones in self.lines.values() for one in ones]
+
+    def won(self, step: Step) -> float:
+        """Milliseconds that go if one round does the work of all."""
+        return (1 - 1 / self.rounds) * sum(step.reclaimable(one) for one in self.operators)
+
+
+def repeated(step: Step) -> list[Loop]:
+    """All lines that a Python loop goes over; those of one function that run as often are one loop's."""
     loaders = {use.where for use in step.profile.loaders}
+    found: dict[tuple[Any, ...], dict[str, list[OperatorTime]]] = {}
     for where, there in step.spots.items():
         ones = [one for one in there if one.phase != "data"]  # samples that a loader makes one by one are said of it
         rounds = rounds_of(ones)
-        if not where or where in loaders or rounds < _LOOP:
-            continue
-        won = (1 - 1 / rounds) * sum(step.reclaimable(one) for one in ones)
+        if where and where not in loaders and rounds >= _LOOP:
+            function = ones[0].function.partition(".<locals>.<")[0]
+            alone = not function or over_parameters(step, ones, rounds) is not None
+            file = where.rpartition(":")[0]
+            found.setdefault((where,) if alone else (file, function, round(rounds)), {})[where] = ones
+    return [Loop(lines, min(rounds_of(ones) for ones in lines.values())) for lines in found.values()]
+
+
+def in_loops(step: Step) -> frozenset[str]:
+    """All lines of the loops that are worth a remedy, which names but one of them."""
+    return frozenset().union(*(loop.lines for loop in repeated(step) if step.share(loop.won(step)) >= COUNTS))
+
+
+def loops(step: Step) -> Iterator[Remedy]:
+    """Python loops: over time steps, samples, columns, heads."""
+    for loop in repeated(step):
+        ones, rounds, many = loop.operators, loop.rounds, len(loop.lines)
+        lines = "the line runs" if many == 1 else f"{many} lines of {ones[0].function} run"
         calls = sum(one.calls for one in ones)
         spent = sum(step.cost(one) for one in ones)
-        cause, remedy = _named(step, where, ones, rounds)
+        cause, remedy = _named(step, ones, rounds)
         yield Remedy(
             cause=cause,
-            where=where,
+            where=heaviest(ones, step),
             remedy=remedy,
-            gain=step.share(won),
+            gain=step.share(loop.won(step)),
             evidence=(
-                f"the line runs {rounds:.0f} times in a step and starts {calls:.0f} operations, forward and backward, of "
-                f"{1e3 * spent / calls:.0f} us each: {spent:.2f} ms of {step.ms:.2f} ms"
+                f"{lines} {rounds:.0f} times in a step and start{'s' if many == 1 else ''} {calls:.0f} operations, forward and "
+                f"backward, of {1e3 * spent / calls:.0f} us each: {spent:.2f} ms of {step.ms:.2f} ms"
             ),
         )
 
@@ -52,7 +90,7 @@ def rounds_of(ones: Sequence[OperatorTime]) -> float:
     Views don't count: a single call of a library's layer, such as attention, looks at its tensors from many sides. And it
     is gone through no more often than Python ran it: a loop of a library's own is none of the user's to change.
     """
-    working = [one for one in ones if one.bytes or one.flops or one.bytes is None]
+    working = [one for one in ones if not _is_view(one)]
     first = [one for one in working if one.phase in ("forward", "loss", "batch", "python")] or working
     if any(one.phase == "update" for one in first):
         return 0.0
@@ -62,6 +100,10 @@ def rounds_of(ones: Sequence[OperatorTime]) -> float:
     return min(*repeated, runs) if repeated and runs >= _LOOP else 0.0
 
 
+def _is_view(one: OperatorTime) -> bool:
+    return not (one.bytes or one.flops or one.bytes is None)
+
+
 def _same(one: OperatorTime) -> tuple[str, str, str]:
     """What a loop repeats: of one module, or of many that do the same to one input, as heads do and stacked layers don't."""
     if one.alike >= _LOOP:
@@ -69,7 +111,7 @@ def _same(one: OperatorTime) -> tuple[str, str, str]:
     return one.module, one.name, ""
 
 
-def _named(step: Step, where: str, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str]:
+def _named(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str]:
     modules = {one.module for one in ones}
     kinds = {module.kind for module in step.profile.modules if module.name in modules}
     cells = sorted(kinds.intersection(_CELLS))
@@ -82,7 +124,7 @@ def _named(step: Step, where: str, ones: Sequence[OperatorTime], rounds: float) 
     if parameters := over_parameters(step, ones, rounds):
         return parameters
     samples = step.profile.samples_per_step if step.profile.loaders else None  # else rows, which may be time steps
-    if samples and samples >= _LOOP and abs(rounds - samples) < 0.5:
+    if samples and samples >= _LOOP and abs(rounds - samples) < 0.5 and not _of_whole_batches(ones, rounds, samples):
         return (
             f"a Python loop over the {samples:.0f} samples of the batch, with many tiny kernels",
             "let the operations work on the whole batch at once (batched products, or torch.func.vmap)",
@@ -92,6 +134,15 @@ def _named(step: Step, where: str, ones: Sequence[OperatorTime], rounds: float) 
         "work on all of them at once: one product for all before the loop, a batched product or a whole layer "
         "(nn.RNN, nn.LSTM) in its place; what must stay a loop: torch.compile",
     )
+
+
+def _of_whole_batches(ones: Sequence[OperatorTime], rounds: float, samples: float) -> bool:
+    """Whether what a loop repeats has the rows of all samples, as in one over as many time steps as there are samples."""
+    repeated = [
+        one for one in ones if one.phase != "backward" and one.shapes and 2 * one.calls >= rounds and not _is_view(one)
+    ]
+    rows = {max(one.shapes, key=lambda shape: shape.count("x")).partition("x")[0] for one in repeated}
+    return f"{samples:.0f}" in rows
 
 
 def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:

@@ -17,8 +17,6 @@ _READS = (
 _LOOP = ("python", "batch", "copy", "logging", "unattributed")
 """Phases in which the loop itself calls torch; elsewhere torch's own layers and losses do."""
 
-_OTHERS = ("update", "data")
-"""Phases in which it isn't the step that waits for numbers: they lie in a sample, or in the optimizer."""
 
 _OFTEN = 0.5
 """Times in a step from which on it's a habit of the step."""
@@ -26,7 +24,7 @@ _OFTEN = 0.5
 
 def reading(step: Step) -> Iterator[Remedy]:
     """Numbers read on the host, which must wait until the device has them."""
-    found = step.operators(lambda one: _reads(one) and one.phase not in _OTHERS and bool(one.where))
+    found = step.operators(lambda one: _reads(one) and bool(one.where) and not _is_others(step, one))
     for where, ones in grouped(found, lambda one: one.where).items():
         calls = max(one.calls for one in ones)
         if calls < _OFTEN:
@@ -44,10 +42,21 @@ def reading(step: Step) -> Iterator[Remedy]:
         )
 
 
+def _is_others(step: Step, one: OperatorTime) -> bool:
+    """Whether it isn't the step that waits for a number: it lies in a sample, or an optimizer reads one of its own."""
+    return one.phase == "data" or (
+        one.phase == "update" and one.where in {use.where for use in step.profile.optimizers}
+    )
+
+
 def _reads(one: OperatorTime) -> bool:
     """On a CPU `.tolist()` and `.numpy()` show only by what they make sure of; of a whole tensor they are another matter."""
-    single = all(set(shape.split("x")) == {"1"} for shape in one.shapes)
-    return one.name in _READS or (one.name == "aten::resolve_neg" and single)
+    return one.name in _READS or (one.name == "aten::resolve_neg" and _is_single(one))
+
+
+def _is_single(one: OperatorTime) -> bool:
+    """Whether it is a single number."""
+    return all(set(shape.split("x")) == {"1"} for shape in one.shapes)
 
 
 def copying(step: Step) -> Iterator[Remedy]:
@@ -79,6 +88,16 @@ def pointless(step: Step) -> Iterator[Remedy]:
         lambda one: one.name == "aten::to" and one.calls >= _OFTEN and one.phase in _LOOP and bool(one.where)
     )
     for where, ones in grouped(asked, lambda one: one.where).items():
+        if _leaves(ones, step.spots[where]):
+            yield Remedy(
+                cause="a tensor moved back and forth: to the host for NumPy at each step (.cpu().numpy())",
+                where=where,
+                remedy="keep it as a tensor where it is (out.detach()), and move it once after the loop, or every hundred steps",
+                gain=step.share(sum(one.ms for one in ones)),
+                evidence="there is nothing to copy on a CPU; on an accelerator the host would wait here",
+                note=True,
+            )
+            continue
         if any(_is_batch(step, one) for one in ones) or _has_other_ends(step, where):
             continue
         yield Remedy(
@@ -91,17 +110,41 @@ def pointless(step: Step) -> Iterator[Remedy]:
         )
 
 
+def _leaves(ones: Sequence[OperatorTime], there: Sequence[OperatorTime]) -> bool:
+    """Whether a whole tensor is brought to the host and read there: `.numpy()` alone asks for its device once as well."""
+    reads = [one for one in there if one.name == "aten::resolve_neg" and not _is_single(one)]
+    return any(
+        sum(one.calls for one in ones if one.shapes == read.shapes)
+        > sum(one.calls for one in reads if one.shapes == read.shapes) + _OFTEN
+        for read in reads
+    )
+
+
+def _comes_back(step: Step, one: OperatorTime) -> bool:
+    """Whether a tensor of that shape is made of an array there, and another line makes such an array."""
+    arrives = any(other.name == "aten::lift_fresh" and other.shapes == one.shapes for other in step.spots[one.where])
+    left = step.operators(lambda other: other.name == "aten::resolve_neg" and other.shapes == one.shapes)
+    return arrives and any(other.where != one.where for other in left)
+
+
 def _has_other_ends(step: Step, where: str) -> bool:
     """Whether something was copied there after all, as to another dtype, or read, as by `.numpy()`."""
     return any(one.name in ("aten::_to_copy", "aten::copy_", "aten::resolve_neg") for one in step.spots[where])
 
 
 def _is_batch(step: Step, one: OperatorTime) -> bool:
-    """Whether what is copied belongs to the batch: it has as many rows."""
+    """Whether what is copied belongs to the batch: the network is given it, or it has as many rows, as labels have.
+
+    Rows alone say nothing of what comes back from NumPy. Losses of torch's ask for a dtype, which looks the same.
+    """
+    if not one.shapes or one.shapes[0] in step.profile.batch:
+        return bool(one.shapes)
+    if _comes_back(step, one):
+        return False
     rows = {shape.partition("x")[0] for shape in step.profile.batch}
     if step.profile.samples_per_step is not None:
         rows.add(f"{step.profile.samples_per_step:.0f}")
-    return bool(one.shapes) and one.shapes[0].partition("x")[0] in rows
+    return one.shapes[0].partition("x")[0] in rows
 
 
 def _part(ones: Sequence[OperatorTime], of: Sequence[OperatorTime]) -> float:

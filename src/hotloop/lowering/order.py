@@ -16,6 +16,7 @@ from hotloop.data.rows import CutFeed, PartedFeed, looks_around
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
+from hotloop.lowering.allocator import with_allocator
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.hooked import check_whole_gradients
 from hotloop.lowering.ingredients import Ingredients, placed
@@ -60,6 +61,7 @@ TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
     in_precision,
     with_implementation,
     with_threads,
+    with_allocator,
     repeatable,
     with_engines_heard,
 )
@@ -160,11 +162,21 @@ def _checked(program: Program) -> Program:
         began = time.perf_counter()
         if plan.compile != "none":
             parts.say("compiling the step, which may take half a minute")
-        with parts.during("compiling the step", counted=False):
+        with parts.during("compiling the step", counted=False), closed_unless_done(program):
             program.prepare(batch, samples)
         program.compile_s = time.perf_counter() - began
         parts.say(f"{made} the step in {program.compile_s:.1f}s")
     return program
+
+
+@contextmanager
+def closed_unless_done(program: Program) -> Iterator[None]:
+    """Whatever ends what is done with a Program, Ctrl-C too, closes it."""
+    try:
+        yield
+    except BaseException:
+        program.close()
+        raise
 
 
 def _check(parts: Ingredients) -> None:

@@ -15,6 +15,7 @@ from hotloop.data.feed import Feed
 from hotloop.data.tree import batch_length, to_device
 from hotloop.errors import CheckpointError
 from hotloop.lowering.again import any_of_users
+from hotloop.lowering.allocator import keeps, let_go
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
 from hotloop.parallel.waiting import Spent
@@ -147,6 +148,13 @@ class Program:
             for context in self.parts.around:
                 stack.enter_context(context())
             yield
+
+    def prime(self) -> bool:
+        """Sets what belongs to the process as the plan has it, for a clock that begins after it; whether its memory was
+        another plan's before, which the first step finds given back, or has to give back."""
+        before = keeps()
+        with self._around():
+            return keeps() != before
 
     def prepare(self, batch: Any, samples: int) -> None:
         """Compiles or records the step for batches like this one; the State stays as it is.
@@ -289,9 +297,10 @@ class Program:
         return None if total is None else total - self._step.schedule.last_epoch
 
     def close(self) -> None:
-        """Ends worker processes."""
+        """Ends worker processes, and gives back the memory that was kept for steps."""
         self._batches = None
         self.feed.close()
+        let_go(self.parts)
 
 
 def _schedule_state(schedule: Any) -> dict[str, Any]:

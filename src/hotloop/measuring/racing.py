@@ -212,7 +212,8 @@ def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Prog
         assert racer.runner is not None
         racer.lane = Lane(racer.name, racer.runner, group=racer.group, feed_s=racer.feed_s)
         racer.lane.lay_out(racer.device, racer.step_s, base.step_s, limits.brief)
-    lanes = {racer.name: racer.lane for racer in runners if racer.lane is not None}
+    together = sorted(runners, key=_memory_of)  # plans that keep memory one after the other: the least is given back
+    lanes = {racer.name: racer.lane for racer in together if racer.lane is not None}
     programs = [racer.program for racer in runners if racer.program is not None]
     try:
         with preserved(*{device for program in programs for device in program.devices}):
@@ -225,6 +226,10 @@ def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Prog
             _failed(racer, baseline, racer.lane.error)
         elif racer.runner is not None:
             _attempt(racer, baseline, racer.runner.put_back)
+
+
+def _memory_of(racer: _Racer) -> bool:
+    return racer.program is not None and racer.program.parts.plan.allocator == "keep"
 
 
 def _look_closer(racers: Sequence[_Racer], baseline: str) -> None:

@@ -58,6 +58,8 @@ class Runner:
 
     def settle(self, steps: int) -> None:
         """Runs steps that don't count, since another plan was there before: caches, threads, clocks of the device."""
+        if self.program.prime():
+            steps = max(steps, 1)
         first = max(1, 2 * loading_workers(self.program))  # what workers start with is not their pace
         self._run(max(steps, first) if self._cold else steps)
         self._cold = False

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hotloop.errors import HotloopError, blame, out_of_memory, told
+from hotloop.errors import HotloopError, MemoryExhausted, blame, out_of_memory, told
 from hotloop.lowering import Program, lower
 from hotloop.parity.accounts import Evidence
 from hotloop.parity.collecting import Collector
@@ -87,7 +87,7 @@ def prove_programs(
         for pieces, together in _drawing_alike(task, programs):
             found |= zip(map(id, together), _proven(task, together, pieces, progress), strict=True)
     except Exception as error:
-        if not out_of_memory(error):
+        if not (out_of_memory(error) or isinstance(error, MemoryExhausted)):
             raise
         none_left = _no_memory(error)
         return [found.get(id(program), _unproven(program.parts.plan, none_left, True)) for program in programs]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hotloop.hardware import Device, Hardware, Speed
-from hotloop.probe import cache, machine, speed
+from hotloop.probe import allocator, cache, machine, speed
 from hotloop.probe.names import check_device, devices
 
 __all__ = ["Progress", "check_device", "devices", "here", "probe"]
@@ -57,6 +57,7 @@ def probe(device: str | None = None, *, refresh: bool = False, progress: Progres
         devices=tuple(replace(one, speed=speeds[one.name]) for one in found),
         versions=machine.versions(driver),
         compiler=machine.compiler(),
+        allocator=allocator.in_use(),
         unused_gpus=() if any(name.startswith("cuda") for name in devices()) else tuple(gpus),
         notes=tuple(notes),
     )
@@ -79,6 +80,7 @@ def here(device: str = "cpu") -> Hardware:
         ),
         versions=machine.versions(None),
         compiler=machine.compiler(),
+        allocator=allocator.in_use(),
     )
 
 

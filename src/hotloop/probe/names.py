@@ -36,10 +36,13 @@ def devices() -> list[str]:
     return ["cpu", *(f"{found.type}:{index}" for index in range(torch.accelerator.device_count()))]
 
 
-def check_device(name: str | torch.device) -> torch.device:
+def check_device(name: str | torch.device, option: str = "--device") -> torch.device:
     """The device of that name, if it's on this machine.
 
     `cuda` and `xpu` without a number are torch's current device of that kind.
+
+    Args:
+        option: by which it was asked for, and another may be.
 
     Raises:
         DeviceError: there is no such device here, or hotloop can't train on it. No other takes its place.
@@ -48,23 +51,23 @@ def check_device(name: str | torch.device) -> torch.device:
     here = devices()
     match = _NAME.fullmatch(given)
     if match is None:
-        raise _unknown(given, here)
+        raise _unknown(given, here, option)
     kind, index = match.groups()
     if kind in ("cpu", "mps"):
         if kind not in here or index not in (None, "0"):
-            raise _absent(given, kind, here)
+            raise _absent(given, kind, here, option)
         return torch.device(kind)
     if not any(one.startswith(kind) for one in here):
-        raise _absent(given, kind, here)
+        raise _absent(given, kind, here, option)
     found = f"{kind}:{torch.accelerator.current_device_index() if index is None else index}"
     if found not in here:
-        raise _absent(given, kind, here)
+        raise _absent(given, kind, here, option)
     return torch.device(found)
 
 
-def _unknown(given: str, here: list[str]) -> DeviceError:
+def _unknown(given: str, here: list[str], option: str) -> DeviceError:
     expected, kind = _one_of(here), given.partition(":")[0].strip().lower()
-    advice = f"Use --device {_best(here)}"
+    advice = f"Use {option} {_best(here)}"
     if kind in ("tpu", "xla"):
         return DeviceError(f"device {given!r} is a TPU, which hotloop can't train on", expected=expected, fix=advice)
     if kind == "meta":
@@ -77,9 +80,9 @@ def _unknown(given: str, here: list[str]) -> DeviceError:
     return DeviceError(f"there is no device called {given!r}", expected=expected, fix=advice)
 
 
-def _absent(given: str, kind: str, here: list[str]) -> DeviceError:
+def _absent(given: str, kind: str, here: list[str], option: str) -> DeviceError:
     alike = [one for one in here if one.startswith(kind)]
-    advice = f"Use --device {alike[0] if alike else _best(here)}"
+    advice = f"Use {option} {alike[0] if alike else _best(here)}"
     if not alike:
         advice += f", or {_remedy(kind)}"
     return DeviceError(f"device {given!r} isn't on this machine", expected=_one_of(here), fix=advice)

@@ -17,72 +17,85 @@ from typing import Any
 
 from hotloop.profiling.importing import AtImport, imports_from
 from hotloop.profiling.plain import PlainProfiler
+from hotloop.profiling.plain_lines import PlainLines, fitted
 from hotloop.profiling.sites import HIDDEN, Sites
 
 _HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def begin(settings: dict[str, Any]) -> None:
-    """Waits for torch, and profiles functions until then.
+    """Waits for torch, and profiles functions until then; lines, until something trains.
 
     Args:
         settings: `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None.
     """
     path = sys.path[:]  # the script's folder isn't in it yet
+    lines = PlainLines()
     if "torch" in sys.modules:  # the machine's own `sitecustomize` has imported it
         _leave_out_our_frames()
-        _watch_from(path, settings)
+        _watch_from(path, settings, lines)
+        lines.begin()
         return
     plain = PlainProfiler()
 
     def before(name: str) -> None:
         plain.stop(name)
+        plain.stopped_by = name
         _leave_out_our_frames()  # its import may fail
 
-    waiting = AtImport({"torch"}, before=before, then=lambda: _watch_from(path, settings))
+    waiting = AtImport({"torch"}, before=before, then=lambda: _watch_from(path, settings, lines))
     waiting.begin()
     os.register_at_fork(after_in_child=waiting.end)
     process = os.getpid()
-    atexit.register(lambda: _leave_plain(settings["out"], plain) if os.getpid() == process else None)
+    atexit.register(lambda: _leave_plain(settings["out"], plain, lines) if os.getpid() == process else None)
+    lines.begin()
     plain.begin()
 
 
-def _leave_plain(out: str, plain: PlainProfiler) -> None:
+def _leave_plain(out: str, plain: PlainProfiler, lines: PlainLines) -> None:
     """The process ends: leaves what is known of a script that never imported torch."""
     if plain.stopped_by == "torch":
         return
     plain.stop(plain.stopped_by)
-    note = "its functions were timed by Python's own profiler, under which calls take longer"
+    lines.stop()
+    timed = plain.functions(Sites())
+    note = "its lines were timed by looks at the stack, its functions "
+    note += "by Python's own profiler, under which calls take longer" if timed else "too"
     if plain.stopped_by:
         note = f"it uses {plain.stopped_by} itself, so its functions were timed only until then"
-    write(out, {"steps": [], "lines": plain.lines(Sites()), "notes": [note]})
+    write(
+        out,
+        {"steps": [], "functions": timed or lines.functions(), "lines": fitted(lines.lines(), timed), "notes": [note]},
+    )
 
 
-def _watch_from(path: list[str], settings: dict[str, Any]) -> None:
+def _watch_from(path: list[str], settings: dict[str, Any], lines: PlainLines) -> None:
     """An error of the watch's own is none of the script's, which is importing torch."""
     try:
         with imports_from(path):
-            watch(settings)
+            watch(settings, lines)
     except Exception as error:
         note = f"watching failed to begin by an error of hotloop's own: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
             write(settings["out"], {"torch": True, "steps": [], "notes": [note], "closed": "it failed to begin"})
 
 
-def watch(settings: dict[str, Any]) -> None:
-    """torch is there: the watch begins."""
+def watch(settings: dict[str, Any], lines: PlainLines | None = None) -> None:
+    """torch is there: the watch begins; lines of the whole run, if they are looked at, are until something trains."""
     from hotloop.profiling.children import Children
     from hotloop.profiling.compiled import Compilations
     from hotloop.profiling.observing import observers
     from hotloop.profiling.watcher import Watch
 
-    process, children = os.getpid(), Children()
+    process, children, lines = os.getpid(), Children(), lines or PlainLines()
 
     def publish(facts: Any) -> None:
         if os.getpid() == process:
             facts.children = children.count
             if facts.trained:
                 children.remove()  # it trains here
+            elif watching.closed:
+                facts.lines = lines.lines()
             write(settings["out"], facts.as_dict())
 
     compilations = Compilations()
@@ -92,6 +105,7 @@ def watch(settings: dict[str, Any]) -> None:
         publish,
         lambda watch: observers(watch, settings["trace"]),
         compilations=compilations,
+        trains=lines.stop,
     )
     AtImport({"torch._inductor.compile_fx"}, then=watching.note_compilations).begin()
     children.install()
@@ -101,6 +115,7 @@ def watch(settings: dict[str, Any]) -> None:
         watching.fail(error)
     os.register_at_fork(after_in_child=watching.abandon)
     atexit.register(watching.close)
+    atexit.register(lines.stop)
 
 
 def write(path: str, values: dict[str, Any]) -> None:

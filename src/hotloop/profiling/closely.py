@@ -16,6 +16,7 @@ from hotloop.patches import Patches
 from hotloop.profiles import Phase
 from hotloop.profiling.hooks import Listener, among_ranks, around
 from hotloop.profiling.phases import Timeline
+from hotloop.profiling.room import Room
 
 _SYNCHRONISING = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 _WARNING = ("__float__", "__int__", "__index__", "__bool__")
@@ -76,12 +77,13 @@ class Closely:
 
     def __init__(self, listener: Listener, timeline: Timeline) -> None:
         self._listener, self._timeline = listener, timeline
-        self._always, self._outside = Patches(), Patches()
+        self._always, self._outside, self._room = Patches(), Patches(), Room()
         self._on = False
 
     def install(self) -> None:
         heard, patches = self._listener, self._always
         self._on = True
+        self._room.make()
         patches.put(nn.Module, "__call__", self._forwards())
         nothing = around(heard.mine, lambda args, kwargs: None, heard.no_grad_ended)
         patches.put(torch.no_grad, "__exit__", nothing)
@@ -95,6 +97,7 @@ class Closely:
         self._on = False
         self._outside.undo()
         self._always.undo()
+        self._room.give_back()
 
     def away(self) -> None:
         """Takes away what compiled code may hold."""

@@ -16,6 +16,7 @@ from hotloop.profiles import (
     OperatorTime,
     OptimizerUse,
     Overhead,
+    Paging,
     Phase,
     Profile,
     Threads,
@@ -28,6 +29,9 @@ from hotloop.profiling.turning import turned
 
 _FEW = 8
 _CONFIDENCE = 0.95
+
+_PAGES = 16.0
+"""In a step; a few come in any."""
 
 
 def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
@@ -55,11 +59,13 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         modules=[ModuleTime.model_validate(one) for one in facts.modules],
         operators=[OperatorTime.model_validate(one) for one in facts.operators],
         lines=lines,
+        functions=[LineTime.model_validate(one) for one in facts.functions],
         optimizers=[OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)],
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
         habits=[Habit.model_validate({**one, "bytes": _growth(one["what"], measured)}) for one in facts.habits],
         apart=_apart(facts, measured, usual, step_ms),
         threads=Threads.model_validate(facts.threads) if facts.threads else None,
+        paging=_paging(clean),
         overhead=_overhead(measured, usual),
         peak_memory_bytes=facts.peak_memory_bytes,
         trace=facts.trace,
@@ -93,6 +99,13 @@ def _phases(steps: Sequence[StepFact], step_ms: float | None) -> dict[Phase, flo
     means = {name: middle_mean([step.phases.get(name, 0.0) for step in steps]) for name in names}
     total = sum(means.values())
     return {name: mean * step_ms / total for name, mean in means.items() if mean}
+
+
+def _paging(steps: Sequence[StepFact]) -> Paging | None:
+    """On average, since the system's time is counted in ticks; None where it gave next to nothing."""
+    if not steps or not (pages := sum(step.pages for step in steps) / len(steps)) > _PAGES:
+        return None
+    return Paging(pages=pages, system_ms=sum(step.system_ms for step in steps) / len(steps))
 
 
 def _attributed(phases: dict[Phase, float]) -> float | None:
@@ -174,7 +187,10 @@ def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
     if not facts.trained and facts.closed:
         return []
     if not facts.trained:
-        return ["it imported torch, but no gradient was computed and no optimizer stepped: it never trained here"]
+        return [
+            "it imported torch, but no gradient was computed and no optimizer stepped: it never trained here; "
+            "times of lines are of the whole run"
+        ]
     if not measured:
         seen = f"{facts.trained} updates or backwards were seen, too few or too irregular"
         rest = "times are of a while of training as a whole" if facts.steps else "no more is known"

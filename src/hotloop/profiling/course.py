@@ -15,7 +15,7 @@ from hotloop.profiling.early import early_steps
 from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.middle import SEVERAL
 from hotloop.profiling.observer_group import ObserverGroup
-from hotloop.profiling.optimizers import optimizer_awaited
+from hotloop.profiling.optimizers import Awaited
 from hotloop.profiling.phases import HostClock, Timeline, durations
 from hotloop.profiling.protocols import Observer, Stage
 from hotloop.profiling.schedule import CLOSE, DEFAULT_STEPS, DISTURBING, Kind, order
@@ -91,7 +91,7 @@ class Course:
         self.observers = ObserverGroup()
         self.cores, self.stretch = Cores(), Stretch()
         self._stage, self._observers_of = stage, observers
-        self._finder = Finder()
+        self._finder, self._updates = Finder(), Awaited()
         self._steps, self._limited = steps or DEFAULT_STEPS, steps is None and not in_step
         self._anchor = None if found else Event("update", "")
         self._found, self._in_step = found, in_step
@@ -189,8 +189,8 @@ class Course:
     def _give_up(self) -> None:
         """There are other steps than those that were watched so far."""
         if self.step is not None:
-            self.end_close_watch()
             self._stage.flags()
+            self.end_close_watch()
             self._stage.end()
             self.step = None
         self.close()
@@ -219,7 +219,7 @@ class Course:
         """Nothing is kept of the loop before."""
         self._give_up()
         self._left, self._strayed, self._awaited = order(self._steps), 0, 0
-        self._finder, self.cores, self._first_s = Finder(), Cores(), time.perf_counter()
+        self._finder, self._updates, self.cores, self._first_s = Finder(), Awaited(), Cores(), time.perf_counter()
         self._stage.anew()
         self._begin_measuring()
 
@@ -282,7 +282,7 @@ class Course:
     def _awaits_updates(self) -> bool:
         """Whether a backward ends a step as far as is known, and updates may show yet that it is a piece of one."""
         facts = self.facts
-        facts.awaited = facts.by_hand and bool(self._strayed or facts.awaited or optimizer_awaited())
+        facts.awaited = facts.by_hand and bool(self._strayed or self._updates.still())
         return facts.awaited
 
     def _rehearse(self) -> None:
@@ -351,7 +351,7 @@ class Course:
         at = self.timeline.instant() if at is None else at
         whole: list[tuple[Any, Phase]] = [(self._began, "unattributed"), (at, "unattributed")]
         marks = self.timeline.end(at) if self.timeline.on else whole
-        step.cpu_ms = self.cores.end(clean=step.kind == "clean") / together
+        step.cpu_ms, step.system_ms, step.pages = (one / together for one in self.cores.end(clean=step.kind == "clean"))
         step.flags += self._stage.flags()
         usual = self._is_usual(step)
         self.end_close_watch(drop=step.kind in DISTURBING and step.kind != "whole" and not usual)

@@ -113,6 +113,7 @@ class Reader:
         by_id: dict[int, Operator] = {}
         for thread in {event.thread for event in ordered if event.device == "cpu"}:
             found += self._of_thread([e for e in ordered if e.thread == thread and e.device == "cpu"], by_id)
+        self._leave_closures_out(found)
         for event in ordered:
             if event.device != "cpu" and event.launched_by in by_id:
                 by_id[event.launched_by].kernels.append(event)
@@ -149,7 +150,7 @@ class Reader:
                 if operator.event is event:
                     found.append(operator)
                     operator.ns += event.end - event.start
-                    if outer[1] is not None:
+                    if outer[1] is not None and (operator.phase == "update" or not _is_update(outer[1].event)):
                         outer[1].ns -= event.end - event.start
             around.append((event, operator if operator is not None else outer[1], context))
         return found
@@ -174,7 +175,7 @@ class Reader:
         if event.name.startswith(GRAPH):
             number = int(event.name.removeprefix(GRAPH))
             return _Context(outer.node, outer.update, list(self._graphs[number]) if number < len(self._graphs) else [])
-        return _Context(outer.node, outer.update or event.name.startswith(_UPDATES), outer.launches)
+        return _Context(outer.node, event.start if _is_update(event) else outer.update, outer.launches)
 
     def _whose(self, event: Event, context: _Context) -> tuple[Mark | None, tuple[str, int] | None]:
         """The mark that an event belongs to, and the user's line."""
@@ -206,13 +207,24 @@ class Reader:
     def _phase(self, event: Event, mark: Mark | None, context: _Context) -> Phase:
         if context.node is not None:
             return "backward"
-        if context.update:
+        if context.update is not None and self._updates(mark, context.update):
             return "update"
         if mark is None:
             return "unattributed"
         if mark.ran in ("python", "unattributed", "loss") and event.name.startswith(_WAITING):
             return "synchronisation"
         return mark.ran
+
+    def _updates(self, mark: Mark | None, began: int) -> bool:
+        """Whether what a mark holds for is an optimizer's own; the closure that it calls has marks of its own."""
+        return mark is None or mark.ran == "update" or mark is self._mark_at(began)
+
+    def _leave_closures_out(self, found: Iterable[Operator]) -> None:
+        """What an optimizer's closure takes, with all that lies between its operators, is no time of the optimizer's."""
+        for one in found:
+            if one.event.thread == self.thread and _is_update(one.event):
+                inside = (s for s in self.segments() if s[1] >= one.event.start and s[2] <= one.event.end)
+                one.ns = max(0, one.ns - sum(end - start for mark, start, end in inside if mark.ran != "update"))
 
     def _note_made(self, found: list[Operator]) -> None:
         """Which nodes each operator made: from its number up to that of the next one."""
@@ -226,10 +238,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class _Context:
-    """What an event lies in: a node that runs backward, an optimizer's update, a compiled graph with what it has yet to run."""
+    """What an event lies in: a node that runs backward, an optimizer's update by when it began, a compiled graph with what it
+    has yet to run.
+    """
 
     node: Event | None = None
-    update: bool = False
+    update: int | None = None
     launches: list[Launch] = field(default_factory=list)
 
     def launch(self, name: str) -> Launch | None:
@@ -238,6 +252,10 @@ class _Context:
             if launch.name == name:
                 return self.launches.pop(at)
         return None
+
+
+def _is_update(event: Event) -> bool:
+    return event.name.startswith(_UPDATES)
 
 
 def walked(events: Iterable[Event]) -> set[int]:

@@ -20,7 +20,8 @@ class StepFact:
         phases: milliseconds; empty where they weren't watched.
         flags: what happened in it that doesn't in every step: `evaluation`, `checkpoint`, `loader 2`.
         apart_ms: time in it of each of these, as far as it was seen to begin and end.
-        cpu_ms: CPU time of the process.
+        cpu_ms, system_ms: CPU time of the process, and of that the time that the system worked for it.
+        pages: of memory that the system gave; 0 where the process can't be told to keep them.
         memory: bytes that the process, or the device, holds at its end; 0 where it wasn't watched closely.
     """
 
@@ -30,6 +31,8 @@ class StepFact:
     flags: list[str] = field(default_factory=list)
     apart_ms: dict[str, float] = field(default_factory=dict)
     cpu_ms: float = 0.0
+    system_ms: float = 0.0
+    pages: float = 0.0
     memory: int = 0
 
 
@@ -49,7 +52,7 @@ class Facts:
         turned: from which phase of the timeline to which one, and what part of it, as the lines say that ran in it.
         warm_up_s: from the first thing that trains to the first step that counts.
         between_ms: time of what isn't done in every step, in those that went by between the ones that are kept.
-        modules, operators, lines, loaders, optimizers, habits: records, dumped.
+        modules, operators, lines, functions, loaders, optimizers, habits: records, dumped.
         children: processes of Python that it started.
         closed: why watching ended; empty as long as it goes on.
     """
@@ -74,6 +77,7 @@ class Facts:
     modules: list[dict[str, Any]] = field(default_factory=list)
     operators: list[dict[str, Any]] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
+    functions: list[dict[str, Any]] = field(default_factory=list)
     loaders: list[dict[str, Any]] = field(default_factory=list)
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     habits: list[dict[str, Any]] = field(default_factory=list)

@@ -52,6 +52,13 @@ class Follower:
         """How often each line ran since it began, or what it calls, as `map` does, if that is more."""
         return self._ran | self._called
 
+    def functions(self) -> dict[Line, str]:
+        """The user's functions that ran so far, by their lines."""
+        own = [code for code, is_own in self._own.items() if is_own]
+        return {
+            (one.co_filename, line): one.co_qualname for one in own for _, _, line in one.co_lines() if line is not None
+        }
+
     def begin(self) -> bool:
         """False where a debugger or a coverage tool traces already; nothing is followed then."""
         self._lines, self._ran, self._called = [], Counter(), Counter()

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 from hotloop.patches import Patches
 from hotloop.profiling.hooks import around, safe
+from hotloop.profiling.room import Room
 from hotloop.profiling.sites import Sites
 
 _FORWARD, _RETAINED, _LOSS = "hotloop forward", "hotloop retained", "hotloop loss"
-_AFTERWARDS = "late evaluation"
+_AFTERWARDS = "late "
+"""Before what can only be told of a step by the one before."""
+
 _MOST_NODES = 20_000
 _LATER = 2
 """Steps after which a loss should be gone."""
@@ -52,7 +55,9 @@ class _Forward:
     """An outermost forward.
 
     Attributes:
+        lines: of the user's that called it, from inside out.
         inputs: which tensors it got, see `_inputs_of`.
+        graded: whether it built a graph.
         training: whether the module was in training mode.
         rows: samples in the inputs, as far as that is known.
         drawn: whether a loader gave something since the forward before.
@@ -60,7 +65,9 @@ class _Forward:
 
     module: int
     mark: Mark
+    lines: tuple[str, ...]
     inputs: frozenset[tuple]
+    graded: bool
     training: bool
     rows: int | None = None
     drawn: bool = False
@@ -90,7 +97,7 @@ class Graphs:
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
         self._found: defaultdict[tuple[Any, str], Counter[int]] = defaultdict(Counter)
         self._seconds: defaultdict[tuple[Any, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-        self._evaluating = Patches()
+        self._evaluating, self._room = Patches(), Room()
         self._graded: list[Mark] = []
         self._evaluated = self._depth = 0
 
@@ -100,15 +107,16 @@ class Graphs:
         kwargs: dict,
         result: Any,
         seconds: float,
-        where: str,
+        lines: tuple[str, ...],
         *,
         rows: int | None = None,
         drawn: bool = False,
     ) -> None:
         """An outermost forward is done; the first argument is the module. For the rest see `_Forward`."""
-        mark = Mark(where, self._step, seconds)
-        one = _Forward(id(args[0]), mark, _inputs_of(args[1:], kwargs), args[0].training, rows, drawn)
+        mark = Mark(lines[0], self._step, seconds)
         nodes: list[Any] = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
+        inputs = _inputs_of(args[1:], kwargs)
+        one = _Forward(id(args[0]), mark, lines, inputs, bool(nodes), args[0].training, rows, drawn)
         for node in nodes:
             node.metadata[_FORWARD] = mark
         if nodes:
@@ -154,14 +162,12 @@ class Graphs:
         if self.on:
             self._looked.append(self._step)
             trained = [one for one in self._forwards if one.mark.walked]
-            for one in (one for one in self._forwards if not one.mark.walked):
-                is_trained = any(one.module == other.module for other in trained)
-                self._count("wasted forward" if is_trained else "unused graph", [one.mark])
-            self._count("evaluation", (one.mark for one in self._ungraded if _evaluates(one, trained)))
-            if self._before is not None:  # what comes after the update counts with the next step
-                self._followed.append(self._step)
-                late = (one for one in self._ungraded if not _evaluates(one, trained) and _is_again(one, self._before))
-                self._count(_AFTERWARDS, (one.mark for one in late))
+            known = [*trained, *(self._before or ())]
+            self._followed += [self._step] if self._before is not None else []
+            for one in self._forwards + self._ungraded:
+                if not one.mark.walked and (what := self._in_vain(one, trained)):
+                    one.mark.where = _apart(one, known)
+                    self._count(what, [one.mark])
             self._before = trained
         else:
             self._before = None
@@ -172,6 +178,20 @@ class Graphs:
         for step, where, _ in (one for one in self._losses if one[0] == self._step - _LATER and one[2]() is not None):
             self._found["kept graph", where][step] += 1
         self._losses = [loss for loss in self._losses if loss[0] > self._step - _LATER]
+
+    def _in_vain(self, one: _Forward, trained: Sequence[_Forward]) -> str:
+        """What a forward is called that no backward went through; what comes after the update counts with the next step."""
+        if not one.graded:
+            if _evaluates(one, trained):
+                return "evaluation"
+            return _AFTERWARDS + "evaluation" if _is_again(one, self._before or ()) else ""
+        if _is_again(one, trained):
+            return "wasted forward"
+        if not any(one.module == other.module for other in trained):
+            return "unused graph"
+        if self._before is None:
+            return ""
+        return _AFTERWARDS + ("wasted forward" if _is_again(one, self._before) else "unused graph")
 
     def _count(self, what: str, marks: Iterable[Mark]) -> None:
         for mark in marks:
@@ -186,10 +206,12 @@ class Graphs:
 
     def begin_evaluation(self) -> None:
         """The network was put into evaluation mode: are graphs built for it?"""
+        self._room.make()
         self._evaluating.put(nn.Module, "__call__", around(self._few, self._enter, self._leave))
 
     def end_evaluation(self) -> None:
         self._evaluating.undo()
+        self._room.give_back()
         self._depth = 0
 
     def _few(self) -> bool:
@@ -222,11 +244,10 @@ class Graphs:
         steps: dict[str, Sequence[int]] = {
             "hook": range(1, self._around + 1),
             "kept graph": [step for step in self._looked if step < self._step - _LATER],
-            _AFTERWARDS: self._followed,
         }
         found = []
         for (what, where), counts in self._found.items():
-            over = steps.get(what, self._looked)
+            over = steps.get(what, self._followed if what.startswith(_AFTERWARDS) else self._looked)
             seconds = self._seconds[what, where]
             found.append(_habit(what, where, _usual(counts, over), _usual(seconds, over)))
         return [habit for habit in found if habit["per_step"]] + self._with_graphs()
@@ -244,7 +265,7 @@ class Graphs:
 
 def _habit(what: str, where: str, per_step: float, seconds: float) -> dict[str, Any]:
     ms = seconds * 1e3 if seconds else None
-    return {"what": what.removeprefix("late "), "where": where, "per_step": per_step, "ms": ms}
+    return {"what": what.removeprefix(_AFTERWARDS), "where": where, "per_step": per_step, "ms": ms}
 
 
 def _usual(amounts: Mapping[int, float], steps: Sequence[int]) -> float:
@@ -283,6 +304,15 @@ def _evaluates(one: _Forward, trained: Sequence[_Forward]) -> bool:
 def _is_again(one: _Forward, trained: Sequence[_Forward]) -> bool:
     """Whether the same network was trained on the same inputs."""
     return bool(one.inputs) and any(other.module == one.module and other.inputs == one.inputs for other in trained)
+
+
+def _apart(one: _Forward, known: Sequence[_Forward]) -> str:
+    """The line that tells a forward from those that the training needs; many may go through one function."""
+    others = [other.lines for other in known if other.module == one.module and other.lines[0] == one.lines[0]]
+    differing = (
+        (here for here, there in zip(one.lines, others[0], strict=False) if here != there) if others else iter(())
+    )
+    return next(differing, one.lines[0])
 
 
 def _inputs_of(args: tuple, kwargs: dict) -> frozenset[tuple]:

@@ -18,7 +18,7 @@ from hotloop.patches import Patches
 from hotloop.profiles import Phase
 from hotloop.profiling.phases import AMONG_RANKS, Clock, HostClock, Timeline
 from hotloop.profiling.stretch import Stretch
-from hotloop.profiling.unseen import beyond, out_of_warnings, unseen
+from hotloop.profiling.unseen import beyond, by_name, out_of_warnings, unseen
 
 _CALLS, _REPEATS = 100, 3
 
@@ -58,7 +58,7 @@ def around(mine: Callable[[], bool], began: Began, ended: Ended) -> Callable[[An
                 if heard:
                     ended(token, args, kwargs, result, done)
 
-        return unseen(call)
+        return by_name(unseen(call), original)
 
     return make
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import inf
+from random import Random
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -17,6 +19,10 @@ from hotloop.profiling.trail import Turn
 from hotloop.profiling.unseen import unseen
 
 INTERVAL_S = 0.001
+OFTEN_S = 0.00005
+"""Of short steps a tenth, but at least so long, which is about what a machine can sleep."""
+_LOOKS = 10
+"""So often is a step looked at."""
 SWITCH_S = 0.0002
 """How long the thread that trains may keep the interpreter when it is to be looked at.
 
@@ -52,10 +58,15 @@ class Seen(NamedTuple):
 
 @unseen
 class StackSampler:
-    """Looks at the stack of one thread about every millisecond between `begin()` and `end()`, from a thread of its own.
+    """Looks at the stack of one thread about every millisecond between `begin()` and `end()`, from a thread of its own; in
+    steps that are shorter than ten milliseconds more often, and from a random instant on.
 
     A sample stands for the time since the one before. The thread exists from the first `begin()` to `close()`, and
     waits between steps.
+
+    Attributes:
+        looks: samples in each phase, by whoever watches the phases.
+        turned: seconds of each such phase in each that the lines say.
     """
 
     def __init__(
@@ -82,26 +93,33 @@ class StackSampler:
         self._thread: threading.Thread | None = None
         self._sampled = 0
         self._steps, self._since = 0, 0.0
-        self._before: dict[Seen, list[float]] = {}
+        self._began, self._took_s = 0.0, inf
+        self._random = Random(0)
+        self.looks: Counter[Phase] = Counter()
+        self.turned: dict[tuple[Phase, Phase], float] = defaultdict(float)
+        self._before: tuple[dict[Seen, list[float]], Counter[Phase], dict[tuple[Phase, Phase], float]]
         self._switch_s = sys.getswitchinterval()
 
     def begin(self) -> None:
         """A step starts, on this thread."""
         self._sampled, self._since = threading.get_ident(), time.perf_counter()
+        self._began = self._since
         self._steps += 1
-        self._before = {seen: list(spent) for seen, spent in self._seconds.items()}
+        seconds = {seen: list(spent) for seen, spent in self._seconds.items()}
+        self._before = seconds, self.looks.copy(), self.turned.copy()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hotloop-sampler", daemon=True)
             self._thread.start()
         if not self._on.is_set():
             self._switch_s = sys.getswitchinterval()
-            sys.setswitchinterval(min(self._switch_s, SWITCH_S))
+            sys.setswitchinterval(min(self._switch_s, SWITCH_S, self._pause_s / 2))
         self._on.set()
 
     def end(self) -> None:
         """The step has ended; once this returns, nothing is looked at any more."""
         if self._on.is_set():
             self._on.clear()
+            self._took_s = time.perf_counter() - self._began
             sys.setswitchinterval(self._switch_s)
         with self._lock:
             pass
@@ -110,7 +128,8 @@ class StackSampler:
         """The step has ended, and wasn't like the others: what was seen in it is forgotten."""
         if self._on.is_set():
             self.end()
-            self._seconds = defaultdict(_no_time, self._before)
+            seconds, self.looks, self.turned = self._before
+            self._seconds = defaultdict(_no_time, seconds)
             self._steps -= 1
 
     def close(self) -> None:
@@ -139,21 +158,30 @@ class StackSampler:
             for seen, (total, own) in seconds[:_SHOWN]
         ]
 
+    @property
+    def _pause_s(self) -> float:
+        """Between two looks, by how long the step before took."""
+        return min(self._interval_s, max(OFTEN_S, self._took_s / _LOOKS))
+
     def _run(self) -> None:
+        step = 0
         while self._on.wait() and not self._closed:
-            time.sleep(self._interval_s)
+            first, step = step != self._steps, self._steps
+            time.sleep(self._pause_s * (self._random.random() if first else 1.0))
             with self._lock:
-                if self._on.is_set() and not self._closed:
+                if self._on.is_set() and not self._closed and step == self._steps:
                     self.sample(sys._current_frames().get(self._sampled), time.perf_counter())
 
     def sample(self, frame: FrameType | None, now: float) -> None:
         """Notes the lines on a stack, for the time since the last sample."""
         passed, self._since = now - self._since, now
-        phase, known = self._phase(), set()
-        if frame is None or phase == "unattributed" or self._is_watching(frame):
+        ground, known = self._phase(), set()
+        if frame is None or ground == "unattributed" or self._is_watching(frame):
             return
         stack = list(self._stack(frame))
-        phase = self._turn(phase, [(code.co_filename, line) for code, line, _ in stack])
+        phase = self._turn(ground, [(code.co_filename, line) for code, line, _ in stack])
+        self.looks[ground] += 1
+        self.turned[ground, phase] += passed
         for number, (code, line, library) in enumerate(stack):
             seen = Seen(code.co_filename, line, code.co_qualname, library, phase)
             if seen in known or (seen not in self._seconds and len(self._seconds) >= _MOST):

@@ -6,21 +6,23 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hotloop.patches import Patches
 from hotloop.profiling.hooks import around
-from hotloop.profiling.sites import Sites
+from hotloop.profiling.sites import Sites, is_library
 
 _MOST_SAMPLES = 256
 _MOST_LOADERS = 20
+_TORCHS = TensorDataset.__getitem__.__code__.co_filename
 
 
 class _Loader:
@@ -28,7 +30,7 @@ class _Loader:
 
     Attributes:
         inner: class of what makes the samples.
-        data: id of its data set.
+        data: gives its data set, as long as that lives.
         makes: its method that does.
         drawn, row_sum: batches, and samples in them, in the step that is on.
         steps, rows: how many steps drew from it, and samples in each.
@@ -36,7 +38,7 @@ class _Loader:
 
     def __init__(self, iterator: Any, where: str, sites: Sites) -> None:
         dataset = _innermost(iterator._dataset)
-        self.inner, self.data = type(dataset), id(iterator._dataset)
+        self.inner, self.data = type(dataset), _weakly(iterator._dataset)
         together = iterator._auto_collation
         whole = together and hasattr(dataset, "__getitems__") and _gives_batches(iterator._dataset)
         self.makes = "__getitems__" if whole else "__getitem__"
@@ -46,7 +48,8 @@ class _Loader:
         self.record: dict[str, Any] = {
             "where": where,
             "dataset": self.inner.__name__,
-            "sample_where": _place(dataset, self.makes, sites),
+            "sample_where": _place(dataset, self.makes, where, sites),
+            "collate_where": _own_place(getattr(iterator, "_collate_fn", None), sites) if together else "",
             "samples": _length(iterator._dataset),
             "batch_size": _batch_size(iterator._index_sampler) if together else None,
             "workers": iterator._num_workers,
@@ -103,7 +106,7 @@ class Loaders:
         """
         if not isinstance(iterator, _BaseDataLoaderIter):  # a library's own
             return False
-        same = [loader for loader in self._loaders.values() if loader.data == id(iterator._dataset)]
+        same = [loader for loader in self._loaders.values() if loader.data() is iterator._dataset]
         if len(same) != 1 or same[0] is not self._latest[1]:
             return False
         if self._unheard is not None:
@@ -158,6 +161,7 @@ class Loaders:
         """As `profiles.LoaderUse`, those that trained the most first."""
         used = sorted(self._loaders.values(), key=lambda loader: -loader.steps)
         for loader in used:
+            loader.record["share"] = loader.steps / max(1, used[0].steps)
             if loader.sample_s:
                 loader.record["sample_ms"] = median(loader.sample_s) * 1e3
         return [loader.record for loader in used if loader.steps]
@@ -191,6 +195,14 @@ class Loaders:
         return around(lambda: len(loader.sample_s) < _MOST_SAMPLES, lambda args, kwargs: time.perf_counter(), ended)
 
 
+def _weakly(dataset: Any) -> Callable[[], Any]:
+    """Gives the data set, as long as it lives; never, if it is of a kind that can't be asked for so, as a list."""
+    try:
+        return ref(dataset)
+    except TypeError:
+        return lambda: None
+
+
 def _innermost(dataset: Any) -> Any:
     """The data set that makes the samples, inside of subsets and the like."""
     for _ in range(10):
@@ -216,11 +228,23 @@ def _gives_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _place(dataset: Any, makes: str, sites: Sites) -> str:
-    for name in (makes, "__iter__"):
+def _place(dataset: Any, makes: str, where: str, sites: Sites) -> str:
+    """Where samples are made; `where` stands for a library's file, but for torch's own, which cut out what is there."""
+    for name in ("__iter__", makes) if isinstance(dataset, IterableDataset) else (makes, "__iter__"):
         code = getattr(inspect.unwrap(getattr(type(dataset), name, None) or (lambda: None)), "__code__", None)
         if code is not None and code.co_name == name:
-            return sites.place(code.co_filename, code.co_firstlineno)
+            library = "" if code.co_filename == _TORCHS else where
+            return library if is_library(code.co_filename) else sites.place(code.co_filename, code.co_firstlineno)
+    return ""
+
+
+def _own_place(function: Any, sites: Sites) -> str:
+    """Where a function of the user's own begins, or the call of an object of theirs."""
+    function = function.func if isinstance(function, partial) else function
+    for one in (function, type(function).__call__):
+        code = getattr(inspect.unwrap(one) if callable(one) else None, "__code__", None)
+        if code is not None:
+            return "" if is_library(code.co_filename) else sites.place(code.co_filename, code.co_firstlineno)
     return ""
 
 

@@ -18,7 +18,7 @@ from hotloop.profiling.operators import Tracer
 from hotloop.profiling.protocols import Observer
 from hotloop.profiling.schedule import Kind
 from hotloop.profiling.tree import tree
-from hotloop.profiling.turning import Turning, turned
+from hotloop.profiling.turning import Turning, shares, turned
 from hotloop.profiling.watcher import Watch
 
 
@@ -29,8 +29,9 @@ def observers(watch: Watch, trace: str | Path | None, model: nn.Module | None = 
         trace: file for the Chrome trace of the traced steps.
         model: whose names its modules go by, whatever stands around it; None to find that out.
     """
-    inside = _Inside(watch, None if trace is None else Path(trace), model)
-    return [Lines(watch), inside.modules, inside]
+    lines = Lines(watch)
+    inside = _Inside(watch, None if trace is None else Path(trace), model, lines.sampler)
+    return [lines, inside.modules, inside]
 
 
 class Lines:
@@ -41,12 +42,12 @@ class Lines:
     def __init__(self, watch: Watch) -> None:
         sites, self._watch = watch.sites, watch
         turn = Turning(sites, watch.facts).phase
-        self._sampler = StackSampler(sites.is_own, sites.place, lambda: watch.timeline.current, turn=turn)
-        self.begin, self.end, self.close = self._sampler.begin, self._sampler.end, self._sampler.close
-        self.drop = self._sampler.drop
+        self.sampler = StackSampler(sites.is_own, sites.place, lambda: watch.timeline.current, turn=turn)
+        self.begin, self.end, self.close = self.sampler.begin, self.sampler.end, self.sampler.close
+        self.drop = self.sampler.drop
 
     def records(self) -> dict[str, list[dict[str, Any]]]:
-        return {"lines": [line.model_dump() for line in fitting(self._sampler.lines(), _phases(self._watch))]}
+        return {"lines": [line.model_dump() for line in fitting(self.sampler.lines(), _phases(self._watch))]}
 
 
 class Modules:
@@ -68,8 +69,8 @@ class _Inside:
 
     kinds: Sequence[Kind] = ("traced", "whole")
 
-    def __init__(self, watch: Watch, trace: Path | None, model: nn.Module | None) -> None:
-        self._watch, self._trace = watch, trace
+    def __init__(self, watch: Watch, trace: Path | None, model: nn.Module | None, sampler: StackSampler) -> None:
+        self._watch, self._trace, self._sampler = watch, trace, sampler
         self._namer = Namer()
         known = model if watch.compilations.model is None else watch.compilations.model
         if known is not None:
@@ -97,7 +98,7 @@ class _Inside:
             self._watch.facts.trace = str(written)
 
     def records(self) -> dict[str, list[Any]]:
-        self._watch.facts.turned = self._tracer.turned()
+        self._watch.facts.turned = shares(self._tracer.grounds, self._sampler.turned, self._sampler.looks)
         clock, tracer, step_ms = self.modules.clock, self._tracer, self._step_ms()
         walls, phases = tracer.walls(), _phases(self._watch)
         operators = scaled(tracer.operators(), walls, clock.times(step_ms), phases, tracer.phases())

@@ -6,11 +6,10 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
-from statistics import median
 from types import CodeType
 from typing import Any
 
@@ -108,7 +107,7 @@ class Tracer:
         for place, many in self._trail.alike:
             if place.name is not None:
                 step.alike[place.name] = max(many, step.alike.get(place.name, 0))
-        _note_walls(step, reader, events)
+        _note_walls(step, reader, events, whole=not self._trail.full)
         self._spans += spans_of(reader, events, self._place)
         self._steps.append(step)
 
@@ -156,12 +155,14 @@ class Tracer:
 
     def _records(self) -> list[OperatorTime]:
         steps, place = max(1, self._all.steps), cache(self._place)
+        functions = self._trail.functions
         found = [
             OperatorTime(
                 name=key.name,
                 phase=key.phase,
                 module="" if key.module is None else spelled(key.module, alone=self.alone),
                 where="" if key.line is None else place(*key.line),
+                function="" if key.line is None else functions.get(key.line, ""),
                 calls=total.calls / steps,
                 ms=total.ns / steps / 1e6,
                 shapes=list(key.shapes),
@@ -198,12 +199,10 @@ class Tracer:
         """Milliseconds that each phase took in a traced step, with all that lies between its operators."""
         return {phase: ns / max(1, self._all.steps) / 1e6 for phase, ns in self._all.phases.items()}
 
-    def turned(self) -> list[tuple[Phase, Phase, float]]:
-        """As `Facts.turned`: the median over the steps, since few are traced and one may be held up."""
-        grounds = self._all.grounds
-        pairs = {pair for step in grounds for pair in step if pair[0] != pair[1]}
-        shares = [(ground, phase, median(_share(step, ground, phase) for step in grounds)) for ground, phase in pairs]
-        return sorted(one for one in shares if one[2])
+    @property
+    def grounds(self) -> list[Counter[tuple[Phase, Phase]]]:
+        """Of each step that was traced to its end: nanoseconds of each phase of the timeline in each that the lines say."""
+        return self._all.grounds
 
     def fused(self) -> dict[str, list[str]]:
         """Modules that compiled kernels compute for, with those that share a kernel with them."""
@@ -284,7 +283,7 @@ _FLOATS = {
 """The profiler's words for floating-point dtypes."""
 
 
-def _note_walls(step: Traced, reader: Reader, events: list[Event]) -> None:
+def _note_walls(step: Traced, reader: Reader, events: list[Event], *, whole: bool) -> None:
     grounds: Counter[tuple[Phase, Phase]] = Counter()
     for mark, start, end in reader.segments():
         step.phases[mark.ran] += end - start
@@ -293,13 +292,8 @@ def _note_walls(step: Traced, reader: Reader, events: list[Event]) -> None:
             grounds[mark.ground, mark.phase] += end - start
     for maker, node in reader.nodes(events):
         step.walls[(maker.module if maker is not None else None) or LOSS, "backward"] += node.end - node.start
-    step.grounds.append(grounds)
-
-
-def _share(step: Mapping[tuple[Phase, Phase], int], ground: Phase, phase: Phase) -> float:
-    """Of the time in which a traced step's timeline was in a phase: what the lines say was another."""
-    total = sum(ns for (around, _), ns in step.items() if around == ground)
-    return step.get((ground, phase), 0) / total if total else 0.0
+    if whole:
+        step.grounds.append(grounds)
 
 
 def _counts(event: Event) -> Counts | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hotloop.profiling.groups import GroupClock
@@ -121,14 +124,30 @@ class Optimizers:
         ]
 
 
-def optimizer_awaited() -> bool:
-    """Whether there is an optimizer whose parameters have gradients, so that it may step yet; to ask takes some 10 ms.
+class Awaited:
+    """Whether there is an optimizer that may step yet: its parameters have gradients, and nobody else changes them.
 
     Optimizers may have been made before anybody watched, and torch keeps no list of them.
     """
+
+    def __init__(self) -> None:
+        self._parameter: Tensor | None = None
+        self._before: Tensor | None = None
+
+    def still(self) -> bool:
+        """Asked again and again, of which the first time takes some 10 ms."""
+        if self._parameter is None or self._before is None:
+            self._parameter = min(_with_gradients(), key=Tensor.numel, default=None)
+            self._before = None if self._parameter is None else self._parameter.detach().clone()
+            return self._parameter is not None
+        return torch.equal(self._parameter, self._before)
+
+
+def _with_gradients() -> Iterator[Tensor]:
+    """Parameters of optimizers."""
     made = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
     groups = (group for one in made for group in getattr(one, "param_groups", ()))
-    return any(value.grad is not None for group in groups for value in group["params"])
+    return (value for group in groups for value in group["params"] if value.grad is not None)
 
 
 def _per_step(seconds: list[float], steps: int) -> float | None:

@@ -6,7 +6,7 @@ import _lsprof  # what cProfile is made of; a script that imports that one itsel
 import os
 import sys
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 from hotloop.profiling.importing import AtImport
 from hotloop.profiling.sites import Sites, is_library
@@ -24,12 +24,15 @@ _OTHERS = (
     "viztracer",
     "yappi",
 )
-_SHARED = not hasattr(sys, "monitoring")
-"""Whether there is one place for all profilers: up to Python 3.11 whoever stops empties it, whosever it is by then."""
+_HEARS_ALL = hasattr(sys, "monitoring")
+"""From Python 3.12 on a profiler hears all threads, and would take what the one that samples lines calls for the script's."""
 
 
 class PlainProfiler:
-    """Profiles from the start of a script until it imports torch, or something that profiles or traces itself."""
+    """Profiles from the start of a script until it imports torch, or something that profiles or traces itself.
+
+    From Python 3.12 on it leaves that to the looks at the stack, which give functions too.
+    """
 
     def __init__(self) -> None:
         self.stopped_by = ""
@@ -38,6 +41,8 @@ class PlainProfiler:
         self._on = False
 
     def begin(self) -> None:
+        if _HEARS_ALL:
+            return
         self._others.begin()
         self._on = True
         os.register_at_fork(after_in_child=lambda: self.stop("a fork"))
@@ -48,14 +53,14 @@ class PlainProfiler:
         if self._on:
             self._on = False
             self._others.end()
-            if not _SHARED or sys.getprofile() is self._profiler:
+            if cast(Any, sys.getprofile()) is self._profiler:
                 self._profiler.disable()
                 self.stopped_by = why
-            else:  # somebody else has taken the place, and keeps it
+            else:  # somebody else has taken the place, which there's but one of, and keeps it
                 self.stopped_by = why or "sys.setprofile"
 
-    def lines(self, sites: Sites) -> list[dict[str, Any]]:
-        """As `profiles.LineTime`, one for each function of the user's, the longest first; ms are of the whole run."""
+    def functions(self, sites: Sites) -> list[dict[str, Any]]:
+        """As `profiles.LineTime`, one for each of the user's, at its first line, the longest first; ms are of the whole run."""
         found: list[dict[str, Any]] = []
         for entry in self._profiler.getstats():
             code = entry.code
@@ -71,7 +76,7 @@ class PlainProfiler:
                     "own_ms": (entry.inlinetime + inside) * 1e3,
                 }
             )
-        return sorted(found, key=lambda line: -line["own_ms"])[:_MOST]
+        return sorted(found, key=lambda one: -one["own_ms"])[:_MOST]
 
 
 def _is_own(code: CodeType | str) -> bool:

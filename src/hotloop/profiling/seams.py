@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hotloop.parallel.summing import Around
 from hotloop.patches import Patches
 from hotloop.profiling.hooks import around
+from hotloop.profiling.room import Room
 from hotloop.profiling.unseen import beyond, out_of_warnings, unseen
 
 
@@ -49,10 +50,11 @@ class Seams:
         self._listener = listener
         self._open = self._loading = False
         self._thread = 0
-        self._patches = Patches()
+        self._patches, self._room = Patches(), Room()
 
     def open(self) -> None:
         self.depth, self._thread, self._loading = 0, threading.get_ident(), False
+        self._room.make()
         self._patches.put(nn.Module, "__call__", self._call)
         self._patches.put(torch.autograd, "_engine_run_backward", self._run)
         self._patches.put(_BaseDataLoaderIter, "__next__", around(self._begins_loading, self._loads, self._has_loaded))
@@ -62,6 +64,7 @@ class Seams:
         """Puts back what was there, unless somebody has put something of theirs in its place since."""
         self._open = False
         self._patches.undo()
+        self._room.give_back()
 
     def _begins_loading(self) -> bool:
         """A loader may draw from another one."""
@@ -79,7 +82,7 @@ class Seams:
         enter, leave = self._listener.enter, self._listener.leave
 
         @wraps(call)
-        def heard(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def heard(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if compiling():
                 return call(module, *args, **kwargs)
             elsewhere = ident() != self._thread and not self.depth

@@ -29,7 +29,6 @@ class Sites:
         self._folder = os.path.join(os.path.realpath(folder or os.getcwd()), "")
         self._own: dict[int, tuple[CodeType, bool]] = {}  # by id, since hashing code goes through all of it
         self._places: dict[tuple[int, int], str] = {}
-        self._functions: dict[str, tuple[str, frozenset[int]]] = {}
 
     def caller(self, depth: int = 2) -> str:
         """`file:line` of the innermost frame of the user's; of the innermost frame outside of hotloop if there is none.
@@ -48,6 +47,16 @@ class Sites:
             frame = frame.f_back
         return self._place_in(first.f_code, first.f_lineno) if first is not None else ""
 
+    def callers(self, depth: int = 2) -> tuple[str, ...]:
+        """Like `caller`, and the user's lines around it, from inside out."""
+        frame: FrameType | None = sys._getframe(depth)
+        found: list[str] = []
+        while frame is not None and not is_step(frame.f_code):
+            if self.is_own(frame.f_code):
+                found.append(self._place_in(frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        return tuple(found) or (self.caller(depth + 1),)
+
     def calling(self) -> tuple[FrameType | None, int]:
         """The innermost frame of the user's, if there is one, and how many lie between it and hotloop's."""
         frame: FrameType | None = sys._getframe(1)
@@ -57,9 +66,16 @@ class Sites:
             frame = frame.f_back
         return frame, between
 
-    def function(self, where: str) -> tuple[str, frozenset[int]]:
-        """The file and the lines of the function that a caller was found in; none of a place that wasn't."""
-        return self._functions.get(where, ("", frozenset()))
+    def around(self) -> list[tuple[str, int, frozenset[int]]]:
+        """The user's functions that are on the stack, from inside out: file, line where each is, and all of its lines."""
+        frame: FrameType | None = sys._getframe(1)
+        found: list[tuple[str, int, frozenset[int]]] = []
+        while frame is not None and not is_step(frame.f_code):
+            if self.is_own(frame.f_code):
+                lines = (line for _, _, line in frame.f_code.co_lines() if line is not None)
+                found.append((frame.f_code.co_filename, frame.f_lineno, frozenset(lines)))
+            frame = frame.f_back
+        return found
 
     def _place_in(self, code: CodeType, line: int) -> str:
         """It is asked for in every step, and what a file is called takes the system's time."""
@@ -68,8 +84,6 @@ class Sites:
             where = self.place(code.co_filename, line)
             if len(self._places) < _MOST:
                 self._places[id(code), line] = where
-                lines = frozenset(number for _, _, number in code.co_lines() if number is not None)
-                self._functions[where] = code.co_filename, lines
         return where
 
     def place(self, file: str, line: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ Turn = Callable[[Phase, Iterable[Line | None]], Phase]
 MARK = "hotloop#"
 _MOST = 100_000
 """Marks in a step at most."""
+_EACH = 20_000
+"""For each line at most: what is plain Python, and runs so often, calls no operators."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Trail:
         self._inside: list[Place | None] = [None]
         self._outermost: Place | None = None
         self._inputs = Inputs()
+        self._marked: Counter[Line | None] = Counter()
 
     @property
     def runs(self) -> Mapping[Line, int]:
@@ -97,12 +101,17 @@ class Trail:
         return self._follower.runs
 
     @property
+    def functions(self) -> Mapping[Line, str]:
+        """Which function of the user's a line is in, of those that ran."""
+        return self._follower.functions()
+
+    @property
     def alike(self) -> Iterable[tuple[Place, int]]:
         """Modules of which many were given the same input in the step, or slices of one, and how many."""
         return self._inputs.alike()
 
     def begin(self) -> None:
-        self._inputs = Inputs()
+        self._inputs, self._marked = Inputs(), Counter()
         self.marks, self.full, self._inside, self._outermost = [], False, [None], None
         self._seams.open()
         self.lines = self._follower.begin()
@@ -116,15 +125,25 @@ class Trail:
 
     def mark(self, deep: bool = False) -> None:
         """Something has changed; also for whoever knows of a change of the phase."""
-        if len(self.marks) >= _MOST:
-            self.full = True
+        if self.full:
             return
-        with _RecordFunctionFast(f"{MARK}{len(self.marks)}"):
-            number = torch._C._autograd._get_sequence_nr()
+        self.full = len(self.marks) >= _MOST
         deep = deep or self._seams.depth > 0
         ground: Phase = "backward" if deep else self._phase()
-        phase = self._turn(ground, self._follower.lines)
-        self.marks.append(Mark(number, self._inside[-1], self._follower.line, phase, deep, ground))
+        phase, line = self._turn(ground, self._follower.lines), self._follower.line
+        if self.full or self._marked[line] >= _EACH:
+            line = None  # of what comes it isn't known
+            if not self.full and self._goes_on(phase, deep):
+                return
+        self._marked[line] += line is not None
+        with _RecordFunctionFast(f"{MARK}{len(self.marks)}"):
+            number = torch._C._autograd._get_sequence_nr()
+        self.marks.append(Mark(number, self._inside[-1], line, phase, deep, ground))
+
+    def _goes_on(self, phase: Phase, deep: bool) -> bool:
+        """Whether what was marked last is just as a mark without a line would be."""
+        last = self.marks[-1]
+        return (last.line, last.place, last.phase, last.deep) == (None, self._inside[-1], phase, deep)
 
     def enter(self, module: nn.Module, args: tuple) -> int:
         place = self._places.get(id(module))

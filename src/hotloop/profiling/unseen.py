@@ -1,9 +1,11 @@
-"""Keeps what watches out of sight: of torch's compiler, which would compile a watching function, of warnings and errors."""
+"""Keeps what watches out of sight: of torch's compiler, which would compile a watching function, of warnings, errors, pickles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import CodeType, FunctionType, TracebackType
+from functools import update_wrapper
+from pkgutil import resolve_name
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, TracebackType
 from typing import Any, TypeVar
 
 from torch._C._dynamo import eval_frame
@@ -30,6 +32,47 @@ def out_of_warnings(makes: Watching) -> Watching:
     """For what makes functions that stand around others: warnings from inside name the caller's line, not theirs."""
     makes.__code__ = _hidden(makes.__code__)
     return makes
+
+
+def by_name(watching: Callable[..., Any], original: Any) -> Any:
+    """What stands in place of an original: a module's function is pickled by its name, others are methods that bind.
+
+    A plain function would have to be found where its name says; but what is replaced is one of several names of it, and
+    it may be held for longer than it stands there.
+    """
+    is_function = isinstance(original, FunctionType) and original.__qualname__ == original.__name__
+    if not (is_function or isinstance(original, BuiltinFunctionType | _Function)):
+        return watching
+    kind = type("function", (_Function,), {"__call__": staticmethod(watching)})
+    return update_wrapper(kind(), original)
+
+
+class _Function:
+    """Looks like the function that it calls, by whose name it is known to others."""
+
+    __call__: Callable[..., Any]
+    __wrapped__: Any
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        binds = instance is not None and hasattr(self.__wrapped__, "__get__")
+        return MethodType(self, instance) if binds else self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self).__call__, name)
+
+    def __repr__(self) -> str:
+        return repr(type(self).__call__)
+
+    def __copy__(self) -> _Function:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> _Function:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        inside = bare(self)
+        how = inside.__qualname__ if isinstance(inside, FunctionType) else inside.__reduce__()
+        return (resolve_name, (f"{inside.__module__}:{how}",)) if isinstance(how, str) else how
 
 
 def bare(function: Any) -> Any:

@@ -13,27 +13,44 @@ from typing import Any
 import psutil
 import torch
 
+from hotloop.probe import allocator
 from hotloop.probe.limits import cgroup_limits
+
+try:  # here, where a script's own module of this name is not found yet
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
 
 
 class Cores:
-    """How many cores this process kept busy in its clean steps, and others in the meantime."""
+    """How many cores this process kept busy in its clean steps, and others in the meantime; and what the system did for it."""
 
     def __init__(self) -> None:
         self._cpu = self._wall = 0.0
         self._others: list[float] = []
         self._began = (0.0, 0.0)
+        self._system = (0.0, 0.0)
+        self._pages = allocator.in_use() is not None
         self._all = self._totals()
 
     def begin(self) -> None:
+        self._system = self._of_system()
         self._began = (time.process_time(), time.perf_counter())
 
-    def end(self, *, clean: bool) -> float:
-        """Milliseconds of CPU time since `begin`."""
+    def end(self, *, clean: bool) -> tuple[float, float, float]:
+        """Milliseconds of CPU time since `begin`, of that the system's, and pages of memory; see `StepFact`."""
         cpu, wall = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
         if clean:
             self._cpu, self._wall = self._cpu + cpu, self._wall + wall
-        return cpu * 1e3
+        (system_ms, pages), before = self._of_system(), self._system
+        return cpu * 1e3, system_ms - before[0], pages - before[1]
+
+    def _of_system(self) -> tuple[float, float]:
+        """Milliseconds that it worked for this process so far, and pages that it gave it."""
+        if not self._pages or resource is None:
+            return 0.0, 0.0
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_stime * 1e3, float(used.ru_minflt)
 
     def record(self) -> dict[str, Any] | None:
         """As `profiles.Threads`; None before there was a clean step."""
@@ -86,8 +103,7 @@ def _most_held() -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    import resource
-
+    assert resource is not None
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(most if sys.platform == "darwin" else most * 1024)
 

@@ -46,6 +46,7 @@ class Watch(Listener):
         found: whether steps are found in what happens; else `boundary` is called after each.
         in_step: whether others take the same steps, so that no clock of this process may decide which are watched how.
         compilations: what is compiled, noted from the beginning.
+        trains: is called before the first backward or update.
 
     Attributes:
         facts: what was seen.
@@ -63,12 +64,13 @@ class Watch(Listener):
         found: bool = True,
         in_step: bool = False,
         compilations: Compilations | None = None,
+        trains: Callable[[], None] = lambda: None,
     ) -> None:
         self.closed, self.sites = False, sites
         self.compilations = compilations or Compilations()
         self._course = Course(steps, self, lambda: observers(self), found=found, in_step=in_step)
         self.facts, self.timeline = self._course.facts, self._course.timeline
-        self._publish = publish
+        self._publish, self._begins = publish, trains
         self._always, self._closely = Always(self, self._course.stretch), Closely(self, self.timeline)
         self._sparing = Sparing(self._course, self._always, sites)
         self._compiling = Compiling(self._closely.away, self._closely.back)
@@ -162,8 +164,6 @@ class Watch(Listener):
         """All facts so far."""
         return gathered(self._course, self._loaders, self._optimizers, self._graphs, wait=wait)
 
-    # Steps
-
     def begin(self, kind: Kind) -> Phase:
         """A step begins."""
         self._graphs.on, self._optimizers.on = kind == "habits", kind == "instrumented"
@@ -253,6 +253,7 @@ class Watch(Listener):
         if self._thread is None:
             self._thread = threading.get_ident()
             self._course.trains()
+            self._begins()
         self._pauses.trains()
 
     @safe
@@ -374,8 +375,8 @@ class Watch(Listener):
         if given is None:
             return
         if done and self._graphs.on:
-            where = self.sites.caller(4)
-            self._graphs.forward(args, kwargs, result, spent, where, rows=given.rows, drawn=given.drawn)
+            lines = self.sites.callers(4)
+            self._graphs.forward(args, kwargs, result, spent, lines, rows=given.rows, drawn=given.drawn)
         if given.graded:
             self._note_batch(given)
 

@@ -56,6 +56,8 @@ def page(profile: Profile, module: str | None = None) -> RenderableType:
         parts += [Text(), operators(profile, module)]
     elif profile.lines:
         parts += [Text(), lines(profile.lines)]
+    if profile.functions:
+        parts += [Text(), lines(profile.functions, "function, with all of its lines")]
     return Group(*parts, *_verdict(profile), *_remedies(profile), Text(), *map(Text, _endnotes(profile)))
 
 
@@ -237,10 +239,10 @@ def _circumstance(one: OperatorTime) -> str:
     return f"  {one.phase}{inside}{where} {' '.join(one.shapes[:3])}"
 
 
-def lines(found: Sequence[LineTime]) -> Table:
-    """The user's lines that take the most, where there are no operators to show."""
+def lines(found: Sequence[LineTime], named: str = "line") -> Table:
+    """The user's lines that take the most, where there are no operators to show; or functions by their first lines."""
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
-    shown.add_column("line", ratio=1, overflow="fold")
+    shown.add_column(named, ratio=1, overflow="fold")
     shown.add_column("function", overflow="fold")
     shown.add_column("with calls", justify="right", no_wrap=True)
     shown.add_column("own", justify="right", no_wrap=True)

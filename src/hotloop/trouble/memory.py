@@ -16,6 +16,7 @@ from hotloop.data.source import Table
 from hotloop.data.tree import tensors, to_device
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.lowering import Program
+from hotloop.lowering.allocator import let_go
 from hotloop.onlooker import Onlooker
 from hotloop.probe.room import UNITS, room_bytes, size
 
@@ -59,9 +60,10 @@ def _asked(text: str) -> str:
 
 
 def _release(error: Exception, program: Program) -> None:
-    """Gives up what the failed step still held: its frames' values, and the gradients."""
+    """Gives up what the failed step still held: its frames' values, the gradients, and memory that is kept for steps."""
     traceback.clear_frames(error.__traceback__)
     program.optimizer.zero_grad()
+    let_go(program.parts)
     for device in program.devices:
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hotloop.lowering import Program
-from hotloop.lowering.rewrites.conv_as_gemm import CACHED_BYTES, MOST_WEIGHTS
+from hotloop.lowering.rewrites.conv_as_gemm import MOST_WEIGHTS, likely
 from hotloop.lowering.rewrites.mm_by_onednn import multiplied_faster
 from hotloop.lowering.rewrites.walking import pair
 from hotloop.measuring.runner import Runner
@@ -123,7 +123,7 @@ def _can_be_rewritten(name: str, args: Sequence[Any]) -> bool:
     if image.ndim != 4 or groups != 1 or learns or transposed or filters[0].numel() > MOST_WEIGHTS:
         return False
     places = math.prod(args[0].shape[2:] if backward else _put_at(image, filters, *args[3:6]))
-    return bool(len(image) * places * filters[0].numel() * image.element_size() <= CACHED_BYTES)
+    return likely(filters, len(image) * places)
 
 
 def _put_at(

@@ -17,7 +17,7 @@ Change = dict[str, Any]
 """Axes and the values that they get."""
 
 
-SOUGHT = ("optimizer", "residency", "layout", "threads", "compile", "graphs", "rewrites")
+SOUGHT = ("optimizer", "residency", "allocator", "layout", "threads", "compile", "graphs", "rewrites")
 """Axes that a search changes."""
 
 
@@ -27,7 +27,13 @@ def eager_changes(facts: TaskFacts, hardware: Hardware, base: Plan, threads: int
     Args:
         threads: what torch uses where the plan says nothing.
     """
-    every = [*_update(facts), *_residency(facts, hardware, base), *_layout(facts), *_threads(hardware, base, threads)]
+    every = [
+        *_update(facts),
+        {"allocator": "keep"},
+        *_residency(facts, hardware, base),
+        *_layout(facts),
+        *_threads(hardware, base, threads),
+    ]
     return _feasible(every, facts, hardware, base)
 
 

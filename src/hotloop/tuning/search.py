@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -101,10 +102,8 @@ class Search:
 
     def run(self) -> str:
         """The name of the plan that finishes this run first and is proven equal: the baseline, if none is."""
-        try:
+        with closing(self.held):
             return self._run()
-        finally:
-            self.held.close()
 
     def _run(self) -> str:
         if not self.facts.exact:
@@ -158,12 +157,15 @@ class Search:
         return timing.parity is None and not timing.behind and (timing.verdict is None or (timing.ratio or 0.0) > 1)
 
     def _say_if_too_short(self) -> None:
-        if self.told or self._cramped or (self.time_limit_s is None and len(self.timings) == 1):
-            return
         short, more = "too little was measured", "a --time-limit gives more time"
         if self.time_limit_s is not None:
             short, more = f"a time limit of {self.time_limit_s:g} s is too short", "give it more"
-        self.notes.append(f"{short} to tell any plan from the baseline; {more}")
+        elif self.deadline.met:
+            short, more = f"{self.deadline}, too little", "a later stop gives more"
+        elif len(self.timings) == 1:
+            return
+        if not (self.told or self._cramped):
+            self.notes.append(f"{short} to tell any plan from the baseline; {more}")
 
     def _eagerly(self, budget: Budget) -> Plan:
         """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
@@ -204,8 +206,7 @@ class Search:
         return plans[:able]
 
     def _surely_faster(self, plan: Plan) -> bool:
-        timing = self.timings.get(plan.brief())
-        return timing is not None and timing.verdict == "faster"
+        return getattr(self.timings.get(plan.brief()), "verdict", None) == "faster"
 
     def _hoped(self, parts: Sequence[Plan], raced: Sequence[Plan], budget: Budget) -> bool:
         """Whether plans together would win, beyond the best that was raced, what it costs to race them."""
@@ -214,8 +215,7 @@ class Search:
         return budget.set_by_user or budget.after(best).wins_s(more) > budget.tells_s()
 
     def _ratio(self, plan: Plan) -> float:
-        timing = self.timings.get(plan.brief())
-        return 0.0 if timing is None else timing.ratio or 0.0
+        return getattr(self.timings.get(plan.brief()), "ratio", None) or 0.0
 
     def _second_look(self, plans: Sequence[Plan], budget: Budget) -> Plan:
         """Races the plan that seemed best once more, if all were left undecided and it would win more than that costs."""
@@ -295,7 +295,7 @@ class Search:
         """What its step is made of; None where the look itself fails, since the plan has been run by then."""
         try:
             program = self.held.lowered(name, plan)
-            with preserved(*program.devices):
+            with preserved(*program.devices), closing(program):  # what it keeps for steps isn't free for others
                 return makeup(program)
         except Exception:
             return None
@@ -366,10 +366,10 @@ class Search:
         steps = self.facts.steps
         found = measure(entrants, BASELINE, steps=steps, time_limit_s=seconds, brief=True, progress=self.progress)
         self.timings |= with_starts(found.plans, BASELINE, self.held.starts, steps)
+        self.timings = on_one_clock(self.timings, BASELINE, steps)
 
     def _proven(self, budget: Budget) -> str:
         """The first of the plans that finish earlier than the baseline, best first, whose proof pays and succeeds."""
-        self.timings = on_one_clock(self.timings, BASELINE, self.facts.steps)
         self.held.give_up([one.name for one in self.timings.values() if one.verdict != "faster"])
         proofs = Proofs(self.baseline, budget, self._accepted, self._parity)
         winner = proofs.first(self._faster())

@@ -6,6 +6,10 @@ from collections.abc import Iterable, Mapping
 
 from hotloop.verdicts import Timing, paying
 
+_ALIKE = 1.5
+"""Baselines of two races that differ by more ran beside another load, which plans of few threads feel less: of such a race a
+ratio says too much, and what a step took there says too little at most."""
+
 
 def with_starts(
     timings: Iterable[Timing], baseline: str, starts: Mapping[str, tuple[float, float]], steps: int | None
@@ -43,7 +47,12 @@ def _beside(base_ms: float, timing: Timing, steps: int | None) -> Timing:
     if not (timing.step_ms and timing.ratio):
         return timing
     step_ms = base_ms / timing.ratio
-    samples_per_s = (timing.samples_per_s or 0.0) * timing.step_ms / step_ms
-    moved = timing.model_copy(update={"step_ms": step_ms, "samples_per_s": samples_per_s})
+    if not 1 / _ALIKE < timing.step_ms * timing.ratio / base_ms < _ALIKE:
+        step_ms = max(step_ms, timing.step_ms)
+    ratios = {"ratio": timing.ratio, "ratio_low": timing.ratio_low, "ratio_high": timing.ratio_high}
+    kept = base_ms / step_ms / timing.ratio
+    figures = {name: one and one * kept for name, one in ratios.items()}
+    figures |= {"step_ms": step_ms, "samples_per_s": (timing.samples_per_s or 0.0) * timing.step_ms / step_ms}
+    moved = timing.model_copy(update=figures)
     run_s = None if steps is None else moved.starts_s + steps * moved.training_s
     return moved.model_copy(update={"run_s": run_s})

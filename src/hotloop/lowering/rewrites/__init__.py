@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch.fx import GraphModule
 
 from hotloop.errors import PlanError
-from hotloop.lowering.rewrites.conv_as_gemm import convolution_as_product, convolution_in_cache
+from hotloop.lowering.rewrites.conv_as_gemm import convolution_as_product, convolution_where_likely
 from hotloop.lowering.rewrites.mm_by_onednn import product_by_onednn, product_where_mkl_is_slow
 from hotloop.lowering.rewrites.pool_as_max import pooling_as_maximum
 from hotloop.lowering.rewrites.pool_first import relu_after_pooling
@@ -21,7 +21,7 @@ REWRITES: dict[str, Callable[[GraphModule], int]] = {
 }
 """Each changes a graph and says how often it could; they apply from first to last."""
 
-_WHERE_LIKELY = {**REWRITES, "conv_as_gemm": convolution_in_cache, "mm_by_onednn": product_where_mkl_is_slow}
+_WHERE_LIKELY = {**REWRITES, "conv_as_gemm": convolution_where_likely, "mm_by_onednn": product_where_mkl_is_slow}
 """For `all`: the same, but where one is known to be slower; who names it gets it everywhere."""
 
 EXPECTED = {
@@ -31,7 +31,7 @@ EXPECTED = {
     "mm_by_onednn": "a product of two matrices in fp32 that takes 2 MFLOP or more",
 }
 _LIKELY = {
-    "conv_as_gemm": " whose columns fit 1 MiB (name conv_as_gemm to have it anyway)",
+    "conv_as_gemm": ", of one channel or with columns that fit 1 MiB (name conv_as_gemm to have it anyway)",
     "mm_by_onednn": ", on a processor for which MKL is slow (name mm_by_onednn to have it anyway)",
 }
 EXPECTED["all"] = "; or ".join(expected + _LIKELY.get(name, "") for name, expected in EXPECTED.items())

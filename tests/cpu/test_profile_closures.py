@@ -1,0 +1,98 @@
+"""Operators of a step whose forward and backward lie in a closure that the optimizer calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hotloop.diagnosing import repeats
+from hotloop.diagnosing.step import Step
+from hotloop.profiles import Phase, Profile
+from hotloop.profiling.events import Event, Reader
+from hotloop.profiling.observing import observers
+from hotloop.profiling.trail import Mark
+from tests.cpu.watching import watched
+
+ROUNDS = 24
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs.new_zeros(len(inputs), 8)
+        for time in range(ROUNDS):
+            hidden = torch.tanh(inputs[:, time] + self.before(hidden))
+        return hidden
+
+
+class Plain(torch.optim.Optimizer):
+    """An optimizer of one's own, whose lines are the user's, too."""
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for value in self.param_groups[0]["params"]:
+                value.sub_(value.grad.sign().mul(0.01))
+        return loss
+
+
+def trained(kind: str) -> Profile:
+    model = Recurrent()
+    made = {"Adam": lambda p: torch.optim.Adam(p, fused=True), "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=1)}
+    optimizer = made.get(kind, lambda p: Plain(p, {}))(model.parameters())
+    inputs, targets = torch.randn(16, ROUNDS, 8), torch.arange(16) % 8
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    def loop() -> None:
+        for _ in range(40):
+            optimizer.step(closure)
+
+    return watched(loop, observers=lambda watch: observers(watch, None))
+
+
+def phases_of(profile: Profile, *names: str) -> set[Phase]:
+    return {one.phase for one in profile.operators if one.name in names}
+
+
+@pytest.mark.parametrize(("kind", "updating"), [("Adam", "_fused_adam_"), ("LBFGS", "dot"), ("own", "sub_")])
+def test_what_a_closure_computes_is_no_update(kind: str, updating: str) -> None:
+    profile = trained(kind)
+    assert phases_of(profile, "aten::addmm", "aten::tanh") == {"forward"}
+    assert phases_of(profile, "aten::_log_softmax") == {"loss"}
+    assert phases_of(profile, f"aten::{updating}") == {"update"}
+    assert {one.phase for one in profile.operators if one.name.startswith("Optimizer.")} == {"update"}
+    assert profile.step_ms is not None
+    found = list(repeats.loops(Step(profile, profile.step_ms)))
+    assert [one for one in found if f"of {ROUNDS} rounds" in one.cause]
+
+
+def test_an_optimizer_takes_what_its_closure_leaves() -> None:
+    """By a made record: the update goes from 10 to 100, the closure's forward from 20 to 60, and 80 to 90 is its kernel."""
+    ran: list[tuple[int, Phase]] = [(0, "python"), (15, "update"), (20, "forward"), (60, "update"), (110, "python")]
+    marks = [Mark(0, None, ("train.py", number), phase, False) for number, (_, phase) in enumerate(ran)]
+    events = [Event(f"hotloop#{number}", 1, start, start) for number, (start, _) in enumerate(ran)]
+    events += [
+        Event("Optimizer.step#SGD.step", 1, 10, 100, id=1),
+        Event("Optimizer.zero_grad#SGD.zero_grad", 1, 16, 18, id=2),
+        Event("aten::tanh", 1, 30, 50, number=0, id=3),
+        Event("aten::add_", 1, 80, 90, id=4),
+    ]
+    found = {
+        one.event.name.split("#")[0]: (one.phase, one.ns) for one in Reader(marks, lambda event: None).operators(events)
+    }
+    assert found == {
+        "Optimizer.step": ("update", 90 - 40 - 2 - 10),
+        "Optimizer.zero_grad": ("update", 2),
+        "aten::tanh": ("forward", 20),
+        "aten::add_": ("update", 10),
+    }

@@ -1,0 +1,29 @@
+"""What a Python loop goes over: samples are told from time steps where there are as many."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.made_steps import first, loader, loop, operator, seen
+
+SAMPLE = ["256"]
+WIDE = ["64", "1x64", "64x64"]
+"""Of a sample through a layer that is as wide as there are samples."""
+
+WHOLE = ["256", "64x8", "8x256"]
+
+
+@pytest.mark.parametrize(("shapes", "said"), [(SAMPLE, "64 samples"), (WIDE, "64 samples"), (WHOLE, "64 rounds (time")])
+def test_a_loop_whose_operations_take_all_samples_goes_over_something_else(shapes: list[str], said: str) -> None:
+    found = first(seen({"forward": 8.0}, operators=loop(64, 0.01, shapes=shapes), loaders=[loader()]))
+    assert said in found.cause
+
+
+def test_what_is_done_with_all_samples_once_or_without_work_tells_nothing() -> None:
+    beside = [
+        operator("stack", 0.01, where="net.py:7", shapes=["64x256"], bytes=100.0),
+        operator("select", 0.01, 64, where="net.py:7", shapes=["64x256"], bytes=0.0, flops=0.0),
+        operator("mm", 0.01, 64, where="net.py:7", phase="backward", shapes=["64x1", "1x256"], bytes=100.0),
+    ]
+    ones = [*loop(64, 0.01, shapes=SAMPLE), *beside]
+    assert "64 samples" in first(seen({"forward": 8.0}, operators=ones, loaders=[loader()])).cause
