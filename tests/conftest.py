@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,16 @@ import pytest
 from tests.forked import Server
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(autouse=True)
+def threads_take_turns_as_before() -> Iterator[None]:
+    """What looks at a script's lines shortens Python's switch interval; none may stay so."""
+    before = sys.getswitchinterval()
+    yield
+    after = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    assert after == before
 
 
 @pytest.fixture(scope="session")

@@ -189,6 +189,17 @@ def test_plain_python_between_two_operations_is_seen_and_the_interpreter_is_left
     assert "working" in {line.function for line in seen.lines()}
 
 
+def test_closed_in_the_middle_of_a_step_threads_take_turns_as_before() -> None:
+    before, seen = sys.getswitchinterval(), sampler()
+    try:
+        seen.begin()
+        assert sys.getswitchinterval() < before
+        seen.close()
+        assert sys.getswitchinterval() == before
+    finally:
+        sys.setswitchinterval(before)
+
+
 @pytest.mark.parametrize(("took_s", "pause_s"), [(0.0001, 0.00005), (0.002, 0.0002), (0.5, 0.001)])
 def test_short_steps_are_looked_at_more_often(took_s: float, pause_s: float) -> None:
     seen = sampler()

@@ -133,7 +133,8 @@ class StackSampler:
             self._steps -= 1
 
     def close(self) -> None:
-        """Stops for good; what was seen stays."""
+        """Stops for good, in the middle of a step, too; what was seen stays."""
+        self.end()
         self._closed = True
         self._on.set()
         if self._thread is not None:

@@ -39,7 +39,7 @@ class PlainLines:
     def begin(self) -> None:
         """Of the thread that calls."""
         self._switch_s = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self._set_s = sys.getswitchinterval()
         self._thread, self._on = _thread.get_ident(), True
         # Python warns of a fork beside another thread.
