@@ -137,7 +137,7 @@ def lowered(task: Task, plans: list[Plan]) -> Iterator[Program]:
             print(f"{plan.brief()} refused: {error}", flush=True)
 
 
-def ratios(account: Account, evidence: Evidence, free: Freely | None) -> dict[str, float]:
+def ratios(account: Account, evidence: Evidence, free: Freely | None) -> dict[str, Any]:
     """The largest of each of the three that there are limits of."""
     if evidence.unproven or free is None:
         return {}
@@ -149,7 +149,8 @@ def ratios(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
     return {
         "typical": max(one.ratio for one in judging.typical(account, evidence.judges, evidence.rounding)),
         "anywhere": max(anywhere),
-        "freely": free.apart / max(free.rounding, 1e-7),
+        "freely": free.furthest.times,
+        "furthest": free.furthest.what,
     }
 
 

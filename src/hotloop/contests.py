@@ -69,7 +69,8 @@ def race(
         progress: show a progress bar.
 
     Returns:
-        A figure for each plan, and the winner. A plan that can't be run has a `failure` in place of figures.
+        A figure for each plan, and the winner. A plan that can't be run has a `failure` in place of figures. Stopped by
+        Ctrl-C in the proof, it has what was raced, no winner, and says so in `ended`.
 
     Raises:
         PlanError: one plan alone, or one that doesn't exist.
@@ -122,12 +123,14 @@ def raced(
     # Before the proof, too, which may be stopped, or take more memory than there is.
     notes = remember(_of_plans_alone(verdict, entries)) if known else []
     if prove is not None:
-        plans = _proven(task, measured.plans, baseline, prove, progress)
-        winner = best_of(plans, baseline, proven=True)
-        verdict = verdict.model_copy(
-            update={"plans": plans, "winner": winner, "seconds": time.monotonic() - began},
-        )
-        notes = remember(_of_plans_alone(verdict, entries)) if known else []
+        try:
+            plans = _proven(task, measured.plans, baseline, prove, progress)
+        except KeyboardInterrupt as stop:
+            found: dict[str, Any] = {"winner": None, **how_ended("the proof", stop)}
+        else:
+            found = {"plans": plans, "winner": best_of(plans, baseline, proven=True)}
+        verdict = verdict.model_copy(update={**found, "seconds": time.monotonic() - began})
+        notes = remember(_of_plans_alone(verdict, entries)) if known and verdict.ended is None else notes
     for note in notes:
         say(note)
     return verdict

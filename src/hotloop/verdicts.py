@@ -205,6 +205,10 @@ class Timing(Record):
         compile_s = self.compile_s if self.compile_warm_s is None else self.compile_warm_s
         return (self.startup_s or 0.0) + (compile_s or 0.0) + steps * self.training_s
 
+    def saves_s(self, other: Timing, steps: int | None) -> float:
+        """Seconds that such a run finishes before one under another plan."""
+        return other.finishes(steps) - self.finishes(steps)
+
 
 class Verdict(Record):
     """What a race found.
@@ -218,6 +222,7 @@ class Verdict(Record):
         left_open: of a search that ends with the baseline, whether nothing speaks against the plan of the rules.
         notes: what there is to know, such as that the machine was busy.
         machine, versions: what it was measured on and with.
+        ended_by: the signal that stopped the proof, after which nothing wins, and `ended` the same in words; None without.
     """
 
     version: int = 1
@@ -232,6 +237,8 @@ class Verdict(Record):
     machine: str
     versions: dict[str, str]
     seconds: float
+    ended_by: Literal["SIGINT", "SIGTERM"] | None = None
+    ended: str | None = None
 
     def plan(self, name: str) -> Timing:
         return next(timing for timing in self.plans if timing.name == name)

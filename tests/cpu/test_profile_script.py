@@ -140,9 +140,9 @@ def test_a_script_without_torch(alone) -> None:
     slow = next(one for one in profile.functions if one.function == "slow")
     step = next(one for one in profile.functions if one.function == "step")
     assert slow.where.endswith("arrays.py:9") and step.ms >= slow.ms
-    for function in profile.functions:  # of those whose lines were seen
+    for function in profile.functions:  # of those that were seen at work; of some only what they called was
         own = [line.own_ms for line in profile.lines if line.function == function.function]
-        assert not own or sum(own) == pytest.approx(function.own_ms)
+        assert sum(own) in (0.0, pytest.approx(function.own_ms))
 
 
 def test_a_network_by_hand_on_tensors_without_autograd(alone) -> None:

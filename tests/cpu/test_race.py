@@ -17,6 +17,7 @@ from torch import nn
 import hotloop
 from bench.race_verdicts import MARKED, delayed, one
 from hotloop.errors import DiskError, HotloopError, MemoryExhausted, PlanError, RoomError, TaskError
+from hotloop.interrupts import Terminated
 from hotloop.lowering import Program, lower
 from hotloop.lowering.step import EagerStep
 from hotloop.measuring import Entrant, load, measure
@@ -27,6 +28,7 @@ from hotloop.measuring.racing import Measured
 from hotloop.measuring.rounds import Lane
 from hotloop.measuring.runner import Runner
 from hotloop.plan import Plan
+from hotloop.report.contest import sentence
 from hotloop.state import differences
 from hotloop.task import Task
 from hotloop.verdicts import Parity, Verdict, best_of
@@ -491,6 +493,17 @@ def test_a_proof_that_cannot_be_had_is_no_proof(clock: Clock, monkeypatch) -> No
     timing = verdict.plan("baseline")
     assert (timing.parity, verdict.winner) == ("unproven", MARKED.brief())
     assert timing.parity_reason == "the Task is too random to compare"
+
+
+@pytest.mark.parametrize(("signal", "by"), [(KeyboardInterrupt, "SIGINT"), (Terminated, "SIGTERM")])
+def test_a_proof_that_is_stopped_leaves_what_was_raced_and_no_winner(signal: Any, by: str, clock, monkeypatch) -> None:
+    def prove(task: Task, plan: Plan) -> Parity:
+        raise signal
+
+    verdict = contest(clock, monkeypatch, prove, CPU)
+    assert (verdict.winner, verdict.ended_by, verdict.ended) == (None, by, f"stopped by {by} at the proof")
+    assert verdict.plan("baseline").verdict == "faster" and verdict.plan("baseline").parity is None
+    assert "isn't proven" in sentence(verdict)
 
 
 def test_the_baseline_needs_no_proof(clock: Clock, monkeypatch) -> None:

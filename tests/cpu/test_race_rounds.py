@@ -137,6 +137,15 @@ def test_a_loser_stops_early_and_the_others_go_on() -> None:
     assert answer(ratio(b, a)) == "slower" and ratio(b, a).median == pytest.approx(0.5, rel=0.15)
 
 
+def test_who_is_behind_goes_on_until_it_is_known_whether_it_beats_the_baseline() -> None:
+    """It wins if the fastest fails its proof."""
+    machine = Machine(noise=0.1)
+    raced = lanes(machine, a=0.01, fast=0.005, b=0.0094)
+    run(raced, machine, seconds=100)
+    a, fast, b = raced
+    assert answer(ratio(b, a)) == "faster" and len(b.times) < len(fast.times)
+
+
 def test_the_baseline_runs_to_the_end_however_slow() -> None:
     machine = Machine(noise=0.2)
     raced = lanes(machine, a=0.05, b=0.01, c=0.0101)

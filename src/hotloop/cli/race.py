@@ -109,6 +109,8 @@ def _show(verdict: Any, as_json: bool) -> None:
         print_json(verdict.model_dump())
     else:
         console.print(page(verdict))
+    if verdict.ended is not None:
+        end_early(verdict.ended_by, f"{verdict.ended}; what was raced before is shown")
 
 
 def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:

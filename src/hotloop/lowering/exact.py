@@ -6,14 +6,14 @@ than float64, it is no truth any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from hotloop.data.feed import Feed
 from hotloop.data.tree import map_tensors
@@ -178,7 +178,7 @@ class Watch(Onlooker):
                 return _drawn(function, args, kwargs)
             self._note(f"draws inside of {name}, which float64 can't repeat")
         result = function(*args, **kwargs)
-        if _is_wide(args) and (dtype := _narrow_dtype(result)) is not None:
+        if (dtype := _first_of(_WIDE, result)) is not None and _first_of(_NARROW, args) is not None:
             self._note(f"turns float64 into {str(dtype).removeprefix('torch.')} ({name})")
         return result
 
@@ -186,13 +186,15 @@ class Watch(Onlooker):
         self.narrowed = self.narrowed or f"{self._inside[-1]} {what}"
 
 
-def _is_wide(tree: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.dtype in _NARROW for leaf in tree_leaves(tree))
-
-
-def _narrow_dtype(tree: Any) -> torch.dtype | None:
-    found = (leaf.dtype for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dtype in _WIDE)
-    return next(found, None)
+def _first_of(dtypes: Collection[torch.dtype], tree: Any) -> torch.dtype | None:
+    """The first of these dtypes in what an operation takes or gives; by hand, since a step has thousands of them."""
+    if isinstance(tree, Tensor):
+        return tree.dtype if tree.dtype in dtypes else None
+    if isinstance(tree, list | tuple):
+        for one in tree:
+            if (found := _first_of(dtypes, one)) is not None:
+                return found
+    return None
 
 
 def _does_draw(function: Any, args: Any, kwargs: Any) -> bool:

@@ -22,6 +22,7 @@ from hotloop.measuring.statistics import (
     known_groups,
     ratio_of,
     settled,
+    undecided,
 )
 
 _WINDOW_S = {"cpu": 0.01}
@@ -188,7 +189,8 @@ def _drop_losers(lanes: Sequence[Lane], baseline: Lane, brief: bool) -> None:
             lane.running = not hopeless(found[id(lane)], best)
         else:
             best = max((found[id(one)] for one in rivals), key=lambda one: one.low or 0.0)
-            lane.running = not behind(found[id(lane)], best)
+            # It wins if what is ahead of it fails its proof.
+            lane.running = undecided(found[id(lane)]) or not behind(found[id(lane)], best)
 
 
 def _contested(lanes: Sequence[Lane], baseline: Lane, rounds: int, brief: bool) -> list[Lane]:

@@ -47,12 +47,14 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
     if (wrong := _wrong(account, evidence, table)) is not None:
         return known | wrong
     limit = REDUCED if evidence.peers else FREELY
-    if free is not None and (free.other or free.apart > limit * max(free.rounding, 1e-7)):
+    if free is not None and (free.other or free.furthest.times > limit):
+        far = free.furthest
         reason = free.other or (
-            f"after {free.steps} free steps its parameters are {free.apart:.2g} of their way from the baseline's, where"
-            f" rounding alone comes to {free.rounding:.2g}"
+            f"after {free.steps} free steps {far.what} are {far.apart:.2g} of their way from the baseline's, where"
+            f" rounding alone comes to {far.rounding:.2g}"
         )
-        return known | {"parity": "broken", "reason": reason, "first": f"the parameters, within {free.steps} steps"}
+        first = "the parameters" if free.other else far.what
+        return known | {"parity": "broken", "reason": reason, "first": f"{first}, within {free.steps} steps"}
     if (reason := _incomparable(account, evidence, table)) is not None:
         return known | {"parity": "unproven", "reason": reason}
     bitwise = not evidence.in_pieces and account.differs is None and (free is None or free.bitwise)

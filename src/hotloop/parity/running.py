@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from hotloop.errors import blame, out_of_memory
 from hotloop.lowering import Program
 from hotloop.parity.path import before_the_end, of_the_baseline
+from hotloop.parity.seen import norm_apart, wide
 from hotloop.parity.witnesses import Witness
-from hotloop.state import State, differences
+from hotloop.state import State, differences, leaves
 
 STEPS = 10
 _BEFORE = 5
@@ -20,6 +23,29 @@ _BEFORE = 5
 NUDGES = 4
 """Free runs of the baseline a rounding off."""
 
+_LEAST = 1e-7
+"""No drift is less: a number has as many digits in fp32."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far a candidate ended from the baseline in one kind of tensors.
+
+    Attributes:
+        what: such as the parameters.
+        apart: the distance as a share of the way that the baseline's went.
+        rounding: the same of baselines that differ harmlessly, the worst of them.
+    """
+
+    what: str
+    apart: float
+    rounding: float
+
+    @property
+    def times(self) -> float:
+        """The distance in multiples of what rounding comes to."""
+        return self.apart / max(self.rounding, _LEAST)
+
 
 @dataclass(frozen=True)
 class Freely:
@@ -27,23 +53,42 @@ class Freely:
 
     Attributes:
         steps: how many there were.
-        apart: its distance from the baseline's end, as a share of the way that the baseline's parameters went.
-        rounding: the same of baselines that differ harmlessly, the worst of them.
+        drifts: of each kind of tensors; none if it didn't come to its end.
         bitwise: whether it ended in the baseline's State.
         other: what had to be equal and wasn't.
     """
 
     steps: int
-    apart: float
-    rounding: float
+    drifts: tuple[Drift, ...]
     bitwise: bool
     other: str | None
+
+    @property
+    def furthest(self) -> Drift:
+        return max(self.drifts, key=lambda drift: drift.times, default=Drift("the parameters", 0.0, 0.0))
 
 
 @dataclass(frozen=True)
 class _End:
     state: State
     spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a candidate's end is held against.
+
+    Attributes:
+        expected: the baseline's end.
+        rounding: by kind, the largest distance from there of a baseline that differs harmlessly.
+        ways: by kind, how far the baseline went.
+        loose: paths of the State at which a harmless difference leads to another value.
+    """
+
+    expected: _End
+    rounding: dict[str, float]
+    ways: dict[str, float]
+    loose: frozenset[str]
 
 
 def run_freely(
@@ -55,26 +100,44 @@ def run_freely(
 ) -> list[Freely]:
     """Runs on from `start` with everyone; rounding is that of the peers, if there are any."""
     plain = witnesses[0].program
-    start = before_the_end(start, plain.feed.batches, _BEFORE)
+    at_once = max((_at_once(program) for program in candidates), default=1)
+    start = before_the_end(start, plain.feed.batches, max(_BEFORE, at_once))
     plain.restore(start)
-    left = plain.schedule_left()
-    steps = STEPS if left is None else min(STEPS, left)
+    left, steps = plain.schedule_left(), max(STEPS, 2 * at_once)
+    steps = steps if left is None else min(steps, left)
     with of_the_baseline(plain):
         expected = _ended(plain, start, steps)
-    way = _distance(expected.state, start)
-    drifts = [_distance(end.state, expected.state) for end in _drifting(start, peers or witnesses, steps, nudges)]
-    return [_tried(program, start, expected, way, max(drifts), steps) for program in candidates]
+    known = _Known(expected, {}, _apart(expected.state, start), frozenset())
+    for end in _drifting(start, peers or witnesses, steps, nudges):
+        known = _beside(known, end.state)
+    return [_tried(program, start, known, steps) for program in candidates]
 
 
-def _tried(program: Program, start: State, expected: _End, way: float, rounding: float, steps: int) -> Freely:
+def _at_once(program: Program) -> int:
+    """Steps of one replay: what goes wrong from one to the next shows in a whole one alone."""
+    graphs = program.parts.plan.graphs
+    return graphs if isinstance(graphs, int) else 1
+
+
+def _beside(known: _Known, drifted: State) -> _Known:
+    """With one more baseline that differs harmlessly."""
+    found = _apart(drifted, known.expected.state)
+    rounding = {what: max(known.rounding.get(what, 0.0), size) for what, size in found.items()}
+    return replace(
+        known, rounding=rounding, loose=known.loose | set(differences(drifted, known.expected.state))
+    )
+
+
+def _tried(program: Program, start: State, known: _Known, steps: int) -> Freely:
     try:
         ended = _ended(program, start, steps)
     except Exception as error:
         if out_of_memory(error):
             raise
         other = f"its free run raised {blame(error)}, which the baseline's doesn't"
-        return Freely(steps, float("inf"), rounding / (way or 1.0), bitwise=False, other=other)
-    return _compared(ended, expected, way, rounding, steps)
+        return Freely(steps, (), bitwise=False, other=other)
+    paths = differences(ended.state, known.expected.state)
+    return Freely(steps, _drifts(ended.state, known), bitwise=not paths, other=_unequal(ended, known, paths))
 
 
 def _drifting(start: State, witnesses: Sequence[Witness], steps: int, nudges: int) -> Iterator[_End]:
@@ -98,36 +161,52 @@ def _ended(program: Program, start: State, steps: int) -> _End:
     return _End(program.state(), tuple(spans))
 
 
-def _compared(ended: _End, expected: _End, way: float, rounding: float, steps: int) -> Freely:
-    paths = differences(ended.state, expected.state)
-    return Freely(
-        steps=steps,
-        apart=_distance(ended.state, expected.state) / (way or 1.0),
-        rounding=rounding / (way or 1.0),
-        bitwise=not paths,
-        other=_unequal(ended, expected, paths),
-    )
+def _drifts(state: State, known: _Known) -> tuple[Drift, ...]:
+    found = []
+    for what, apart in _apart(state, known.expected.state).items():
+        way = known.ways.get(what) or 1.0
+        found.append(Drift(what, apart / way, known.rounding.get(what, 0.0) / way))
+    return tuple(found)
 
 
-def _unequal(ended: _End, expected: _End, paths: list[str]) -> str | None:
-    if ended.spans != expected.spans:
+_EXACT = ("/position", "/schedule", "/sums/samples", "/optimizer/groups", "/scaler", "/extra")
+"""What rounding has nothing to do with, as a rule: some optimizers and modules keep there what they computed."""
+
+
+def _unequal(ended: _End, known: _Known, paths: list[str]) -> str | None:
+    if ended.spans != known.expected.spans:
         spans = [
             ", then ".join(f"{samples} samples in {steps} steps" for steps, samples in one.spans)
-            for one in (ended, expected)
+            for one in (ended, known.expected)
         ]
         return f"it trained on {spans[0]}, where the baseline trained on {spans[1]}"
-    exact = ("/position", "/schedule", "/sums/samples", "/optimizer/groups")
-    found = [path for path in paths if path.startswith(exact)]
+    found = [path for path in paths if path.startswith(_EXACT) and path not in known.loose]
     return f"{found[0].strip('/')} is another than the baseline's" if found else None
 
 
-def _distance(one: State, other: State) -> float:
-    squares = [
-        torch.linalg.vector_norm(
-            value.to(torch.complex128 if value.is_complex() else torch.float64) - other.parameters[name]
-        ).item()
-        ** 2
-        for name, value in one.parameters.items()
-    ]
-    total = sum(squares) ** 0.5
-    return float("inf") if total != total else total
+def _apart(one: State, other: State) -> dict[str, float]:
+    """Distance of one State from another, by kind; NaN and infinity are no distance where both have them."""
+    squares: dict[str, float] = {}
+    theirs = dict(_numbers(other))
+    for (what, path), value in _numbers(one):
+        true = theirs.get((what, path), torch.zeros_like(value))
+        if true.shape == value.shape:
+            squares[what] = squares.get(what, 0.0) + norm_apart(value, true) ** 2
+    return {what: math.inf if math.isnan(total) else total**0.5 for what, total in squares.items()}
+
+
+def _numbers(state: State) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """What is computed, as ((kind, path), tensor); the optimizer's and buffers by the part that they play."""
+    kinds = {"parameters": "the parameters", "average": "the averaged parameters", "outer": "the ranks' momentum"}
+    for path, value in leaves(vars(state)):
+        field, role = path.split("/")[1], path.rpartition("/")[2]
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            continue
+        if field in kinds:
+            yield (kinds[field], path), wide(value)
+        elif field in ("buffers", "loss"):
+            yield (f"the buffers {role.rpartition('.')[2]!r}", path), wide(value)
+        elif field == "sums":
+            yield (f"the sum {role!r}", path), wide(value)
+        elif path.startswith(("/optimizer/state", "/optimizer/own")):
+            yield (f"the optimizer's {role!r}", path), wide(value)

@@ -34,21 +34,21 @@ def one_step(program: Program, state: State, batch: Any) -> tuple[Seen, State]:
     given = copied(batch)
     program.step(given)
     after = program.state()
-    seen: Seen = {("count" if name in _COUNTS else "loss", name): _wide(value) for name, value in after.sums.items()}
+    seen: Seen = {("count" if name in _COUNTS else "loss", name): wide(value) for name, value in after.sums.items()}
     seen |= dict(_buffers(after))
     for name, parameter in program.model.named_parameters():
         gradient, (old, version) = parameter.grad, before[name]
         if gradient is not None and (gradient is not old or gradient._version != version):  # made in this step
-            seen["gradient", name] = _wide(gradient)
+            seen["gradient", name] = wide(gradient)
     for path, value in leaves({key: after.optimizer[key] for key in ("state", "own", "groups")}):
         if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
-            seen["optimizer", path.strip("/")] = _wide(value)
+            seen["optimizer", path.strip("/")] = wide(value)
     for name, value in after.parameters.items():
         if value.is_floating_point() or value.is_complex():
-            seen["update", name] = _wide(value) - _wide(state.parameters[name])
-    seen |= {("average", name): _wide(value) for name, value in after.average.items()}
+            seen["update", name] = wide(value) - wide(state.parameters[name])
+    seen |= {("average", name): wide(value) for name, value in after.average.items()}
     for place, (was, now) in enumerate(zip(tensors(batch), tensors(given), strict=True)):
-        seen["count", f"tensors {place} of the batch that were changed"] = _wide(0 if torch.equal(was, now) else 1)
+        seen["count", f"tensors {place} of the batch that were changed"] = wide(0 if torch.equal(was, now) else 1)
     return seen, after
 
 
@@ -57,7 +57,7 @@ _COUNTS = ("samples", "weight")
 
 def _buffers(state: State) -> Iterator[tuple[Key, Tensor]]:
     for name, value in {**state.buffers, **state.loss}.items():
-        yield ("buffer", name), _wide(value)
+        yield ("buffer", name), wide(value)
 
 
 def _version(tensor: Tensor | None) -> int:
@@ -68,7 +68,8 @@ def _exact(number: float) -> torch.dtype:
     return torch.int64 if isinstance(number, int) else torch.float64
 
 
-def _wide(value: Any) -> Tensor:
+def wide(value: Any) -> Tensor:
+    """As float64 on the CPU, strided and real; what is counted stays whole."""
     tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=_exact(value))
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
@@ -132,13 +133,19 @@ def missing(seen: Seen, truth: Seen) -> list[Key]:
 def _distance(value: Tensor, true: Tensor, size: float) -> float:
     if not true.is_floating_point() or not value.is_floating_point():
         return 0.0 if torch.equal(value.double(), true.double()) else float("inf")
-    off = _norm(value - true)
-    if not math.isfinite(off):  # what isn't finite is no error where it is the same on both sides
-        same = torch.isclose(value, true, rtol=0.0, atol=0.0, equal_nan=True)
-        off = _norm(torch.where(same, 0.0, value - true))
+    off = norm_apart(value, true)
     if off == 0:
         return 0.0
     return off / size if math.isfinite(off) and 0 < size < math.inf else math.inf
+
+
+def norm_apart(value: Tensor, true: Tensor) -> float:
+    """The norm of the difference; what isn't finite is none where it is the same on both sides."""
+    off = _norm(value - true)
+    if math.isfinite(off):
+        return off
+    same = torch.isclose(value, true, rtol=0.0, atol=0.0, equal_nan=True)
+    return _norm(torch.where(same, 0.0, value - true))
 
 
 def _norm(value: Tensor) -> float:

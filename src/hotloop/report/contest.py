@@ -83,6 +83,8 @@ def _ratio(timing: Timing, is_baseline: bool) -> str:
 
 def sentence(verdict: Verdict) -> str:
     """Which plan wins, and why."""
+    if verdict.ended is not None:
+        return "No winner: what was raced isn't proven."
     if verdict.winner is None:
         return "No winner: too little was measured to say which plan is faster. Give it more time by --time-limit."
     base, winner = verdict.plan(verdict.baseline), verdict.plan(verdict.winner)

@@ -20,6 +20,7 @@ class Proofs:
         baseline: what the changes of a plan are counted from.
         accepted: classes of parity that a winner may have.
         prove: a plan that was raced.
+        against: how fast the baseline is, and `steps` how many this run has; None if unknown.
         notes: which plans weren't proven, and why.
         judged: plans whose parity is known, in the order of their proofs.
         spent_s: on proofs that failed.
@@ -29,6 +30,8 @@ class Proofs:
     budget: Budget
     accepted: Collection[str]
     prove: Callable[[Timing], Parity]
+    against: Timing
+    steps: int | None
     notes: list[str] = field(default_factory=list)
     judged: list[Timing] = field(default_factory=list)
     spent_s: float = 0.0
@@ -64,7 +67,8 @@ class Proofs:
         if not self.budget.deadline.allows(self.budget.proof_s):
             return f"that takes about {self.budget.proof_s:.0f} s, and {self.budget.deadline}"
         costs_s = self.spent_s + self.budget.proof_s
-        if self.budget.set_by_user or self.budget.wins_s(timing.gain) >= costs_s:
+        pays = self.steps is None or timing.saves_s(self.against, self.steps) >= costs_s
+        if self.budget.set_by_user or pays:
             return ""
         before = " with the proofs before" if self.spent_s else ""
         return f"that takes about {costs_s:.0f} s{before}, more than it wins"

@@ -252,7 +252,8 @@ class Search:
         assert timing.step_ms is not None and base.step_ms is not None
         rest = budget.after(base.step_ms / timing.step_ms)
         proof_s = PROVING_STEPS * base.step_ms / 1e3 if plan == self.base else 0.0  # any other is proven anyway
-        made, step_s = self._makeup(timing.name, plan), timing.step_ms / 1e3
+        told = not self.facts.recurrent or any(way.compile == "none" for way in ways)
+        made, step_s = self._makeup(timing.name, plan) if told else None, timing.step_ms / 1e3
         often = looks(any_of_users(self.task.callbacks), self.facts.steps, self.facts.batches)
         return chances(ways, made, step_s, rest, recurrent=self.facts.recurrent, proof_s=proof_s, looks=often)
 
@@ -371,7 +372,7 @@ class Search:
     def _proven(self, budget: Budget) -> str:
         """The first of the plans that finish earlier than the baseline, best first, whose proof pays and succeeds."""
         self.held.give_up([one.name for one in self.timings.values() if one.verdict != "faster"])
-        proofs = Proofs(self.baseline, budget, self._accepted, self._parity)
+        proofs = Proofs(self.baseline, budget, self._accepted, self._parity, self.timings[BASELINE], self.facts.steps)
         winner = proofs.first(self._faster())
         self.timings |= {one.name: one for one in proofs.judged}
         self.notes += proofs.notes
@@ -386,10 +387,9 @@ class Search:
             if timing.verdict == "faster" and timing.compile_s:
                 again_s = self.held.compiled_again_s(timing.name, Plan(**timing.plan))
                 self.timings[timing.name] = timing.model_copy(update={"compile_warm_s": again_s})
-        finishes = {one.name: one.finishes(self.facts.steps) for one in self.timings.values() if one.step_ms}
-        faster = [one for one in self.timings.values() if one.verdict == "faster"]
-        able = [one for one in faster if finishes[one.name] < finishes[BASELINE]]
-        return sorted(able, key=lambda one: finishes[one.name])
+        base, steps = self.timings[BASELINE], self.facts.steps
+        faster = [one for one in self.timings.values() if one.verdict == "faster" and one.saves_s(base, steps) > 0]
+        return sorted(faster, key=lambda one: one.saves_s(base, steps), reverse=True)
 
     @property
     def _accepted(self) -> tuple[str, ...]:
