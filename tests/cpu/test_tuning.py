@@ -450,6 +450,17 @@ def test_axes_of_the_user_s_that_can_t_be_run_are_an_error(monkeypatch: pytest.M
         looked.run()
 
 
+def test_what_is_faster_than_the_baseline_by_what_the_user_set_alone_wins_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    races = Races(residency__host=1.6, layout__channels_last=0.8, optimizer__fused=1.2)
+    base = placed(Plan(residency="host"), "cpu")
+    looked = searching(monkeypatch, races, base=base, fixed={"device", "residency"}, compiler=True)
+    assert set(looked.run().split()) == {"residency=host", "optimizer=fused"}
+    compiled = [name for name in races.raced if "compile" in name]
+    assert compiled and not any("channels_last" in name for name in [*compiled, races.raced[-1]])
+
+
 def test_good_changes_that_can_t_be_run_together_are_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     races = Failing("layout=channels_last optimizer=fused", optimizer__fused=1.3, layout__channels_last=1.4)
     assert searching(monkeypatch, races, compiler=True, steps=10_000).run() == "layout=channels_last"

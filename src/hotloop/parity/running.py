@@ -123,9 +123,7 @@ def _beside(known: _Known, drifted: State) -> _Known:
     """With one more baseline that differs harmlessly."""
     found = _apart(drifted, known.expected.state)
     rounding = {what: max(known.rounding.get(what, 0.0), size) for what, size in found.items()}
-    return replace(
-        known, rounding=rounding, loose=known.loose | set(differences(drifted, known.expected.state))
-    )
+    return replace(known, rounding=rounding, loose=known.loose | set(differences(drifted, known.expected.state)))
 
 
 def _tried(program: Program, start: State, known: _Known, steps: int) -> Freely:

@@ -11,7 +11,7 @@ from hotloop.lowering.rewrites.mm_by_onednn import mkl_is_slow
 from hotloop.plan import Plan
 from hotloop.records import TaskFacts
 from hotloop.rules import read_again
-from hotloop.verdicts import Timing
+from hotloop.verdicts import MARGIN, Timing
 
 Change = dict[str, Any]
 """Axes and the values that they get."""
@@ -68,11 +68,16 @@ def without(changes: Iterable[Change], fixed: Collection[str]) -> list[Change]:
     return [change for change in changes if change.keys().isdisjoint(fixed)]
 
 
-def combined(changes: Iterable[Change], timings: Sequence[Timing | None]) -> Change:
-    """Of each axis the value that was surely faster than the baseline, and most so."""
+def combined(changes: Iterable[Change], timings: Sequence[Timing | None], own: Timing | None = None) -> Change:
+    """Of each axis the value that was surely faster than the baseline, and most so.
+
+    Args:
+        own: of the plan that they change, if it isn't the baseline; what is no faster than it wins nothing.
+    """
     best: dict[str, tuple[float, Change]] = {}
+    least = 0.0 if own is None else (own.ratio or 0.0) * (1 + MARGIN)
     for change, timing in zip(changes, timings, strict=True):
-        if timing is None or timing.ratio is None or timing.verdict != "faster":
+        if timing is None or timing.ratio is None or timing.verdict != "faster" or timing.ratio <= least:
             continue
         (axis,) = change
         if timing.ratio > best.get(axis, (0.0, {}))[0]:

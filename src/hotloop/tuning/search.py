@@ -181,14 +181,16 @@ class Search:
         if own is not None and own.failure is not None:
             raise PlanError(f"{self.base.brief()}, as you set it, can't be run: {own.failure}")
         sure = [plan for plan in rules if self._surely_faster(plan)]
-        best = combined(changes, found)
+        best = combined(changes, found, own)
         if not best and not sure:
             return self._second_look([*rules, *singles], budget)
         alone = [self.base.with_axes(**{axis: value}) for axis, value in best.items()]
         together = self.base.with_axes(**best)
         if len(best) > 1 and self._hoped(alone, [*alone, *sure], budget):
             self._race([together], budget.race_s(1 / 4, 1, self._spent_s))
-        return max([together, *alone, *sure], key=self._ratio)  # they may be slower together, or not run at all
+        return max(
+            [self.base, together, *alone, *sure], key=self._ratio
+        )  # they may be slower together, or not run at all
 
     def _in_reach(self, changes: list[Change], budget: Budget) -> list[Change]:
         """Those that are worth their start: of a plan that was set to compile, each change is compiled too."""
