@@ -453,10 +453,10 @@ def test_axes_of_the_user_s_that_can_t_be_run_are_an_error(monkeypatch: pytest.M
 def test_what_is_faster_than_the_baseline_by_what_the_user_set_alone_wins_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    races = Races(residency__host=1.6, layout__channels_last=0.8, optimizer__fused=1.2)
+    races = Races(residency__host=1.6, layout__channels_last=0.8)
     base = placed(Plan(residency="host"), "cpu")
     looked = searching(monkeypatch, races, base=base, fixed={"device", "residency"}, compiler=True)
-    assert set(looked.run().split()) == {"residency=host", "optimizer=fused"}
+    assert looked.run() == "residency=host"
     compiled = [name for name in races.raced if "compile" in name]
     assert compiled and not any("channels_last" in name for name in [*compiled, races.raced[-1]])
 
