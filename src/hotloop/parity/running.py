@@ -12,7 +12,7 @@ from torch import Tensor
 from hotloop.errors import blame, out_of_memory
 from hotloop.lowering import Program
 from hotloop.parity.path import before_the_end, of_the_baseline
-from hotloop.parity.seen import norm_apart, wide
+from hotloop.parity.seen import UNIT, norm_apart, wide
 from hotloop.parity.witnesses import Witness
 from hotloop.state import State, differences, leaves
 
@@ -23,9 +23,6 @@ _BEFORE = 5
 NUDGES = 4
 """Free runs of the baseline a rounding off."""
 
-_LEAST = 1e-7
-"""No drift is less: a number has as many digits in fp32."""
-
 
 @dataclass(frozen=True)
 class Drift:
@@ -34,7 +31,8 @@ class Drift:
     Attributes:
         what: such as the parameters.
         apart: the distance as a share of the way that the baseline's went.
-        rounding: the same of baselines that differ harmlessly, the worst of them.
+        rounding: the same of baselines that differ harmlessly, the worst of them; and no less than rounding the numbers
+            themselves once in each step, since these baselines compute an optimizer's own state all in the same way.
     """
 
     what: str
@@ -44,7 +42,7 @@ class Drift:
     @property
     def times(self) -> float:
         """The distance in multiples of what rounding comes to."""
-        return self.apart / max(self.rounding, _LEAST)
+        return self.apart / max(self.rounding, UNIT)
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,8 @@ def run_freely(
     steps = steps if left is None else min(steps, left)
     with of_the_baseline(plain):
         expected = _ended(plain, start, steps)
-    known = _Known(expected, {}, _apart(expected.state, start), frozenset())
+    rounding = {what: UNIT * steps**0.5 * size for what, size in _sizes(expected.state).items()}
+    known = _Known(expected, rounding, _apart(expected.state, start), frozenset())
     for end in _drifting(start, peers or witnesses, steps, nudges):
         known = _beside(known, end.state)
     return [_tried(program, start, known, steps) for program in candidates]
@@ -122,7 +121,7 @@ def _at_once(program: Program) -> int:
 def _beside(known: _Known, drifted: State) -> _Known:
     """With one more baseline that differs harmlessly."""
     found = _apart(drifted, known.expected.state)
-    rounding = {what: max(known.rounding.get(what, 0.0), size) for what, size in found.items()}
+    rounding = known.rounding | {what: max(known.rounding.get(what, 0.0), size) for what, size in found.items()}
     return replace(known, rounding=rounding, loose=known.loose | set(differences(drifted, known.expected.state)))
 
 
@@ -163,6 +162,7 @@ def _drifts(state: State, known: _Known) -> tuple[Drift, ...]:
     found = []
     for what, apart in _apart(state, known.expected.state).items():
         way = known.ways.get(what) or 1.0
+        way = way if math.isfinite(way) else 1.0
         found.append(Drift(what, apart / way, known.rounding.get(what, 0.0) / way))
     return tuple(found)
 
@@ -191,6 +191,14 @@ def _apart(one: State, other: State) -> dict[str, float]:
         if true.shape == value.shape:
             squares[what] = squares.get(what, 0.0) + norm_apart(value, true) ** 2
     return {what: math.inf if math.isnan(total) else total**0.5 for what, total in squares.items()}
+
+
+def _sizes(state: State) -> dict[str, float]:
+    """The norm of what is finite, by kind."""
+    squares: dict[str, float] = {}
+    for (what, _), value in _numbers(state):
+        squares[what] = squares.get(what, 0.0) + float(torch.linalg.vector_norm(value.nan_to_num(0.0, 0.0, 0.0))) ** 2
+    return {what: total**0.5 for what, total in squares.items()}
 
 
 def _numbers(state: State) -> Iterator[tuple[tuple[str, str], Tensor]]:
