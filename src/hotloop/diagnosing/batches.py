@@ -22,14 +22,16 @@ def too_small(step: Step) -> Iterator[Remedy]:
 
     What counts is the time of the calls, as it was measured, beside that of the samples' own work: a few long sequences are
     few samples, but much work in each call. Calls that something else is said of, such as a loop, aren't the batch's fault,
-    and the loop's own Python may take longer for more samples.
+    and the loop's own Python may take longer for more samples. Of a line that hands the training over, nothing is said as a
+    whole.
     """
     samples = step.profile.samples_per_step
     if not samples:
         return
     updating = step.operators(lambda one: one.phase == "update" and one.where in step.named)  # one line stands for all
     phases = [phase for phase in COMPUTING if not (updating and phase == "update")]
-    ones = step.operators(lambda one: one.phase in phases and one.where not in step.named)
+    others = step.named - step.handed
+    ones = step.operators(lambda one: one.phase in phases and one.where not in others)
     calling = sum(step.reclaimable(one) for one in ones) + _fetching(step, samples)
     if step.share(calling) < _LEAST or calling < samples / _AMORTISED * (step.ms - calling):
         return

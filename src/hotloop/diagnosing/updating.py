@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from hotloop.diagnosing.step import Step, grouped, heaviest, percent
+from hotloop.diagnosing.step import BY_HAND, Step, grouped, heaviest, percent
 from hotloop.profiles import OperatorTime, OptimizerUse, Remedy
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
@@ -39,7 +39,7 @@ _A_LOOP = 8
 def one_by_one(step: Step) -> Iterator[Remedy]:
     """Updates in a loop over parameters."""
     for use in step.profile.optimizers:
-        if use.kind == "by hand":
+        if use.kind == BY_HAND:
             yield _by_hand(step, use)
         elif use.implementation == "forloop":
             yield from _by_torch(step, use)
