@@ -41,6 +41,7 @@ SPECIFIC: tuple[Detector, ...] = (
     operators.unsupported,
     updating.one_by_one,
     updating.dense_tables,
+    lines.measuring,
     repeats.loops,
     cores.crowded,
 )
