@@ -171,7 +171,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         seen(
             {"update": 5.0},
             optimizers=[adam(5.0, "", kind="by hand", groups=[])],
-            lines=[line("update", 4.0, "sgd.py:3", library="torch")],
+            operators=[operator("sub_", 1.0, 100, phase="update", where="sgd.py:3", line_runs=100.0)],
         ),
         "by hand",
         "sgd.py:3",
