@@ -343,6 +343,7 @@ class Profile(Record):
         phases: ms per step, which add up to the instrumented steps' wall time scaled to `step_ms`.
         attributed: share of the step in phases other than `unattributed`, 0 to 1.
         samples_per_step, batch: how many, None where unknown, and their shapes.
+        one_batch: whether each step trains on the same samples, as where all data are one batch.
         bound: with `bound_evidence`, sentences with the numbers behind it.
         functions: each at its first line, of a script that has no steps; ms, and those of its lines, are of the whole run.
         flops, bytes: of a step; `limit_ms` is the least that this machine's measured limits allow for them.
@@ -366,6 +367,7 @@ class Profile(Record):
     phases: dict[Phase, float] = Field(default_factory=dict)
     attributed: float | None = None
     samples_per_step: float | None = None
+    one_batch: bool = False
     batch: list[str] = Field(default_factory=list)
     modules: list[ModuleTime] = Field(default_factory=list)
     operators: list[OperatorTime] = Field(default_factory=list)

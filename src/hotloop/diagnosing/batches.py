@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from hotloop.diagnosing.step import COMPUTING, Step
 from hotloop.profiles import Remedy
@@ -35,16 +36,27 @@ def too_small(step: Step) -> Iterator[Remedy]:
     calling = sum(step.reclaimable(one) for one in ones) + _fetching(step, samples)
     if step.share(calling) < _LEAST or calling < samples / _AMORTISED * (step.ms - calling):
         return
-    factor = max(_LARGER, _AMORTISED / samples)
+    wanted, most = max(_LARGER, _AMORTISED / samples), _most(step, samples)
+    factor = min(wanted, most)
+    if factor <= 1:
+        return
     loader = next((use.where for use in step.profile.loaders), "")
     yield Remedy(
         cause=f"too small a batch: {samples:.0f} samples in a step",
         where=loader or step.profile.step_where,
-        remedy=f"a batch of {samples * factor:.0f} or more samples (which changes the training: try the learning rate anew)",
+        remedy=f"a batch of {samples * factor:.0f}{' or more' * (wanted < most)} samples (which changes the training: try the learning rate anew)",
         gain=step.share((1 - 1 / factor) * calling),
         evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on what comes with each batch, "
         "which hardly takes longer for more of them",
     )
+
+
+def _most(step: Step, samples: float) -> float:
+    """So many times as many samples there are: what is trained on all of them at a time can't get more."""
+    if step.profile.one_batch:
+        return 1.0
+    known = [(use.samples, use.batch_size) for use in step.profile.loaders if use.samples]
+    return max((have / samples if size else float(have) for have, size in known), default=inf)
 
 
 def _fetching(step: Step, samples: float) -> float:

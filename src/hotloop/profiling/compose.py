@@ -55,6 +55,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         phases=phases,
         attributed=_attributed(phases),
         samples_per_step=facts.samples_per_step,
+        one_batch=facts.one_batch,
         batch=facts.batch,
         modules=[ModuleTime.model_validate(one) for one in facts.modules],
         operators=[OperatorTime.model_validate(one) for one in facts.operators],

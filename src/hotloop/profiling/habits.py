@@ -89,6 +89,7 @@ class Graphs:
         self._step = self._around = 0
         self._looked: list[int] = []
         self._followed: list[int] = []
+        self._same = 0
         self._first_node = 0
         self._forwards: list[_Forward] = []
         self._ungraded: list[_Forward] = []
@@ -163,7 +164,9 @@ class Graphs:
             self._looked.append(self._step)
             trained = [one for one in self._forwards if one.mark.walked]
             known = [*trained, *(self._before or ())]
-            self._followed += [self._step] if self._before is not None else []
+            if self._before is not None:
+                self._followed.append(self._step)
+                self._same += bool(trained) and _given(trained) == _given(self._before)
             for one in self._forwards + self._ungraded:
                 if not one.mark.walked and (what := self._in_vain(one, trained)):
                     one.mark.where = _apart(one, known)
@@ -236,6 +239,11 @@ class Graphs:
         for node in nodes:  # a backward that comes later, as for the gradient of an input, is heard by the graph alone
             node.register_prehook(partial(_walked, mark))
 
+    @property
+    def one_batch(self) -> bool:
+        """Whether the network was trained on what it was in the step before, each time."""
+        return bool(self._followed) and self._same == len(self._followed)
+
     def records(self) -> list[dict[str, Any]]:
         """As `profiles.Habit`: what happens in more than half of the steps that were looked at.
 
@@ -304,6 +312,10 @@ def _evaluates(one: _Forward, trained: Sequence[_Forward]) -> bool:
 def _is_again(one: _Forward, trained: Sequence[_Forward]) -> bool:
     """Whether the same network was trained on the same inputs."""
     return bool(one.inputs) and any(other.module == one.module and other.inputs == one.inputs for other in trained)
+
+
+def _given(trained: Sequence[_Forward]) -> set[tuple]:
+    return {(one.module, one.inputs) for one in trained if one.inputs}
 
 
 def _apart(one: _Forward, known: Sequence[_Forward]) -> str:
