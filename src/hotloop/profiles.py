@@ -206,6 +206,7 @@ class Habit(Record):
 
     Attributes:
         what: `kept graph`: a loss whose graph is alive steps later, `bytes` of memory growing by it each step;
+            `carried graph`: such a one that the next step's backward goes through as well, and so has more to do each time;
             `retained graph`: a backward that keeps a graph that nobody walks again;
             `wasted forward`: a forward whose graph no backward walked, of a network that is trained on the same inputs;
             `unused graph`: such a one of other inputs, or of a network that isn't trained;
@@ -217,10 +218,12 @@ class Habit(Record):
         per_step: times in a step.
         ms: what it takes per step, where it can be told.
         bytes: per step.
+        part: of the backward, in graphs of earlier steps.
     """
 
     what: Literal[
         "kept graph",
+        "carried graph",
         "retained graph",
         "wasted forward",
         "unused graph",
@@ -232,6 +235,7 @@ class Habit(Record):
     per_step: float
     ms: float | None = None
     bytes: float | None = None
+    part: float | None = None
 
 
 class Apart(Record):

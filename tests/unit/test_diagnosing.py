@@ -74,6 +74,11 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "anomaly detection",
         "train.py:2",
     ),
+    "a graph that is carried over": (
+        seen({"backward": 8.0}, habits=[Habit(what="carried graph", where="t.py:1", per_step=1.0, part=0.75)]),
+        "carried over steps",
+        "t.py:1",
+    ),
     "waiting for the device": (
         seen({"synchronisation": 5.0}, device="cuda:0", lines=[line("synchronisation", 5.0, "train.py:21")]),
         "waiting for the device",
@@ -522,6 +527,16 @@ def test_a_small_remedy_hides_no_larger_one_of_its_line(share: float, names: boo
     found = remedies(seen({"forward": 8.0}, operators=both))
     assert any("float64" in one.cause for one in found)
     assert any("aten::sort takes much" in one.cause for one in found) is names
+
+
+def test_anomaly_detection_takes_nothing_of_an_update_that_builds_no_graph() -> None:
+    def gain(phase: str) -> float:
+        calls = [operator("add_", 1.0, 50, phase=phase)]
+        habit = Habit(what="hook", where="train.py:2", per_step=1.0)
+        found = remedies(seen({"update": 4.0, "loss": 4.0}, operators=calls, habits=[habit]))
+        return next(one.gain for one in found if "anomaly" in one.cause)
+
+    assert (gain("loss"), gain("update")) == (pytest.approx(0.3), 0.0)
 
 
 def test_looking_at_tensors_from_many_sides_is_no_loop() -> None:

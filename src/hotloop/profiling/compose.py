@@ -124,7 +124,7 @@ def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[
 
 def _growth(what: str, steps: Sequence[StepFact]) -> float | None:
     """Bytes by which memory grew per step, where a graph is kept."""
-    if what != "kept graph" or len(steps) < _FEW:
+    if what not in ("kept graph", "carried graph") or len(steps) < _FEW:
         return None
     held = [step.memory for step in steps if step.memory]
     half = len(held) // 2

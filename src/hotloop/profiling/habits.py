@@ -96,6 +96,7 @@ class Graphs:
         self._before: list[_Forward] | None = None
         self._retained: list[Mark] = []
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
+        self._walks: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         self._found: defaultdict[tuple[Any, str], Counter[int]] = defaultdict(Counter)
         self._seconds: defaultdict[tuple[Any, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._evaluating, self._room = Patches(), Room()
@@ -132,7 +133,7 @@ class Graphs:
         roots: list[Any] = [
             value.grad_fn for value in args[0] if isinstance(value, Tensor) and value.grad_fn is not None
         ]
-        loss = Mark(where, self._step)
+        loss, made = Mark(where, self._step), Counter[bool]()
         for node in _walk(roots):
             seen = node.metadata
             for kind in (_FORWARD, _RETAINED):
@@ -142,6 +143,9 @@ class Graphs:
                 seen[_RETAINED] = mark
             if self._is_new(node):  # alive as long as any part of the graph is: a term of the loss, an output
                 seen[_LOSS] = loss
+            if node.next_functions:
+                made[self._is_new(node)] += 1
+        self._walks[where].append((made[False], made.total()))
         if retained:
             self._retained.append(mark)
         self._losses.append((self._step, where, weakref.ref(loss)))
@@ -258,6 +262,8 @@ class Graphs:
             over = steps.get(what, self._followed if what.startswith(_AFTERWARDS) else self._looked)
             seconds = self._seconds[what, where]
             found.append(_habit(what, where, _usual(counts, over), _usual(seconds, over)))
+            if what == "kept graph" and (part := _carried(self._walks[where])):
+                found[-1] |= {"what": "carried graph", "part": part}
         return [habit for habit in found if habit["per_step"]] + self._with_graphs()
 
     def _with_graphs(self) -> list[dict[str, Any]]:
@@ -274,6 +280,12 @@ class Graphs:
 def _habit(what: str, where: str, per_step: float, seconds: float) -> dict[str, Any]:
     ms = seconds * 1e3 if seconds else None
     return {"what": what.removeprefix(_AFTERWARDS), "where": where, "per_step": per_step, "ms": ms}
+
+
+def _carried(walks: Sequence[tuple[int, int]]) -> float:
+    """The part of backwards' nodes that earlier steps made, out of both numbers, if these become more and more; else 0."""
+    earlier, walked = (sum(numbers) for numbers in zip(*walks, strict=True))
+    return earlier / walked if walks[-1][0] > walks[0][0] else 0.0
 
 
 def _usual(amounts: Mapping[int, float], steps: Sequence[int]) -> float:
