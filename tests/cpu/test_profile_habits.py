@@ -234,7 +234,7 @@ def test_a_graph_is_carried_over_where_backwards_have_more_and_more_to_go_throug
 
     found = {habit.what: habit for habit in watched(loop).habits}
     assert what in found and len({"kept graph", "carried graph"} & found.keys()) == 1
-    assert (found[what].part or 0.0) > 0.5 if what == "carried graph" else found[what].part is None
+    assert (found[what].ms is not None) is (what == "carried graph")
 
 
 def test_what_all_steps_share_is_no_kept_graph() -> None:

@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "train.py:2",
     ),
     "a graph that is carried over": (
-        seen({"backward": 8.0}, habits=[Habit(what="carried graph", where="t.py:1", per_step=1.0, part=0.75)]),
+        seen({"backward": 8.0}, habits=[Habit(what="carried graph", where="t.py:1", per_step=1.0, ms=6.0)]),
         "carried over steps",
         "t.py:1",
     ),

@@ -97,7 +97,7 @@ def remedies(step: Step) -> list[Remedy]:
 
 
 def _beside(step: Step, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:
-    """General remedies of places where nothing is named, or that win so much more that something else must take the rest.
+    """General remedies of places where nothing is named, or that win so much more that something else takes the rest.
 
     What a loop's line does, the loop does; and what lies behind a line that hands the training over is many things.
     """

@@ -23,8 +23,8 @@ def too_small(step: Step) -> Iterator[Remedy]:
 
     What counts is the time of the calls, as it was measured, beside that of the samples' own work: a few long sequences are
     few samples, but much work in each call. Calls that something else is said of, such as a loop, aren't the batch's fault,
-    and the loop's own Python may take longer for more samples. Of a line that hands the training over, nothing is said as a
-    whole.
+    and the loop's own Python may take longer for more samples. Of a line that hands the training over, nothing is said
+    as a whole.
     """
     samples = step.profile.samples_per_step
     if not samples:
@@ -44,7 +44,8 @@ def too_small(step: Step) -> Iterator[Remedy]:
     yield Remedy(
         cause=f"too small a batch: {samples:.0f} samples in a step",
         where=loader or step.profile.step_where,
-        remedy=f"a batch of {samples * factor:.0f}{' or more' * (wanted < most)} samples (which changes the training: try the learning rate anew)",
+        remedy=f"a batch of {samples * factor:.0f}{' or more' * (wanted < most)} samples (which changes the training: try "
+        "the learning rate anew)",
         gain=step.share((1 - 1 / factor) * calling),
         evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on what comes with each batch, "
         "which hardly takes longer for more of them",

@@ -74,8 +74,6 @@ def _won(step: Step, habit: Habit) -> float:
     if habit.what == "hook":  # at each operation of a graph, beside what it does
         ones = step.operators(lambda one: one.phase in COMPUTING and one.phase != "update")
         return sum(one.calls * step.between_ms(one.phase) for one in ones)
-    if habit.what == "carried graph":
-        return (habit.part or 0.0) * step.phase("backward")
     return habit.ms or 0.0
 
 

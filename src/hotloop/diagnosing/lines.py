@@ -44,7 +44,7 @@ def aside(step: Step) -> Iterator[Remedy]:
 
 
 def measuring(step: Step) -> Iterator[Remedy]:
-    """Metrics between forward and backward: answers are chosen, compared and counted at lines that no backward comes back to.
+    """Metrics between forward and backward: answers are chosen and counted at lines that no backward comes back to.
 
     A loss compares and counts as well, for its masks, but it seldom chooses an answer for that.
     """
@@ -61,13 +61,13 @@ def measuring(step: Step) -> Iterator[Remedy]:
             where=heaviest(lines, step),
             remedy=_SELDOM,
             gain=step.share(spent),
-            evidence=f"choosing and counting answers takes {spent:.2f} ms of each step of {step.ms:.2f} ms, and no backward "
-            "needs it",
+            evidence=f"choosing and counting answers takes {spent:.2f} ms of each step of {step.ms:.2f} ms, "
+            "and no backward needs it",
         )
 
 
 def _counts_right(ones: Sequence[OperatorTime]) -> bool:
-    """Whether answers are chosen, and it's counted which are right: what is counted, or made a number first, is no float."""
+    """Whether answers are chosen, and it's counted which are right, by operations on what is no float."""
     names = {one.name for one in ones}
     whole = {one.name for one in ones if not one.dtype}
     counts = bool(whole & _COUNTING) or ("aten::_to_copy" in whole and bool(names & _COUNTING))

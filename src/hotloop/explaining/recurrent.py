@@ -295,7 +295,7 @@ def _empty(rows: int, weight: Tensor) -> Tensor:
 def _input_terms(
     stack: Stack, found: list[dict[str, Any]], number: int, flops: float, reads: list[Tensor], outward: Callable
 ) -> list[Term]:
-    """The gradient that goes on to the layer below; that of the first layer is of X, after both directions if there are two."""
+    """The gradient that goes on to the layer below; the first layer's is of X, of both directions together."""
     layer, direction = divmod(number, stack.directions)
     own = found[number]["X"]
     if not layer and stack.directions == 1:

@@ -63,7 +63,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         functions=[LineTime.model_validate(one) for one in facts.functions],
         optimizers=[OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)],
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
-        habits=[Habit.model_validate({**one, "bytes": _growth(one["what"], measured)}) for one in facts.habits],
+        habits=[_habit(one, measured, phases) for one in facts.habits],
         apart=_apart(facts, measured, usual, step_ms),
         threads=Threads.model_validate(facts.threads) if facts.threads else None,
         paging=_paging(clean),
@@ -120,6 +120,14 @@ def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[
         return [one | {"ms": one["ms"] * scale} for one in facts.optimizers]
     by_hand = {"kind": "by hand", "where": facts.anchor, "implementation": "", "groups": [], "steps": 1.0}
     return [{**by_hand, "ms": phases["update"]}]
+
+
+def _habit(seen: dict, steps: Sequence[StepFact], phases: dict[Phase, float]) -> Habit:
+    """With what it costs as far as only all steps tell: memory, and the part of the backward that it has."""
+    known = {name: value for name, value in seen.items() if name != "part"}
+    if part := seen.get("part"):
+        known["ms"] = part * phases.get("backward", 0.0)
+    return Habit.model_validate({**known, "bytes": _growth(seen["what"], steps)})
 
 
 def _growth(what: str, steps: Sequence[StepFact]) -> float | None:

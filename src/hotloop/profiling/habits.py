@@ -251,7 +251,7 @@ class Graphs:
     def records(self) -> list[dict[str, Any]]:
         """As `profiles.Habit`: what happens in more than half of the steps that were looked at.
 
-        A validation of many batches that one of them holds is none of every step; evaluation with graphs is told anyway.
+        Of a carried graph its part of the backward is given. A validation of many batches that one of them holds is none of every step; evaluation with graphs is told anyway.
         """
         steps: dict[str, Sequence[int]] = {
             "hook": range(1, self._around + 1),
@@ -283,7 +283,7 @@ def _habit(what: str, where: str, per_step: float, seconds: float) -> dict[str, 
 
 
 def _carried(walks: Sequence[tuple[int, int]]) -> float:
-    """The part of backwards' nodes that earlier steps made, out of both numbers, if these become more and more; else 0."""
+    """The part of backwards' nodes that earlier steps made, given both numbers, if these become more; else 0."""
     earlier, walked = (sum(numbers) for numbers in zip(*walks, strict=True))
     return earlier / walked if walks[-1][0] > walks[0][0] else 0.0
 
