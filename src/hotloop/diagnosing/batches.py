@@ -40,12 +40,12 @@ def too_small(step: Step) -> Iterator[Remedy]:
     factor = min(wanted, most)
     if factor <= 1:
         return
+    many = f"{samples * factor:.0f}" + " or more" * (wanted < most)
     loader = next((use.where for use in step.profile.loaders), "")
     yield Remedy(
         cause=f"too small a batch: {samples:.0f} samples in a step",
         where=loader or step.profile.step_where,
-        remedy=f"a batch of {samples * factor:.0f}{' or more' * (wanted < most)} samples (which changes the training: try "
-        "the learning rate anew)",
+        remedy=f"a batch of {many} samples (which changes the training: try the learning rate anew)",
         gain=step.share((1 - 1 / factor) * calling),
         evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on what comes with each batch, "
         "which hardly takes longer for more of them",

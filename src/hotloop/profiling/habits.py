@@ -251,7 +251,8 @@ class Graphs:
     def records(self) -> list[dict[str, Any]]:
         """As `profiles.Habit`: what happens in more than half of the steps that were looked at.
 
-        Of a carried graph its part of the backward is given. A validation of many batches that one of them holds is none of every step; evaluation with graphs is told anyway.
+        A validation of many batches that one of them holds is none of every step; evaluation with graphs is told anyway.
+        Of a carried graph its part of the backward is given.
         """
         steps: dict[str, Sequence[int]] = {
             "hook": range(1, self._around + 1),
