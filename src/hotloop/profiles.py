@@ -144,6 +144,15 @@ class LineTime(Record):
     own_ms: float
 
 
+class GroupTime(Record):
+    """A parameter group; `ms` of its update is None where torch updates all groups in one go."""
+
+    name: str
+    tensors: int
+    numbers: int
+    ms: float | None
+
+
 class OptimizerUse(Record):
     """An optimizer as it was used.
 
@@ -162,15 +171,6 @@ class OptimizerUse(Record):
     groups: list[GroupTime]
     steps: float
     ms: float
-
-
-class GroupTime(Record):
-    """A parameter group; `ms` of its update is None where torch updates all groups in one go."""
-
-    name: str
-    tensors: int
-    numbers: int
-    ms: float | None
 
 
 class LoaderUse(Record):
@@ -206,6 +206,7 @@ class Habit(Record):
 
     Attributes:
         what: `kept graph`: a loss whose graph is alive steps later, `bytes` of memory growing by it each step;
+            `carried graph`: such a one that later backwards go through as well, and so have more to do each time;
             `retained graph`: a backward that keeps a graph that nobody walks again;
             `wasted forward`: a forward whose graph no backward walked, of a network that is trained on the same inputs;
             `unused graph`: such a one of other inputs, or of a network that isn't trained;
@@ -221,6 +222,7 @@ class Habit(Record):
 
     what: Literal[
         "kept graph",
+        "carried graph",
         "retained graph",
         "wasted forward",
         "unused graph",
@@ -342,7 +344,7 @@ class Profile(Record):
         step_ms: median wall time of the clean steps, from one step's end to the next's, what is `apart` left out.
         phases: ms per step, which add up to the instrumented steps' wall time scaled to `step_ms`.
         attributed: share of the step in phases other than `unattributed`, 0 to 1.
-        samples_per_step, batch: how many, None where unknown, and their shapes.
+        samples_per_step, batch, one_batch: how many or None, their shapes, and whether they are the same in each step.
         bound: with `bound_evidence`, sentences with the numbers behind it.
         functions: each at its first line, of a script that has no steps; ms, and those of its lines, are of the whole run.
         flops, bytes: of a step; `limit_ms` is the least that this machine's measured limits allow for them.
@@ -366,6 +368,7 @@ class Profile(Record):
     phases: dict[Phase, float] = Field(default_factory=dict)
     attributed: float | None = None
     samples_per_step: float | None = None
+    one_batch: bool = False
     batch: list[str] = Field(default_factory=list)
     modules: list[ModuleTime] = Field(default_factory=list)
     operators: list[OperatorTime] = Field(default_factory=list)
@@ -395,6 +398,3 @@ class Profile(Record):
     machine: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     seconds: float = 0.0
-
-
-OptimizerUse.model_rebuild()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import hotloop
 from hotloop import explaining
 from hotloop.explaining import explain, written
+from hotloop.explaining.checking import _largest_difference
 from hotloop.explaining.terms import Call, Worked
 from hotloop.explanations import Explanation, Layer
 
@@ -121,6 +122,16 @@ KINDS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "attention, causal": (
         "scaled_dot_product_attention",
         of(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)),
+        lambda: torch.randn(2, 2, 5, 8),
+    ),
+    "attention, rows masked as a whole": (
+        "scaled_dot_product_attention",
+        of(lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(5, 5).bool().tril(-1))),
+        lambda: torch.randn(2, 2, 5, 8),
+    ),
+    "attention, rows masked by infinity": (
+        "scaled_dot_product_attention",
+        of(lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.full((5, 5), -torch.inf).triu())),
         lambda: torch.randn(2, 2, 5, 8),
     ),
     "attention, shared keys": (
@@ -284,6 +295,36 @@ def test_shared_and_nested_modules_and_residual_sums() -> None:
 def _line_of(text: str) -> int:
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     return next(number for number, line in enumerate(lines, start=1) if line.strip() == f"return {text}")
+
+
+def inputs_gradients(explanation: Explanation) -> list[tuple[str, str]]:
+    (layer,) = layers(explanation, "lstm")
+    return [(one.result, one.text) for one in layer.backward if one.result.startswith("dX")]
+
+
+def test_an_infinite_number_agrees_with_itself_alone() -> None:
+    infinite, one = torch.tensor(torch.inf), torch.tensor(1.0)
+    assert _largest_difference(infinite, infinite) == 0.0
+    assert _largest_difference(infinite, one) == _largest_difference(one, -infinite) == torch.inf
+
+
+def test_the_input_of_both_directions_gets_a_gradient_of_each() -> None:
+    def both() -> nn.Module:
+        return nn.LSTM(5, 4, bidirectional=True)
+
+    x = torch.randn(3, 6, 5)
+    each = [("dX_l0", "dA W_ih"), ("dX_l0_reverse", "dA W_ih")]
+    assert inputs_gradients(explained(both, x)) == [*each, ("dX", "dX_l0 + dX_l0_reverse")]
+    assert inputs_gradients(explain(task_of(both, x))) == []
+
+
+def test_the_matrices_of_a_transposed_convolution_in_groups() -> None:
+    found = explained(lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), torch.randn(2, 4, 7, 8))
+    (layer,) = layers(found, "conv_transpose2d")
+    assert layer.notes == [
+        "as a product: X is 112x4, W is 4x27, dZ_col 112x54",
+        "in 2 groups of channels, a product of 112x2 by 2x27 each",
+    ]
 
 
 def test_a_linear_layer_costs_what_its_products_cost() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -215,6 +216,25 @@ def keeping(what: str) -> Step:
 @pytest.mark.parametrize(("what", "is_kept"), [("a term", 1), ("outputs", 1), ("numbers", 0), ("the last", 0)])
 def test_whatever_keeps_a_part_of_the_graph_is_seen(what: str, is_kept: int) -> None:
     assert set(seen(keeping(what))) == ({"kept graph"} if is_kept else set())
+
+
+@pytest.mark.parametrize(("many", "what"), [(100, "carried graph"), (4, "kept graph")])
+def test_a_graph_is_carried_over_where_backwards_have_more_and_more_to_go_through(many: int, what: str) -> None:
+    """Where they go through those of a few steps each time, it may be the method."""
+    weight = nn.Parameter(torch.randn(4))
+    optimizer = torch.optim.SGD([weight], lr=0.01)
+
+    def loop() -> None:
+        losses: deque[Tensor] = deque(maxlen=many)
+        for _ in range(80):
+            losses.append((weight * torch.randn(4)).sum())
+            optimizer.zero_grad()
+            torch.stack(list(losses)).mean().backward(retain_graph=True)
+            optimizer.step()
+
+    found = {habit.what: habit for habit in watched(loop).habits}
+    assert what in found and len({"kept graph", "carried graph"} & found.keys()) == 1
+    assert (found[what].ms is not None) is (what == "carried graph")
 
 
 def test_what_all_steps_share_is_no_kept_graph() -> None:

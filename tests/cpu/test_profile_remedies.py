@@ -102,6 +102,54 @@ def test_an_action_that_is_chosen_is_no_metric() -> None:
     assert named(training(aside), "chosen").startswith("tensors made")
 
 
+def measuring(during: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Remedy]:
+    """What is said of metrics in a loop that does something between forward and backward, and what its loss is then."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+
+    def loop() -> None:
+        for _ in range(40):
+            outputs, targets = model(torch.randn(16, 8)), torch.randint(0, 8, (16,))
+            during(outputs, targets, F.cross_entropy(outputs, targets, reduction="none")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return said(lines.measuring, loop)
+
+
+def accuracy(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+    best = outputs.softmax(1).argmax(1)
+    (best == targets).float().mean()
+    return losses.mean()
+
+
+def confusion(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+    torch.bincount(targets * 8 + outputs.argmax(1), minlength=64)
+    return losses.mean()
+
+
+def masked(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+    """Of samples that count, by their targets."""
+    mask = targets != 0
+    many = mask.sum()
+    return (losses * mask).sum() / many.clamp(min=1)
+
+
+def of_answers(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
+    """Of a network's own answers, which weigh the loss."""
+    best = outputs.detach().argmax(1)
+    wrong = (best != targets).float()
+    return (losses * wrong).mean()
+
+
+@pytest.mark.parametrize(("during", "found"), [(accuracy, 1), (confusion, 1), (masked, 0), (of_answers, 0)])
+def test_metrics_between_forward_and_backward_are_told_from_what_the_loss_needs(
+    during: Callable[[Tensor, Tensor, Tensor], Tensor], found: int
+) -> None:
+    causes = [one.cause for one in measuring(during)]
+    assert causes == ["metrics at each step, between forward and backward"] * found
+
+
 def averaged(averages: dict[str, Tensor], model: nn.Module) -> None:
     for name, value in model.state_dict().items():
         averages[name].mul_(0.9).add_(value, alpha=0.1) if value.is_floating_point() else averages[name].copy_(value)

@@ -227,6 +227,21 @@ def test_samples_of_a_step_are_unknown_where_several_backwards_share_it_and_no_l
     assert (watched(two_optimizers).samples_per_step, watched(closure).samples_per_step) == (8, 20)
 
 
+@pytest.mark.parametrize(("parts", "many", "one"), [(1, 1, True), (4, 1, False), (4, 4, True)])
+def test_all_samples_may_be_one_batch_or_the_batches_of_one_step(parts: int, many: int, one: bool) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = torch.randn(8, 4).chunk(parts)
+
+    def loop() -> None:
+        for step in range(60 * many):
+            model(batches[step % parts]).pow(2).mean().backward()
+            if step % many == many - 1:
+                optimizer.step()
+
+    assert watched(loop).one_batch is one
+
+
 def test_updates_too_few_to_tell_steps_by_are_told_of() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -45,6 +45,11 @@ def test_a_step_in_pieces_has_all_samples_of_its_batch() -> None:
     assert profile_program(lower(a_task(), Plan(accumulation=2)), steps=8).samples_per_step == 5
 
 
+@pytest.mark.parametrize(("batch_size", "one"), [(5, False), (24, True)])
+def test_all_data_may_be_one_batch(batch_size: int, one: bool) -> None:
+    assert profile_program(lower(a_task(batch_size=batch_size)), steps=8).one_batch is one
+
+
 def test_ranks_have_as_many_steps_as_the_first_has_time_for_or_as_were_asked_for() -> None:
     world: Any = SimpleNamespace(alone=False, of_first=lambda value: value)
     assert [agreed(steps, 1.0, world) for steps in (None, 200)] == [30, 200]

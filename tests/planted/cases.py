@@ -51,6 +51,7 @@ CASES = {
     "too_many_threads": Planted("too many threads", anywhere=True),
     "kept_losses": Planted("growing list of losses", BOTH),
     "small_batch": Planted("too small a batch", anywhere=True),
+    "metrics_each_step": Planted("metrics at each step"),
     "validating": Planted("evaluation at each step"),
     "collating": Planted("slow samples: it takes long to put"),
     "large_blocks": Planted("memory is given back", anywhere=True),

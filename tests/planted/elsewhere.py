@@ -115,3 +115,10 @@ def padded(samples: list[list[float]]) -> Tensor:
         for at, value in enumerate(sample):
             table[row, at] = min(1.0, value / 97)  # other: collating
     return table
+
+
+def confused(counts: Tensor, answers: Tensor, targets: Tensor) -> None:
+    """Adds which answer was given for which target."""
+    best = answers.argmax(1)  # other: metrics_each_step
+    classes = answers.shape[1]
+    counts += torch.bincount(targets * classes + best, minlength=classes * classes)  # other: metrics_each_step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hotloop.diagnosing import diagnose
@@ -71,6 +73,11 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         ),
         "anomaly detection",
         "train.py:2",
+    ),
+    "a graph that is carried over": (
+        seen({"backward": 8.0}, habits=[Habit(what="carried graph", where="t.py:1", per_step=1.0, ms=6.0)]),
+        "carried over steps",
+        "t.py:1",
     ),
     "waiting for the device": (
         seen({"synchronisation": 5.0}, device="cuda:0", lines=[line("synchronisation", 5.0, "train.py:21")]),
@@ -169,7 +176,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         seen(
             {"update": 5.0},
             optimizers=[adam(5.0, "", kind="by hand", groups=[])],
-            lines=[line("update", 4.0, "sgd.py:3", library="torch")],
+            operators=[operator("sub_", 1.0, 100, phase="update", where="sgd.py:3", line_runs=100.0)],
         ),
         "by hand",
         "sgd.py:3",
@@ -482,6 +489,54 @@ def test_a_place_that_is_named_is_not_named_again_in_general() -> None:
         lines=[line("forward", 4.0, "net.py:7", function="forward")],
     )
     assert [one.where for one in remedies(profile)].count("net.py:7") == 1
+
+
+def shared(where: str, phases: dict[str, float], **fields: Any) -> Profile:
+    """Of a line that hands the training to a library: backward and update are behind it."""
+    samples = [line("backward", 4.0, where=where, library="torch"), line("python", 3.0, where=where, library="mylib")]
+    return seen(phases, lines=samples, **({"optimizers": [adam(0.1, "fused", where=where)]} | fields))
+
+
+@pytest.mark.parametrize("data", [1.0, 3.5])
+def test_what_lies_behind_a_line_that_trains_is_many_things(data: float) -> None:
+    """As behind `trainer.fit(...)`: neither a small nor a large remedy hides another of its line."""
+    drawing = loader(sample_ms=data / 64, where="train.py:30", sample_where="train.py:30")
+    found = remedies(shared("train.py:30", {"data": data, "python": 3.0}, loaders=[drawing]))
+    assert {one.where for one in found} == {"train.py:30"}
+    assert sorted(one.cause.partition(":")[0] for one in found) == ["mylib's own work in each step", "slow samples"]
+
+
+def test_a_line_that_trains_may_have_too_small_a_batch_beside() -> None:
+    small = [
+        operator("mul", 0.02, 2, module=f"net.{n}", where="train.py:30", phase=phase)
+        for n in range(100)
+        for phase in ("forward", "backward")
+    ]
+    fields = dict(samples_per_step=2, optimizers=[adam(2.0, where="train.py:30")], operators=small)
+    found = remedies(shared("train.py:30", {"forward": 4.0, "backward": 4.0, "update": 2.0}, **fields))
+    assert [one.cause.partition(":")[0] for one in found][:2] == ["too small a batch", "a for-loop optimizer"]
+
+
+@pytest.mark.parametrize(("share", "names"), [(4.0, True), (0.4, False)])
+def test_a_small_remedy_hides_no_larger_one_of_its_line(share: float, names: bool) -> None:
+    """Nor does one of which little is left beside come after a larger one."""
+    both = [
+        operator("addmm", 1.5, dtype="float64", where="net.py:44", flops=1e8, bytes=1e5),
+        operator("sort", share, where="net.py:44", flops=0.0, bytes=1e6),
+    ]
+    found = remedies(seen({"forward": 8.0}, operators=both))
+    assert any("float64" in one.cause for one in found)
+    assert any("aten::sort takes much" in one.cause for one in found) is names
+
+
+def test_anomaly_detection_takes_nothing_of_an_update_that_builds_no_graph() -> None:
+    def gain(phase: str) -> float:
+        calls = [operator("add_", 1.0, 50, phase=phase)]
+        habit = Habit(what="hook", where="train.py:2", per_step=1.0)
+        found = remedies(seen({"update": 4.0, "loss": 4.0}, operators=calls, habits=[habit]))
+        return next(one.gain for one in found if "anomaly" in one.cause)
+
+    assert (gain("loss"), gain("update")) == (pytest.approx(0.3), 0.0)
 
 
 def test_looking_at_tensors_from_many_sides_is_no_loop() -> None:

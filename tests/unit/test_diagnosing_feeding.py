@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hotloop.profiles import Threads
@@ -73,6 +75,24 @@ def test_whole_batches_that_take_long_may_take_longer_where_they_are_larger() ->
         return max((one.gain for one in found if one.cause.startswith("too small a batch")), default=0.0)
 
     assert gain(batch_ms=7.9) < 0.1 < gain(batch_ms=1.0)  # 16 times 1 ms would be more than all of the wait
+
+
+@pytest.mark.parametrize(
+    ("fields", "proposed"),
+    [
+        ({}, "32 or more"),
+        ({"one_batch": True}, ""),
+        ({"loaders": [loader(samples=2, batch_size=2)]}, ""),
+        ({"loaders": [loader(samples=20, batch_size=2)]}, "20"),
+        ({"loaders": [loader(samples=1, batch_size=None, at_once=True)]}, ""),
+        ({"loaders": [loader(samples=500, batch_size=2)]}, "32 or more"),
+    ],
+)
+def test_no_batch_can_be_larger_than_all_there_is(fields: dict[str, Any], proposed: str) -> None:
+    ones = [operator("mul", 0.02, 2, module=f"net.{n}", where=f"net.py:{n}") for n in range(200)]
+    found = remedies(seen({"forward": 8.0}, samples_per_step=2, operators=ones, **fields))
+    said = [one.remedy for one in found if one.cause.startswith("too small a batch")]
+    assert [text.partition(" samples")[0] for text in said] == [f"a batch of {proposed}"] * bool(proposed)
 
 
 def test_calls_of_a_loop_are_not_the_batchs_fault() -> None:

@@ -97,3 +97,18 @@ def test_a_single_kernel_takes_no_sparse_gradients(kind: str, gradient: str, apa
     profile = seen({"update": 4.0}, optimizers=[adam(4.0, kind=kind)], operators=table("10000x8", gradient))
     found = next(one for one in remedies(as_task(profile)) if "for-loop" in one.cause)
     assert ("optimizer of its own" in found.remedy) is apart and found.axes == ({} if apart else {"optimizer": "fused"})
+
+
+@pytest.mark.parametrize(
+    ("calls", "line_runs", "name", "gain"),
+    [(1, 1.0, "sub_", 0.0), (7, 7.0, "sub_", 0.0), (100, 100.0, "sub_", 0.4), (100, 1.0, "_foreach_sub_", 0.0)],
+)
+def test_an_update_by_hand_is_only_one_in_a_loop_if_it_goes_from_tensor_to_tensor(
+    calls: int, line_runs: float, name: str, gain: float
+) -> None:
+    fields = dict(phase="update", where="sgd.py:3", flops=0.0, bytes=1e4 / calls, line_runs=line_runs)
+    use = adam(4.0, "", kind="by hand", where="train.py:12", groups=[])
+    found = remedies(seen({"update": 4.0}, optimizers=[use], operators=[operator(name, 1.0, calls, **fields)]))
+    said = [one for one in found if "by hand" in one.cause]
+    assert sum(one.gain for one in said) == pytest.approx(gain, abs=0.02)
+    assert [one.where for one in said] == ["sgd.py:3"] * bool(gain)

@@ -5,7 +5,7 @@ Each file is one family of causes: functions that look at what was measured, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -41,6 +41,7 @@ SPECIFIC: tuple[Detector, ...] = (
     operators.unsupported,
     updating.one_by_one,
     updating.dense_tables,
+    lines.measuring,
     repeats.loops,
     cores.crowded,
 )
@@ -52,7 +53,7 @@ GENERAL: tuple[Detector, ...] = (
     cores.idle,
     repeats.starting,
 )
-"""For what none of the others names: they only say where the time goes, so a place that is named already is left out."""
+"""They only say where the time goes: what is no more than another says of the place is left out."""
 
 _FIRST = 0.02
 """Share of the step that a line or an operator must win for memory that is given back to be a note beside it."""
@@ -87,13 +88,23 @@ def remedies(step: Step) -> list[Remedy]:
     specific = _worth(detected)
     named = repeats.in_loops(step).union(one.where for one in specific if not one.note)
     specific += _worth(batches.too_small(replace(step, named=named)))
-    named |= {remedy.where for remedy in specific if not remedy.note}
     found = _worth(chain.from_iterable(detect(step) for detect in (() if arrays else GENERAL)))
-    general = [one for one in found if one.where not in named]
+    general = _beside(step, found, specific)
     first = any(one.gain >= _FIRST for one in specific + detected)  # to mend that may change what is allocated
     general += [one.model_copy(update={"note": first}) for one in _worth(paging.given_back(step))]
     found = sorted([*specific, *general, *_worth(sharing.shared(step))], key=lambda remedy: (remedy.note, -remedy.gain))
     return found if step.profile.plan else [remedy.model_copy(update={"axes": {}}) for remedy in found]
+
+
+def _beside(step: Step, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:
+    """General remedies of places where nothing is named, or that win so much more that something else takes the rest.
+
+    What a loop's line does, the loop does; and what lies behind a line that hands the training over is many things.
+    """
+    loops = repeats.in_loops(step).union(one.where for one in updating.one_by_one(step)) - step.handed
+    named = [one for one in specific if not one.note and one.where not in step.handed]
+    won = {one.where: one.gain for one in sorted(named, key=lambda one: one.gain)}
+    return [one for one in general if one.where not in loops and one.gain >= COUNTS + won.get(one.where, -COUNTS)]
 
 
 def _worth(found: Iterable[Remedy]) -> list[Remedy]:

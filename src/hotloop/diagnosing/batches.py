@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from hotloop.diagnosing.step import COMPUTING, Step
 from hotloop.profiles import Remedy
@@ -22,27 +23,41 @@ def too_small(step: Step) -> Iterator[Remedy]:
 
     What counts is the time of the calls, as it was measured, beside that of the samples' own work: a few long sequences are
     few samples, but much work in each call. Calls that something else is said of, such as a loop, aren't the batch's fault,
-    and the loop's own Python may take longer for more samples.
+    and the loop's own Python may take longer for more samples. Of a line that hands the training over, nothing is said
+    as a whole.
     """
     samples = step.profile.samples_per_step
     if not samples:
         return
     updating = step.operators(lambda one: one.phase == "update" and one.where in step.named)  # one line stands for all
     phases = [phase for phase in COMPUTING if not (updating and phase == "update")]
-    ones = step.operators(lambda one: one.phase in phases and one.where not in step.named)
+    others = step.named - step.handed
+    ones = step.operators(lambda one: one.phase in phases and one.where not in others)
     calling = sum(step.reclaimable(one) for one in ones) + _fetching(step, samples)
     if step.share(calling) < _LEAST or calling < samples / _AMORTISED * (step.ms - calling):
         return
-    factor = max(_LARGER, _AMORTISED / samples)
+    wanted, most = max(_LARGER, _AMORTISED / samples), _most(step, samples)
+    factor = min(wanted, most)
+    if factor <= 1:
+        return
+    many = f"{samples * factor:.0f}" + " or more" * (wanted < most)
     loader = next((use.where for use in step.profile.loaders), "")
     yield Remedy(
         cause=f"too small a batch: {samples:.0f} samples in a step",
         where=loader or step.profile.step_where,
-        remedy=f"a batch of {samples * factor:.0f} or more samples (which changes the training: try the learning rate anew)",
+        remedy=f"a batch of {many} samples (which changes the training: try the learning rate anew)",
         gain=step.share((1 - 1 / factor) * calling),
         evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on what comes with each batch, "
         "which hardly takes longer for more of them",
     )
+
+
+def _most(step: Step, samples: float) -> float:
+    """So many times as many samples there are: what is trained on all of them at a time can't get more."""
+    if step.profile.one_batch:
+        return 1.0
+    known = [(use.samples, use.batch_size) for use in step.profile.loaders if use.samples]
+    return max((have / samples if size else float(have) for have, size in known), default=inf)
 
 
 def _fetching(step: Step, samples: float) -> float:

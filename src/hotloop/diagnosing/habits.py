@@ -12,6 +12,10 @@ _SAID = {
         "a growing list of losses with graphs: what led to each loss stays in memory",
         "keep the number: loss.item() or loss.detach()",
     ),
+    "carried graph": (
+        "a graph that is carried over steps: each backward goes through those of earlier steps again",
+        "detach what one step hands to the next: state.detach(), loss.detach()",
+    ),
     "retained graph": (
         "an unneeded retain_graph: the graph is kept for a backward that never comes",
         "leave out retain_graph=True",
@@ -67,8 +71,9 @@ def _won(step: Step, habit: Habit) -> float:
     """Milliseconds of a step that go with the habit, at most."""
     if habit.what in ("autograd in evaluation", "unused graph"):  # the forward stays; its graph costs memory first
         return 0.0
-    if habit.what == "hook":  # at each operation, beside what it does
-        return sum(one.calls * step.between_ms(one.phase) for one in step.operators(lambda one: one.phase in COMPUTING))
+    if habit.what == "hook":  # at each operation of a graph, beside what it does
+        ones = step.operators(lambda one: one.phase in COMPUTING and one.phase != "update")
+        return sum(one.calls * step.between_ms(one.phase) for one in ones)
     return habit.ms or 0.0
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from hotloop.diagnosing.repeats import over_parameters, rounds_of
-from hotloop.diagnosing.step import COMPUTING, DEDUCED, Step, grouped
-from hotloop.profiles import LineTime, Phase, Remedy
+from hotloop.diagnosing.step import COMPUTING, DEDUCED, Step, grouped, heaviest
+from hotloop.profiles import LineTime, OperatorTime, Phase, Remedy
 
 _ASIDE: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
 """Phases whose lines are the user's own work between the parts of training."""
@@ -17,6 +17,13 @@ _COMPARING = frozenset({"aten::eq", "aten::ne"})
 _CHOOSING = frozenset({"aten::argmax", "aten::topk", "aten::max"})
 _COUNTING = frozenset({"aten::sum", "aten::mean"})
 """What the share of right answers is made of, on one line or on several."""
+
+_TALLYING = frozenset({"aten::bincount", "aten::histc"})
+"""What a confusion matrix is made by."""
+
+_MEASURING = _COMPARING | _CHOOSING | _COUNTING | _TALLYING
+
+_SELDOM = "compute them every hundred steps, or after an epoch; keep their sums on the device until then"
 
 _ARRAYS = ("numpy", "scipy", "cupy", "pandas")
 
@@ -34,6 +41,37 @@ def aside(step: Step) -> Iterator[Remedy]:
             gain=step.share(spent),
             evidence=f"{_called(hottest)} takes {spent:.2f} ms of each step of {step.ms:.2f} ms",
         )
+
+
+def measuring(step: Step) -> Iterator[Remedy]:
+    """Metrics between forward and backward: answers are chosen and counted at lines that no backward comes back to.
+
+    A loss compares and counts as well, for its masks, but it seldom chooses an answer for that.
+    """
+    used = {one.where for one in step.operators(lambda one: one.phase == "backward" or one.used is True)}
+    aside = step.operators(lambda one: one.phase == "loss" and bool(one.where) and one.where not in used)
+    for ones in grouped(aside, lambda one: one.where.rpartition(":")[0]).values():
+        if not _counts_right(ones):
+            continue
+        there = {one.where for one in ones if one.name in _MEASURING}
+        lines = [one for one in ones if one.where in there]
+        spent = sum(step.cost(one) for one in lines)
+        yield Remedy(
+            cause="metrics at each step, between forward and backward",
+            where=heaviest(lines, step),
+            remedy=_SELDOM,
+            gain=step.share(spent),
+            evidence=f"choosing and counting answers takes {spent:.2f} ms of each step of {step.ms:.2f} ms, "
+            "and no backward needs it",
+        )
+
+
+def _counts_right(ones: Sequence[OperatorTime]) -> bool:
+    """Whether answers are chosen, and it's counted which are right, by operations on what is no float."""
+    names = {one.name for one in ones}
+    whole = {one.name for one in ones if not one.dtype}
+    counts = bool(whole & _COUNTING) or ("aten::_to_copy" in whole and bool(names & _COUNTING))
+    return bool(names & _CHOOSING) and (bool(names & _TALLYING) or (bool(names & _COMPARING) and counts))
 
 
 def inside(step: Step) -> Iterator[Remedy]:
@@ -121,7 +159,7 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
     if library in ("", "torch") and _is_metric(step, hottest):
         return (
             f"metrics at each step: {_called(hottest)}",
-            "compute them every hundred steps, or after an epoch; keep their sums on the device until then",
+            _SELDOM,
         )
     if library == "torch" or (not library and step.worked_at(hottest.where, hottest.phase) > 0.5 * hottest.own_ms):
         return (

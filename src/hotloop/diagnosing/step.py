@@ -22,6 +22,9 @@ COMPUTING: tuple[Phase, ...] = ("forward", "loss", "backward", "update")
 DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
 """Phases that a step is in where nothing else is seen; while the thread doesn't run in them, time is unattributed."""
 
+BY_HAND = "by hand"
+"""What an update is called that no optimizer makes."""
+
 _AROUND = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 _SMALL = {"cpu": 10.0, "accelerator": 2.0}
@@ -134,6 +137,15 @@ class Step:
     def spots(self) -> dict[str, list[OperatorTime]]:
         """Operators by the user's line that they belong to."""
         return grouped(self._operators, lambda one: one.where)
+
+    @cached_property
+    def handed(self) -> frozenset[str]:
+        """Lines that hand the training to a library, as `trainer.fit(...)` does: many things share each of them.
+
+        A backward and an optimizer's step are both called from there.
+        """
+        goes_back = {line.where for line in self.profile.lines if line.phase == "backward"}
+        return frozenset(use.where for use in self.profile.optimizers if use.kind != BY_HAND and use.where in goes_back)
 
     @cached_property
     def _worked(self) -> dict[Phase, float]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from hotloop.diagnosing.step import Step, grouped, heaviest, percent
+from hotloop.diagnosing.step import BY_HAND, Step, grouped, percent
 from hotloop.profiles import OperatorTime, OptimizerUse, Remedy
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
@@ -39,9 +39,7 @@ _A_LOOP = 8
 def one_by_one(step: Step) -> Iterator[Remedy]:
     """Updates in a loop over parameters."""
     for use in step.profile.optimizers:
-        if use.kind == "by hand":
-            yield _by_hand(step, use)
-        elif use.implementation == "forloop":
+        if use.implementation == "forloop":
             yield from _by_torch(step, use)
         elif not use.implementation:
             yield from _unknown(step, use)
@@ -89,9 +87,13 @@ def _in_lists(step: Step, use: OptimizerUse, **fields: Any) -> Remedy:
 
 
 def _unknown(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
-    """An update that nobody knows may calculate much: only what calling its operators for each tensor costs is won."""
-    tensors = sum(group.tensors for group in use.groups)
-    loops = _loops(step, use) if tensors >= _A_LOOP and use.kind not in _WITHOUT_A_LOOP else {}
+    """An update that nobody knows may calculate much: only what calling its operators for each tensor costs is won.
+
+    Of one by hand it isn't known how many tensors there are: what runs as often as a loop does is one.
+    """
+    by_hand = use.kind == BY_HAND
+    tensors = _A_LOOP if by_hand else sum(group.tensors for group in use.groups)
+    loops = _loops(step, use.steps * tensors) if tensors >= _A_LOOP and use.kind not in _WITHOUT_A_LOOP else {}
     if not loops:
         return
     where = max(loops, key=lambda where: sum(step.cost(one) for one in loops[where]))
@@ -99,7 +101,7 @@ def _unknown(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
     won = min(spent, part * sum(step.reclaimable(one) for ones in loops.values() for one in ones))
     calls = part * sum(one.calls for ones in loops.values() for one in ones)
     yield Remedy(
-        cause=_cause(use),
+        cause="an update by hand, in a loop over parameters" if by_hand else _cause(use),
         where=where,
         remedy="one of torch.optim with fused=True or foreach=True if there is one like it, else torch._foreach_ "
         "operations over the list of parameters",
@@ -115,12 +117,11 @@ def _part(step: Step, use: OptimizerUse) -> float:
     return use.ms / together if together else 1.0
 
 
-def _loops(step: Step, use: OptimizerUse) -> dict[str, list[OperatorTime]]:
+def _loops(step: Step, tensors: float) -> dict[str, list[OperatorTime]]:
     """Lines from which an update goes from tensor to tensor, with their operators.
 
     Either Python runs the line for each of them, or it calls something of a library's that runs an operation for each.
     """
-    tensors = use.steps * sum(group.tensors for group in use.groups)
     return {where: ones for where, there in step.spots.items() if where and (ones := _of_each(there, tensors))}
 
 
@@ -131,19 +132,6 @@ def _of_each(there: Sequence[OperatorTime], tensors: float) -> list[OperatorTime
         return []  # on a CPU torch itself takes these apart
     calls = (sum(one.calls for one in same) for same in grouped(ones, lambda one: one.name).values())
     return ones if max(calls, default=0.0) >= tensors else []
-
-
-def _by_hand(step: Step, use: OptimizerUse) -> Remedy:
-    lines = sorted(step.lines("update"), key=lambda line: -line.own_ms)
-    return _one_by_one(
-        step,
-        use,
-        cause="an update by hand, in a loop over parameters",
-        where=lines[0].where
-        if lines
-        else heaviest(step.operators(lambda one: one.phase == "update"), step) or use.where,
-        remedy="torch.optim with fused=True, or torch._foreach_ operations over the list of parameters",
-    )
 
 
 def _one_by_one(step: Step, use: OptimizerUse, **fields: Any) -> Remedy:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from hotloop.explaining.terms import Call, Formula, Term, Worked, ones_like, summed_to
 
+_LEAST = 1.0
+"""Of the sum of a row, whose largest number is exp 0; that of a row masked as a whole is 0."""
+
 
 def attention(call: Call) -> Worked:
     """query (..., L, E), key (..., S, E), value (..., S, F)."""
@@ -25,8 +28,10 @@ def attention(call: Call) -> Worked:
     def weights() -> Tensor:
         scores = _masked((q @ keys.mT) * scale, mask, causal)
         high = scores.amax(-1, keepdim=True)
-        parts = torch.exp(scores - high)
-        return parts / parts.sum(-1, keepdim=True)
+        parts = torch.exp(scores - high.masked_fill(high == -math.inf, 0.0))
+        return parts / parts.sum(-1, keepdim=True).clamp(
+            min=_LEAST
+        )  # rows that look at nothing give zeros, as torch's do
 
     s = weights()
     kept = _kept(call, s, p) if p else ones_like(s)

@@ -172,9 +172,14 @@ def _equation(
             return equation
         if value.shape != truth.shape:
             return equation.model_copy(update={"agrees": False, "difference": float("inf")})
-        difference, largest = _largest([value - truth]), _largest([truth])
+        difference, largest = _largest_difference(value, truth), _largest([truth])
         agrees = difference <= ROUNDING * max(largest, scale)
         return equation.model_copy(update={"difference": difference, "largest": largest, "agrees": bool(agrees)})
+
+
+def _largest_difference(value: Tensor, truth: Tensor) -> float:
+    """Of numbers at the same place; infinite ones, as masks have them, may be the same."""
+    return float((value - truth).masked_fill(value == truth, 0.0).abs().max()) if value.numel() else 0.0
 
 
 def _largest(tensors: list[Tensor]) -> float:

@@ -141,9 +141,12 @@ def transposed(call: Call) -> Worked:
             Term("db", "sum of dZ over all but its channels", lambda: dz.sum((0, *range(2, dz.ndim))), dz.numel(), [dz])
         )
     text = "the windows of X W, added up where they overlap" + " + b" * (b is not None)
-    notes = [
-        f"as a product: X is {rows}x{w.shape[0]}, W is {w.shape[0]}x{columns * groups}, dZ_col {rows}x{columns * groups}"
-    ]
+    notes = [f"as a product: X is {rows}x{w.shape[0]}, W is {w.shape[0]}x{columns}, dZ_col {rows}x{columns * groups}"]
+    if groups > 1:
+        notes.append(
+            f"in {groups} groups of channels, a product of {rows}x{w.shape[0] // groups} by "
+            f"{w.shape[0] // groups}x{columns} each"
+        )
     return Worked(
         given(X=x, W=w, b=b), [Term("Z", text, forward, flops, [x, w, *given(b=b).values()])], backward, notes
     )

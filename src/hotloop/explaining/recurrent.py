@@ -269,7 +269,8 @@ def _worked(
                 Term(f"d{name}{tag}", "sum of dA", partial(_itself, grads[name]), gates.numel(), [gates])
                 for name in ("b_ih", "b_hh")
             ]
-        backward.append(_input_term(stack, found, number, into, [gates, w_ih], outward))
+        if number >= stack.directions or x.requires_grad:
+            backward += _input_terms(stack, found, number, into, [gates, w_ih], outward)
     output = stack.output
     elementwise = 3.0 * stack.kind.gates * sum(sweep.ran[0].numel() for sweep in stack.sweeps)
     forward.append(Term("Z", stack.kind.text, lambda: outward(output), elementwise, [output]))
@@ -291,16 +292,19 @@ def _empty(rows: int, weight: Tensor) -> Tensor:
     return weight.new_empty(1).expand(rows, len(weight))
 
 
-def _input_term(
+def _input_terms(
     stack: Stack, found: list[dict[str, Any]], number: int, flops: float, reads: list[Tensor], outward: Callable
-) -> Term:
-    """The gradient that goes on to the layer below; that of the first layer is of X, and sums both directions."""
-    layer = number // stack.directions
-    if layer or number % stack.directions != stack.directions - 1:
-        name = f"dX_l{layer}" + "_reverse" * (number % stack.directions)
-        return Term(name, "dA W_ih", lambda: found[number]["X"], flops, reads)
-    total = sum(one["X"] for one in found[: stack.directions])
-    return Term("dX", "dA W_ih" + ", of both directions" * (stack.directions > 1), lambda: outward(total), flops, reads)
+) -> list[Term]:
+    """The gradient that goes on to the layer below; the first layer's is of X, of both directions together."""
+    layer, direction = divmod(number, stack.directions)
+    own = found[number]["X"]
+    if not layer and stack.directions == 1:
+        return [Term("dX", "dA W_ih", lambda: outward(own), flops, reads)]
+    terms = [Term(f"dX_l{layer}" + "_reverse" * direction, "dA W_ih", lambda: own, flops, reads)]
+    if not layer and direction:
+        both = [one["X"] for one in found[: stack.directions]]
+        terms.append(Term("dX", "dX_l0 + dX_l0_reverse", lambda: outward(sum(both)), own.numel(), both))
+    return terms
 
 
 FORMULAS: dict[str, Formula] = {

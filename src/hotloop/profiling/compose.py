@@ -55,6 +55,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         phases=phases,
         attributed=_attributed(phases),
         samples_per_step=facts.samples_per_step,
+        one_batch=facts.one_batch,
         batch=facts.batch,
         modules=[ModuleTime.model_validate(one) for one in facts.modules],
         operators=[OperatorTime.model_validate(one) for one in facts.operators],
@@ -62,7 +63,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         functions=[LineTime.model_validate(one) for one in facts.functions],
         optimizers=[OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)],
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
-        habits=[Habit.model_validate({**one, "bytes": _growth(one["what"], measured)}) for one in facts.habits],
+        habits=[_habit(one, measured, phases) for one in facts.habits],
         apart=_apart(facts, measured, usual, step_ms),
         threads=Threads.model_validate(facts.threads) if facts.threads else None,
         paging=_paging(clean),
@@ -121,9 +122,17 @@ def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[
     return [{**by_hand, "ms": phases["update"]}]
 
 
+def _habit(seen: dict, steps: Sequence[StepFact], phases: dict[Phase, float]) -> Habit:
+    """With what it costs as far as only all steps tell: memory, and the part of the backward that it has."""
+    known = {name: value for name, value in seen.items() if name != "part"}
+    if part := seen.get("part"):
+        known["ms"] = part * phases.get("backward", 0.0)
+    return Habit.model_validate({**known, "bytes": _growth(seen["what"], steps)})
+
+
 def _growth(what: str, steps: Sequence[StepFact]) -> float | None:
     """Bytes by which memory grew per step, where a graph is kept."""
-    if what != "kept graph" or len(steps) < _FEW:
+    if what not in ("kept graph", "carried graph") or len(steps) < _FEW:
         return None
     held = [step.memory for step in steps if step.memory]
     half = len(held) // 2

@@ -19,6 +19,7 @@ def gathered(course: Course, loaders: Loaders, optimizers: Optimizers, graphs: G
     course.settle(wait=wait)
     facts.loaders, facts.optimizers = loaders.records(), optimizers.records(course.measured())
     facts.samples_per_step, facts.habits = loaders.samples_per_step(), graphs.records()
+    facts.one_batch = graphs.one_batch
     for observer in reversed(list(course.observers)):  # what operators say of the phases, lines go by
         for field, values in observer.records().items():
             setattr(facts, field, values)

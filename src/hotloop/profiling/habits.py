@@ -89,12 +89,14 @@ class Graphs:
         self._step = self._around = 0
         self._looked: list[int] = []
         self._followed: list[int] = []
+        self._same = 0
         self._first_node = 0
         self._forwards: list[_Forward] = []
         self._ungraded: list[_Forward] = []
         self._before: list[_Forward] | None = None
         self._retained: list[Mark] = []
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
+        self._walks: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         self._found: defaultdict[tuple[Any, str], Counter[int]] = defaultdict(Counter)
         self._seconds: defaultdict[tuple[Any, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._evaluating, self._room = Patches(), Room()
@@ -131,7 +133,7 @@ class Graphs:
         roots: list[Any] = [
             value.grad_fn for value in args[0] if isinstance(value, Tensor) and value.grad_fn is not None
         ]
-        loss = Mark(where, self._step)
+        loss, made = Mark(where, self._step), Counter[bool]()
         for node in _walk(roots):
             seen = node.metadata
             for kind in (_FORWARD, _RETAINED):
@@ -141,6 +143,9 @@ class Graphs:
                 seen[_RETAINED] = mark
             if self._is_new(node):  # alive as long as any part of the graph is: a term of the loss, an output
                 seen[_LOSS] = loss
+            if node.next_functions:
+                made[self._is_new(node)] += 1
+        self._walks[where].append((made[False], made.total()))
         if retained:
             self._retained.append(mark)
         self._losses.append((self._step, where, weakref.ref(loss)))
@@ -163,7 +168,9 @@ class Graphs:
             self._looked.append(self._step)
             trained = [one for one in self._forwards if one.mark.walked]
             known = [*trained, *(self._before or ())]
-            self._followed += [self._step] if self._before is not None else []
+            if self._before is not None:
+                self._followed.append(self._step)
+                self._same += bool(trained) and _given(trained) == _given(self._before)
             for one in self._forwards + self._ungraded:
                 if not one.mark.walked and (what := self._in_vain(one, trained)):
                     one.mark.where = _apart(one, known)
@@ -236,10 +243,16 @@ class Graphs:
         for node in nodes:  # a backward that comes later, as for the gradient of an input, is heard by the graph alone
             node.register_prehook(partial(_walked, mark))
 
+    @property
+    def one_batch(self) -> bool:
+        """Whether the network was trained on what it was in the step before, each time."""
+        return bool(self._followed) and self._same == len(self._followed)
+
     def records(self) -> list[dict[str, Any]]:
         """As `profiles.Habit`: what happens in more than half of the steps that were looked at.
 
         A validation of many batches that one of them holds is none of every step; evaluation with graphs is told anyway.
+        Of a carried graph its part of the backward is given.
         """
         steps: dict[str, Sequence[int]] = {
             "hook": range(1, self._around + 1),
@@ -250,6 +263,8 @@ class Graphs:
             over = steps.get(what, self._followed if what.startswith(_AFTERWARDS) else self._looked)
             seconds = self._seconds[what, where]
             found.append(_habit(what, where, _usual(counts, over), _usual(seconds, over)))
+            if what == "kept graph" and (part := _carried(self._walks[where])):
+                found[-1] |= {"what": "carried graph", "part": part}
         return [habit for habit in found if habit["per_step"]] + self._with_graphs()
 
     def _with_graphs(self) -> list[dict[str, Any]]:
@@ -266,6 +281,12 @@ class Graphs:
 def _habit(what: str, where: str, per_step: float, seconds: float) -> dict[str, Any]:
     ms = seconds * 1e3 if seconds else None
     return {"what": what.removeprefix(_AFTERWARDS), "where": where, "per_step": per_step, "ms": ms}
+
+
+def _carried(walks: Sequence[tuple[int, int]]) -> float:
+    """The part of backwards' nodes that earlier steps made, given both numbers, if these become more; else 0."""
+    earlier, walked = (sum(numbers) for numbers in zip(*walks, strict=True))
+    return earlier / walked if walks[-1][0] > walks[0][0] else 0.0
 
 
 def _usual(amounts: Mapping[int, float], steps: Sequence[int]) -> float:
@@ -304,6 +325,10 @@ def _evaluates(one: _Forward, trained: Sequence[_Forward]) -> bool:
 def _is_again(one: _Forward, trained: Sequence[_Forward]) -> bool:
     """Whether the same network was trained on the same inputs."""
     return bool(one.inputs) and any(other.module == one.module and other.inputs == one.inputs for other in trained)
+
+
+def _given(trained: Sequence[_Forward]) -> set[tuple]:
+    return {(one.module, one.inputs) for one in trained if one.inputs}
 
 
 def _apart(one: _Forward, known: Sequence[_Forward]) -> str:

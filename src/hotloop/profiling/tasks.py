@@ -129,7 +129,8 @@ def _profile(
     measured = [] if world.alone else settled(facts, spent, relayed=program.parts.relayed)
     plan = program.parts.plan
     profile = profile_of(facts, source, plan=plan.brief())
-    known = {"samples_per_step": program.parts.roles.batch_size, "engine": plan.engine}
+    roles = program.parts.roles
+    known = {"samples_per_step": roles.batch_size, "one_batch": roles.batches == 1, "engine": plan.engine}
     profile = profile.model_copy(update={"seconds": time.monotonic() - began, **known})
     return profile if world.alone else put_together(profile, measured, program.parts)
 
