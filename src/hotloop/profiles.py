@@ -91,6 +91,7 @@ class LineTime(Record):
         phase: of the step at that instant.
         ms: per step, with everything that the line called.
         own_ms: without other lines of the user's.
+        within: the line of the user's that its function was called from, most of the time; empty where there is none.
     """
 
     where: str
@@ -99,6 +100,7 @@ class LineTime(Record):
     phase: Phase
     ms: float
     own_ms: float
+    within: str = ""
 
 
 class OptimizerUse(Record):
