@@ -132,7 +132,8 @@ def named_rightly(effect: Effect, verdict: Parity) -> bool | None:
 
     None where the fault shows in a free run alone.
     """
-    if verdict.first is None or "'" not in verdict.first or not effect.changed:
+    free = verdict.first is not None and ", within " in verdict.first
+    if verdict.first is None or free or "'" not in verdict.first or not effect.changed:
         return None
     what, name = verdict.first.split(" '")[0].removeprefix("size of "), verdict.first.split("'")[1]
     if what == "gradient":  # no part of a State: it shows in what is made of it

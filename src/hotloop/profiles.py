@@ -6,52 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from hotloop.phases import Bound as Bound
+from hotloop.phases import Phase as Phase
 from hotloop.records import Record
-
-Phase = Literal[
-    "data",
-    "batch",
-    "copy",
-    "forward",
-    "loss",
-    "backward",
-    "update",
-    "logging",
-    "synchronisation",
-    "waiting",
-    "communication",
-    "python",
-    "unattributed",
-]
-"""What a step does, at each instant one of them.
-
-- `data`: waiting for the next batch: the loader, the samples, the workers, collating.
-- `batch`: making the batch out of what came: transforms and augmentation in the loop.
-- `copy`: tensors going from the host to a device or back.
-- `forward`: of the modules, from entering the outermost to leaving it.
-- `loss`: what autograd sees between forward and backward.
-- `backward`: gradients.
-- `update`: the optimizer's step and zeroing of gradients, gradient clipping, schedule, average.
-- `logging`: metrics, printing, writing files and pictures.
-- `synchronisation`: waiting for a device, as `.item()` does.
-- `waiting`: of a rank, until the others have come to the same place.
-- `communication`: between processes, as far as nothing is computed meanwhile.
-- `python`: Python of the loop itself.
-- `unattributed`: the rest; never hidden.
-"""
-
-Bound = Literal[
-    "input",
-    "copy",
-    "overhead",
-    "memory bandwidth",
-    "arithmetic",
-    "synchronisation",
-    "waiting",
-    "communication",
-    "unknown",
-]
-"""What holds a step up; `overhead` is Python and launches."""
 
 
 class ModuleTime(Record):
@@ -134,6 +91,7 @@ class LineTime(Record):
         phase: of the step at that instant.
         ms: per step, with everything that the line called.
         own_ms: without other lines of the user's.
+        within: the line of the user's that its function was called from, most of the time; empty where there is none.
     """
 
     where: str
@@ -142,6 +100,7 @@ class LineTime(Record):
     phase: Phase
     ms: float
     own_ms: float
+    within: str = ""
 
 
 class GroupTime(Record):
@@ -244,6 +203,24 @@ class Apart(Record):
     evaluation_s: float = 0.0
     checkpoint_s: float = 0.0
     other_s: float = 0.0
+    updates: list[SeldomUpdate] = Field(default_factory=list)
+
+
+class SeldomUpdate(Record):
+    """An optimizer that steps beside the one that ends a step, but in less than half of the steps, as a GAN's generator.
+
+    Attributes:
+        kind, where: its class and the line that steps it; of several that step together all of the first, one of the second.
+        every: so many steps, on average.
+        ms: by which such a step is longer than the others, on top of `step_ms`; None where none was measured.
+        phases: ms of each phase that make it longer.
+    """
+
+    kind: str
+    where: str
+    every: float
+    ms: float | None = None
+    phases: dict[Phase, float] = Field(default_factory=dict)
 
 
 class Threads(Record):
@@ -398,3 +375,7 @@ class Profile(Record):
     machine: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     seconds: float = 0.0
+
+
+Apart.model_rebuild()
+Profile.model_rebuild()

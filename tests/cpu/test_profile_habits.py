@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -166,6 +168,46 @@ def evaluated_after_the_update(net: nn.Module, batch: Tensor) -> Tensor:
 )
 def test_only_the_same_inputs_are_evaluated_twice(step: Step, what: str) -> None:
     assert seen(step) == {what: pytest.approx(1.0, abs=0.3)}
+
+
+class Data:
+    """As graphs are given in PyTorch Geometric: its attributes lie in a store."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.__dict__["store"] = {"x": x}
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name in self.__dict__["store"]:
+            return self.__dict__["store"][name]
+        raise AttributeError(name)
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Tensor
+
+
+class OfObjects(nn.Sequential):
+    """Asks a batch for its tensor, which is there as an attribute or by name."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch["x"] if isinstance(batch, UserDict) else batch.x)
+
+
+@pytest.mark.parametrize("made", [Data, Slotted, lambda x: SimpleNamespace(x=x, y=1), lambda x: UserDict(x=x)])
+def test_a_batch_that_is_an_object_is_known_by_what_it_holds(made: Callable[[Tensor], Any]) -> None:
+    net = OfObjects(*network())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for _ in range(40):
+            batch = made(torch.randn(8, 4))
+            optimizer.zero_grad()
+            net(batch).pow(2).mean().backward()
+            net(batch)
+            optimizer.step()
+
+    assert {habit.what: habit.per_step for habit in watched(loop).habits} == {"wasted forward": 1.0}
 
 
 @pytest.mark.parametrize("graded", [True, False])

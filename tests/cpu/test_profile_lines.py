@@ -75,6 +75,13 @@ def test_each_line_on_the_stack_has_the_time_and_the_innermost_has_it_for_itself
     assert {line.phase for line in seen.lines()} == {"logging"}
 
 
+def test_a_line_knows_the_one_that_its_function_is_called_from() -> None:
+    seen = sampler()
+    seen._steps, seen._since = 1, 0.0
+    sampled(seen, iter([1.0]))
+    assert {line.where: line.within for line in seen.lines()} == {"script.py:6": "script.py:3", "script.py:3": ""}
+
+
 def test_without_any_line_of_the_users_the_librarys_is_given() -> None:
     seen = StackSampler(lambda code: False, lambda file, line: f"{file}:{line}")
     seen._steps, seen._since = 1, 0.0

@@ -15,7 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm.contrib import DummyTqdmFile
 
 from hotloop.patches import Patches
+from hotloop.profiles import SeldomUpdate
 from hotloop.profiling import watcher
+from hotloop.profiling.compose import profile_of
+from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.observing import observers
 from hotloop.profiling.phases import Timeline, durations
 from hotloop.profiling.schedule import order
@@ -311,6 +314,55 @@ def test_evaluation_and_checkpoints_lie_apart_and_a_habit_of_every_step_doesnt(t
     assert always.phases["logging"] > 0 and "logging" not in seldom.phases
     assert seldom.loaders[0].batch_size == 8
     assert seldom.samples_per_step == 8
+
+
+def seldom(every: int, steps: int = 600) -> None:
+    """As a GAN whose critic is updated in each step, its generator and what encodes for it in each n-th."""
+    generator, encoder, critic = (nn.Linear(64, 64) for _ in range(3))
+    others = [torch.optim.RMSprop(one.parameters()) for one in (generator, encoder)]
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        critic(torch.randn(8, 64)).mean().backward()
+        optimizer.step()
+        if step % every == 0:
+            for _ in range(20):
+                critic(generator(encoder(torch.randn(64, 64)))).mean().backward()
+            others[0].step()  # now and then
+            others[1].step()
+
+
+@pytest.mark.parametrize("every", [3, 4, 5])
+def test_an_update_of_each_nth_step_is_told_of_apart_with_its_forward_and_backward(every: int) -> None:
+    found = watched(lambda: seldom(every), steps=60, observers=lambda watch: observers(watch, None))
+    (update,) = found.apart.updates
+    assert update.kind == "RMSprop" and update.where.endswith(line_of("now and then"))
+    assert update.every == pytest.approx(every, rel=0.05)
+    assert update.ms is not None and found.step_ms is not None and update.ms > found.step_ms
+    assert {"forward", "backward", "update"} <= set(update.phases)
+    assert sum(update.phases.values()) == pytest.approx(update.ms)
+    assert found.attributed is not None and found.attributed > 0.95
+    assert [one.kind for one in found.modules if not one.name.startswith("(")] == ["Linear"]
+
+
+def test_what_an_update_now_and_then_takes_is_none_of_the_step_and_no_other_work() -> None:
+    usual = {"forward": 4.0, "backward": 6.0}
+    longer = {"forward": 5.0, "backward": 9.0, "update": 1.0}
+    steps = [
+        StepFact(kind, ms=sum(phases.values()), phases=phases, flags=flags)
+        for number in range(6)
+        for kind in ("clean", "instrumented")
+        for phases, flags in [(usual, []) if number % 3 else (longer, ["update 1"])]
+    ]
+    rare = {"kind": "Adam", "where": "train.py:9", "flag": "update 1", "every": 3.0}
+    found = profile_of(Facts(torch=True, trained=12, steps=steps, seldom=[rare]), "train.py")
+    assert found.step_ms == 10.0 and found.phases == usual and found.apart.other_s == 0.0
+    more = {"forward": 1.0, "backward": 3.0, "update": 1.0}
+    assert found.apart.updates == [SeldomUpdate(kind="Adam", where="train.py:9", every=3.0, ms=5.0, phases=more)]
+
+
+def test_optimizers_that_step_in_each_step_are_no_updates_now_and_then() -> None:
+    assert watched(two_optimizers).apart.updates == []
 
 
 def test_anomaly_detection_around_each_backward_is_a_habit() -> None:

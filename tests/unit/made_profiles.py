@@ -15,6 +15,7 @@ from hotloop.profiles import (
     Overhead,
     Profile,
     Remedy,
+    SeldomUpdate,
 )
 
 
@@ -31,6 +32,11 @@ def operator(name: str, ms: float, module: str, **fields: Any) -> OperatorTime:
         "shapes": ["8x3x9x9", "4x3x3x3"],
     } | fields
     return OperatorTime(name=name, ms=ms, module=module, **given)
+
+
+def seldom() -> SeldomUpdate:
+    phases = {"backward": 30.0, "forward": 19.5, "update": 0.5}
+    return SeldomUpdate(kind="Adam[rare]", where="/far/away/train.py:50", every=5.0, ms=50.0, phases=phases)
 
 
 def made(**fields: Any) -> Profile:
@@ -79,7 +85,7 @@ def made(**fields: Any) -> Profile:
                 ms=2.0,
             )
         ],
-        apart=Apart(warm_up_s=1.2, evaluation_s=3.4),
+        apart=Apart(warm_up_s=1.2, evaluation_s=3.4, updates=[seldom()]),
         limits=Limits(flop_per_s={"fp32": 1e11, "bf16": 2e11}, bytes_per_s=1e10),
         overhead=Overhead(ratio=1.01, low=0.99, high=1.03, instrumented=30, clean=30),
         bound="arithmetic",

@@ -28,6 +28,7 @@ ORDER = (
     "hardware",
     "records",
     "verdicts",
+    "phases",
     "profiles",
     "explanations",
     "counting/",

@@ -62,6 +62,12 @@ def test_modules_stand_below_those_that_they_are_inside_of() -> None:
     assert "1 more, each below 0.5 %" in shown(made())
 
 
+def test_an_update_now_and_then_is_told_of_with_the_phases_that_take_long() -> None:
+    text = " ".join(shown(made()).split())
+    assert "Every 5 steps Adam[rare] steps as well, at" in text
+    assert "50 ms more, of which backward 30 ms, forward 19.5 ms." in text
+
+
 def test_a_hundred_modules_are_not_a_hundred_rows() -> None:
     many = [module("", "Net", 50, 40)]
     many += [module(f"layers.{n}", "Linear", 0.4, 0.4) for n in range(100)]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hotloop.diagnosing.repeats import over_parameters, rounds_of
-from hotloop.diagnosing.step import COMPUTING, DEDUCED, Step, grouped, heaviest
+from hotloop.diagnosing.spread import Spread, spread
+from hotloop.diagnosing.step import COMPUTING, COUNTS, DEDUCED, Step, grouped, heaviest
 from hotloop.profiles import LineTime, OperatorTime, Phase, Remedy
 
 _ASIDE: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
 """Phases whose lines are the user's own work between the parts of training."""
 
 _REDUCE = "look what it is asked for at each step (callbacks, logging, checks), and leave out what isn't needed"
+
+_WHOLE = "write it with operations on whole tensors, or do it once before the loop"
 
 _COMPARING = frozenset({"aten::eq", "aten::ne"})
 _CHOOSING = frozenset({"aten::argmax", "aten::topk", "aten::max"})
@@ -30,8 +34,11 @@ _ARRAYS = ("numpy", "scipy", "cupy", "pandas")
 
 def aside(step: Step) -> Iterator[Remedy]:
     """What the loop does beside training: logging, pictures, work in NumPy or in plain Python."""
+    small: Counter[str] = Counter()
     for ones in grouped(_users(step, step.lines(*_ASIDE)), _part_of(step)).values():
         spent = sum(line.own_ms for line in ones)
+        if step.share(spent) < COUNTS:
+            small.update({where: sum(one.own_ms for one in at) for where, at in _by_line(ones).items()})
         hottest = max(ones, key=lambda line: line.own_ms)
         cause, remedy = _named(step, ones, hottest)
         yield Remedy(
@@ -41,6 +48,7 @@ def aside(step: Step) -> Iterator[Remedy]:
             gain=step.share(spent),
             evidence=f"{_called(hottest)} takes {spent:.2f} ms of each step of {step.ms:.2f} ms",
         )
+    yield from _together(step, spread(step, small), "several small things at each step", _REDUCE)
 
 
 def measuring(step: Step) -> Iterator[Remedy]:
@@ -77,12 +85,15 @@ def _counts_right(ones: Sequence[OperatorTime]) -> bool:
 def inside(step: Step) -> Iterator[Remedy]:
     """Plain Python within the network's forward, a loss or the update: what operators don't explain of a line's time."""
     lines = [line for line in step.lines(*COMPUTING) if line.library != "torch"]
+    small: Counter[str] = Counter()
     for ones in grouped(lines, _part_of(step)).values():
         spent = {line.where: line.own_ms - step.worked_at(line.where, line.phase) for line in ones}
         hottest = max(ones, key=lambda line: spent[line.where])
         plain = sum(ms for ms in spent.values() if ms > 0)
+        if step.share(plain) < COUNTS:
+            small.update(spent)
         cause = f"Python code within the {hottest.phase}" + (f" ({hottest.library})" if hottest.library else "")
-        remedy = "write it with operations on whole tensors, or do it once before the loop"
+        remedy = _WHOLE
         if _drives(step, hottest):
             cause, remedy = f"{hottest.library}'s own work in each step", _REDUCE
         yield Remedy(
@@ -91,6 +102,23 @@ def inside(step: Step) -> Iterator[Remedy]:
             remedy=remedy,
             gain=step.share(plain),
             evidence=f"{_called(hottest)} takes {plain:.2f} ms of each step of {step.ms:.2f} ms beside torch's operations",
+        )
+    cause = "Python code within the network, the loss or the update"
+    yield from _together(step, spread(step, small, past_torch=False), cause, _WHOLE)
+
+
+def _by_line(lines: list[LineTime]) -> dict[str, list[LineTime]]:
+    return grouped(lines, lambda line: line.where)
+
+
+def _together(step: Step, found: Iterable[Spread], cause: str, remedy: str) -> Iterator[Remedy]:
+    for one in found:
+        yield Remedy(
+            cause=f"{cause}: {one.functions}",
+            where=one.where,
+            remedy=remedy,
+            gain=step.share(one.ms),
+            evidence=f"together they take {one.ms:.2f} ms of each step of {step.ms:.2f} ms, none of them much by itself",
         )
 
 
@@ -170,7 +198,7 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
         return f"{library} is called at each step", "do it less often, or outside of the loop"
     return (
         f"plain Python in the loop, on numbers or lists: {_called(hottest)}",
-        "write it with operations on whole tensors, or do it once before the loop",
+        _WHOLE,
     )
 
 

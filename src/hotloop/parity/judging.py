@@ -9,7 +9,7 @@ from typing import Any
 
 from hotloop.parity.accounts import Account, Errors, Evidence
 from hotloop.parity.collecting import ratio, worst
-from hotloop.parity.running import Freely
+from hotloop.parity.running import Drift, Freely
 from hotloop.parity.seen import KINDS, UNIT, Key
 from hotloop.verdicts import STATES, TensorError
 
@@ -46,19 +46,24 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
     table = typical(account, evidence.judges, evidence.rounding)
     if (wrong := _wrong(account, evidence, table)) is not None:
         return known | wrong
-    limit = REDUCED if evidence.peers else FREELY
-    if free is not None and (free.other or free.furthest.times > limit):
-        far = free.furthest
-        reason = free.other or (
-            f"after {free.steps} free steps {far.what} are {far.apart:.2g} of their way from the baseline's, where"
-            f" rounding alone comes to {far.rounding:.2g}"
-        )
-        first = "the parameters" if free.other else far.what
-        return known | {"parity": "broken", "reason": reason, "first": f"{first}, within {free.steps} steps"}
+    far = None if free is None else free.beyond(REDUCED if evidence.peers else FREELY)
+    if free is not None and (free.other or far):
+        return known | {"parity": "broken", **_drifted(free, far)}
     if (reason := _incomparable(account, evidence, table)) is not None:
         return known | {"parity": "unproven", "reason": reason}
     bitwise = not evidence.in_pieces and account.differs is None and (free is None or free.bitwise)
     return known | _fine(account, table, bitwise, evidence, 0 if free is None else free.steps)
+
+
+def _drifted(free: Freely, far: Drift | None) -> dict[str, str]:
+    """Where a free run ended in another State."""
+    if free.other or far is None:
+        return {"reason": free.other or "", "first": f"the parameters, within {free.steps} steps"}
+    reason = (
+        f"after {free.steps} free steps {far.what} are {far.apart:.2g} of their way from the baseline's, where"
+        f" rounding alone comes to {far.rounding:.2g}"
+    )
+    return {"reason": reason, "first": f"{far.what}, within {free.steps} steps"}
 
 
 def _incomparable(account: Account, evidence: Evidence, table: Sequence[TensorError]) -> str | None:

@@ -63,7 +63,12 @@ class Freely:
 
     @property
     def furthest(self) -> Drift:
+        """In multiples of rounding."""
         return max(self.drifts, key=lambda drift: drift.times, default=Drift("the parameters", 0.0, 0.0))
+
+    def beyond(self, limit: float) -> Drift | None:
+        """The first that is further than so many times what rounding comes to, the parameters before all others."""
+        return next((drift for drift in self.drifts if drift.times > limit), None)
 
 
 @dataclass(frozen=True)

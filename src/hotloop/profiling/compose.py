@@ -19,6 +19,7 @@ from hotloop.profiles import (
     Paging,
     Phase,
     Profile,
+    SeldomUpdate,
     Threads,
 )
 from hotloop.profiling.facts import Facts, StepFact
@@ -155,7 +156,8 @@ def _apart(facts: Facts, steps: Sequence[StepFact], usual: set[str], step_ms: fl
             spent[what] += taken
             excess -= taken
         loaded = any(flag.startswith("loader") for flag in unusual)
-        spent["evaluation" if loaded else "other"] += excess
+        if loaded or not any(flag.startswith("update") for flag in unusual):  # else it is told of by itself
+            spent["evaluation" if loaded else "other"] += excess
     for what in {"evaluation", "checkpoint"} - usual:  # in steps that count for nothing else, as far as it was seen
         looked_at = (step for step in facts.steps if step.kind not in ("early", "clean", "instrumented"))
         spent[what] += facts.between_ms.get(what, 0.0) + sum(step.apart_ms.get(what, 0.0) for step in looked_at)
@@ -165,7 +167,42 @@ def _apart(facts: Facts, steps: Sequence[StepFact], usual: set[str], step_ms: fl
         evaluation_s=spent["evaluation"] / 1e3,
         checkpoint_s=spent["checkpoint"] / 1e3,
         other_s=spent["other"] / 1e3,
+        updates=_seldom(facts, steps, usual),
     )
+
+
+def _seldom(facts: Facts, steps: Sequence[StepFact], usual: set[str]) -> list[SeldomUpdate]:
+    """Optimizers that step now and then, those as one that step together; how much longer steps are with them, and where."""
+    unusual = [set(step.flags) - usual for step in steps]
+    regular = {kind: _regular(steps, kind, usual) for kind in ("clean", "instrumented")}
+    held: dict[tuple[int, ...], list[dict]] = {}
+    for one in facts.seldom:
+        if one["flag"] not in usual:
+            held.setdefault(tuple(n for n, flags in enumerate(unusual) if one["flag"] in flags), []).append(one)
+    found = []
+    for numbers, ones in held.items():
+        together = {one["flag"] for one in ones}
+        ms, phases = _longer([steps[n] for n in numbers if unusual[n] == together], regular)
+        kind = " and ".join(dict.fromkeys(one["kind"] for one in ones))
+        found.append(SeldomUpdate(kind=kind, where=ones[0]["where"], every=ones[0]["every"], ms=ms, phases=phases))
+    return found
+
+
+def _longer(steps: Sequence[StepFact], regular: dict[str, list[StepFact]]) -> tuple[float | None, dict[Phase, float]]:
+    """By how many milliseconds steps are longer than regular ones of their kind, and in which phases."""
+    usual_ms = {kind: median(step.ms for step in ones) for kind, ones in regular.items() if ones}
+    excess = [step.ms - usual_ms[step.kind] for step in steps if step.kind in usual_ms]
+    if not excess:
+        return None, {}
+    ms, closely = max(0.0, median(excess)), [step for step in steps if step.kind == "instrumented"]
+    names = dict.fromkeys(name for step in closely for name in step.phases)
+    more = {name: _mean(closely, name) - _mean(regular["instrumented"], name) for name in names}
+    total = sum(extra for extra in more.values() if extra > 0)
+    return ms, {name: extra * ms / total for name, extra in more.items() if extra > 0}
+
+
+def _mean(steps: Sequence[StepFact], phase: Phase) -> float:
+    return middle_mean([step.phases.get(phase, 0.0) for step in steps]) if steps else 0.0
 
 
 def _overhead(steps: Sequence[StepFact], usual: set[str]) -> Overhead | None:

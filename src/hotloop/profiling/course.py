@@ -16,11 +16,13 @@ from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.middle import SEVERAL
 from hotloop.profiling.observer_group import ObserverGroup
 from hotloop.profiling.optimizers import Awaited
-from hotloop.profiling.phases import HostClock, Timeline, durations
+from hotloop.profiling.phases import HostClock, Timeline
 from hotloop.profiling.protocols import Observer, Stage
 from hotloop.profiling.schedule import CLOSE, DEFAULT_STEPS, DISTURBING, Kind, order
+from hotloop.profiling.seldom import Seldom
 from hotloop.profiling.steps import Event, Finder, ends_step
 from hotloop.profiling.stretch import Stretch, until_settled
+from hotloop.profiling.unread import Unread
 from hotloop.profiling.usage import Cores, held_memory
 
 _WARM_S = 0.2
@@ -72,7 +74,7 @@ class Course:
         step: that is on; None between steps, and as long as none was found.
         over: whether there are enough.
         mark_ms: what leaving a mark in the timeline takes.
-        stretch: of steps that go by before a clean one.
+        stretch, seldom: of steps that go by before a clean one, and of updates that end none.
     """
 
     def __init__(
@@ -89,18 +91,16 @@ class Course:
         self.step: StepFact | None = None
         self.over, self.mark_ms, self._alone = False, 0.0, False
         self.observers = ObserverGroup()
-        self.cores, self.stretch = Cores(), Stretch()
-        self._stage, self._observers_of = stage, observers
+        self.cores, self.stretch, self.seldom = Cores(), Stretch(), Seldom()
+        self._stage, self._observers_of, self._unread = stage, observers, Unread()
         self._finder, self._updates = Finder(), Awaited()
         self._steps, self._limited = steps or DEFAULT_STEPS, steps is None and not in_step
         self._anchor = None if found else Event("update", "")
-        self._found, self._in_step = found, in_step
-        self._left = order(self._steps)
+        self._found, self._in_step, self._left = found, in_step, order(self._steps)
         self._began: Any = None
         self._first_s: float | None = None
         self._warm = self._strayed = self._awaited = self._steps_sought = 0
         self._since = self._step_since = 0.0
-        self._pending: list[tuple[StepFact, list[tuple[Any, Phase]]]] = []
         self._first: Event | None = None
         self._early: list[tuple[Event, StepFact]] = []
 
@@ -136,6 +136,7 @@ class Course:
         elif not ends_step(self._anchor, event):
             self._stray(event)
         else:
+            self.seldom.steps += 1
             self._alone = not self._strayed
             self._strayed = 0 if self._anchor.what == "update" else self._strayed
             self.boundary(at)
@@ -202,6 +203,8 @@ class Course:
         by_hand = self._anchor.what == "backward"
         if event.what != "update":
             return
+        if self.step is not None and not by_hand:
+            self.seldom.saw(event, self.step, self.stretch.passed)
         if self.measured() >= SETTLED and not by_hand:
             self._strayed += 1
             self.over = self._limited and self._strayed >= _STRAYED
@@ -226,7 +229,8 @@ class Course:
     def _begin_measuring(self) -> None:
         assert self._anchor is not None
         self.facts.ends_at(self._anchor)
-        self._pending = [one for one in self._pending if one[0].kind == "early"]
+        self._unread.drop_measured()
+        self.seldom = Seldom()
         self.facts.steps, self.facts.between_ms, self.facts.warm_up_s, self.facts.awaited = [], {}, 0.0, False
         self._warm = self.stretch.left = 0
         self._since = time.perf_counter()
@@ -269,7 +273,7 @@ class Course:
         if self._in_step and kind in ("clean", "instrumented") and self.facts.steps[-1].kind in DISTURBING:
             return "settling"  # whatever it took here, the other ranks decide alike
         if not self._in_step and kind == "clean":
-            self.stretch.left = until_settled(self.facts.steps)
+            self.stretch.left = until_settled(self.facts.steps) + self.seldom.shift(self.measured())
         return self._left.pop(0)
 
     def _is_long(self) -> bool:
@@ -302,6 +306,7 @@ class Course:
     def catch_up(self) -> None:
         """Counts the steps that went by unheard."""
         passed, self.stretch.passed = self.stretch.passed, 0
+        self.seldom.steps += passed
         self.facts.trained, self.facts.updates = self.facts.trained + passed, self.facts.updates + passed
         self._began = self.stretch.began if passed else self._began
 
@@ -358,7 +363,7 @@ class Course:
         if step.kind in CLOSE:  # asking takes the system's time
             step.memory = held_memory(self.facts.device)
         self._stage.end(usual=usual)
-        self._pending.append((step, marks))
+        self._unread.add(step, marks)
         self.facts.steps.append(step)
         self.step = None
 
@@ -390,11 +395,6 @@ class Course:
 
     def settle(self, *, wait: bool = False) -> None:
         """Reads the clock's marks of steps that the device has done; with `wait`, of all."""
-        clock = self.timeline.clock
-        if wait and self._pending and self.facts.device != "cpu":
+        if wait and self._unread and self.facts.device != "cpu":
             torch.accelerator.synchronize()
-        while self._pending and clock.passed(self._pending[0][1][-1][0]):
-            step, marks = self._pending.pop(0)
-            step.ms = clock.ms(marks[0][0], marks[-1][0])
-            closely = step.kind in ("early", "instrumented", "whole")
-            step.phases = durations(marks, clock, self.mark_ms) if closely else {}
+        self._unread.read(self.timeline.clock, self.mark_ms)

@@ -18,7 +18,7 @@ class StepFact:
     Attributes:
         ms: from the end of the one before to its own end, without what hotloop did in between.
         phases: milliseconds; empty where they weren't watched.
-        flags: what happened in it that doesn't in every step: `evaluation`, `checkpoint`, `loader 2`.
+        flags: what happened in it that doesn't in every step: `evaluation`, `checkpoint`, `loader 2`, `update 1`.
         apart_ms: time in it of each of these, as far as it was seen to begin and end.
         cpu_ms, system_ms: CPU time of the process, and of that the time that the system worked for it.
         pages: of memory that the system gave; 0 where the process can't be told to keep them.
@@ -54,6 +54,7 @@ class Facts:
         warm_up_s: from the first thing that trains to the first step that counts.
         between_ms: time of what isn't done in every step, in those that went by between the ones that are kept.
         modules, operators, lines, functions, loaders, optimizers, habits: records, dumped.
+        seldom: optimizers that step beside the one that ends a step, each with the flag of a step that has it.
         children: processes of Python that it started.
         closed: why watching ended; empty as long as it goes on.
     """
@@ -83,6 +84,7 @@ class Facts:
     loaders: list[dict[str, Any]] = field(default_factory=list)
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     habits: list[dict[str, Any]] = field(default_factory=list)
+    seldom: list[dict[str, Any]] = field(default_factory=list)
     threads: dict[str, Any] | None = None
     peak_memory_bytes: int | None = None
     trace: str | None = None

@@ -18,6 +18,7 @@ def gathered(course: Course, loaders: Loaders, optimizers: Optimizers, graphs: G
     course.catch_up()
     course.settle(wait=wait)
     facts.loaders, facts.optimizers = loaders.records(), optimizers.records(course.measured())
+    facts.seldom = course.seldom.records(optimizers)
     facts.samples_per_step, facts.habits = loaders.samples_per_step(), graphs.records()
     facts.one_batch = graphs.one_batch
     for observer in reversed(list(course.observers)):  # what operators say of the phases, lines go by

@@ -9,9 +9,11 @@ import time
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import median_low
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -365,6 +367,20 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
     elif depth and isinstance(value, Mapping):
         for part in value.values():
             yield from _tensors(part, depth - 1)
+    elif depth:
+        held = (part for part in _attributes(value) if isinstance(part, Tensor | list | tuple | Mapping))
+        for part in held:  # not objects in objects, which may lead anywhere
+            yield from _tensors(part, depth - 1)
+
+
+def _attributes(value: Any) -> Iterable[Any]:
+    """What an object holds, as a batch that is one; nothing is called for it. Modules and classes hold no batch."""
+    if isinstance(value, nn.Module | type | ModuleType):
+        return ()
+    with suppress(AttributeError):  # it may have slots alone
+        return object.__getattribute__(value, "__dict__").values()
+    slots = getattr(type(value), "__slots__", ())
+    return [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
 
 
 def has_gradient(result: Any) -> bool | None:

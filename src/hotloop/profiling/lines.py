@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from hotloop.profiles import LineTime, Phase
+from hotloop.profiling.following import Line
 from hotloop.profiling.sites import is_step
 from hotloop.profiling.trail import Turn
 from hotloop.profiling.unseen import unseen
@@ -88,6 +89,7 @@ class StackSampler:
         self._turn = turn
         self._own: dict[CodeType, bool] = {}
         self._seconds: dict[Seen, list[float]] = defaultdict(_no_time)
+        self._callers: dict[Seen, Counter[Line]] = defaultdict(Counter)
         self._lock = threading.Lock()
         self._on, self._closed = threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -155,9 +157,14 @@ class StackSampler:
                 phase=seen.phase,
                 ms=total * per_step,
                 own_ms=own * per_step,
+                within=self._within(seen, place),
             )
             for seen, (total, own) in seconds[:_SHOWN]
         ]
+
+    def _within(self, seen: Seen, place: Callable[[str, int], str]) -> str:
+        callers = self._callers[seen].most_common(1)
+        return place(*callers[0][0]) if callers else ""
 
     @property
     def _pause_s(self) -> float:
@@ -190,6 +197,9 @@ class StackSampler:
             known.add(seen)
             self._seconds[seen][0] += passed
             self._seconds[seen][1] += 0.0 if number else passed
+            if number + 1 < len(stack):
+                caller, at, _ = stack[number + 1]
+                self._callers[seen][caller.co_filename, at] += 1
 
     def _stack(self, innermost: FrameType) -> Iterator[tuple[CodeType, int, str]]:
         """The user's lines from the innermost on; without any, the innermost line of a library.

@@ -101,6 +101,11 @@ class Optimizers:
         used.where = used.where or where
         return used.number
 
+    def known_as(self, number: int) -> dict[str, str] | None:
+        """Its class and line; None of one that was too many to be kept."""
+        used = next((used for used in self._used if used.number == number), None)
+        return {"kind": used.kind, "where": used.where} if used is not None else None
+
     def _known(self, optimizer: Optimizer) -> _Used | None:
         return next((used for used in self._used if used.optimizer() is optimizer), None)
 

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hotloop.profiles import LineTime, ModuleTime, OperatorTime, Phase, Profile, Remedy
+from hotloop.profiles import LineTime, ModuleTime, OperatorTime, Phase, Profile, Remedy, SeldomUpdate
 from hotloop.report.amounts import flops, percent, size, time
 
 COLOURS: dict[str, str] = {
@@ -33,6 +33,8 @@ COLOURS: dict[str, str] = {
 }
 _MODULES, _OPERATORS, _LINES, _REMEDIES, _NOTES, _RANKS = 24, 10, 12, 8, 5, 16
 """Rows that are shown; all are in --json."""
+_PART = 0.05
+"""Of what an update now and then takes, from which on a phase is named."""
 _SMALL = 0.005
 """Share of the step below which a module isn't worth a row."""
 
@@ -144,6 +146,17 @@ def _apart(profile: Profile) -> Iterator[str]:
     said = [f"{name} {time(1000 * seconds)}" for name, seconds in named if seconds >= 0.01]
     if said:
         yield f"Apart from steps: {', '.join(said)}."
+    for one in apart.updates:
+        yield f"Every {one.every:.3g} steps {one.kind} steps as well, at {one.where}{_longer(one)}."
+
+
+def _longer(one: SeldomUpdate) -> str:
+    """How much longer a step is with an update that comes now and then, and where, the most first."""
+    if one.ms is None:
+        return ""
+    most = sorted(one.phases.items(), key=lambda phase: -phase[1])
+    parts = [f"{name} {time(ms)}" for name, ms in most if ms >= _PART * one.ms]
+    return f": {time(one.ms)} more" + (f", of which {', '.join(parts)}" if parts else "")
 
 
 def modules(profile: Profile) -> Table:

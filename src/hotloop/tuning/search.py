@@ -374,7 +374,8 @@ class Search:
     def _proven(self, budget: Budget) -> str:
         """The first of the plans that finish earlier than the baseline, best first, whose proof pays and succeeds."""
         self.held.give_up([one.name for one in self.timings.values() if one.verdict != "faster"])
-        proofs = Proofs(self.baseline, budget, self._accepted, self._parity, self.timings[BASELINE], self.facts.steps)
+        accepted = (*TRUSTED, "reduced-precision") if "precision" in self.fixed else TRUSTED
+        proofs = Proofs(self.baseline, budget, accepted, self._parity, self.timings[BASELINE], self.facts.steps)
         winner = proofs.first(self._faster())
         self.timings |= {one.name: one for one in proofs.judged}
         self.notes += proofs.notes
@@ -392,10 +393,6 @@ class Search:
         base, steps = self.timings[BASELINE], self.facts.steps
         faster = [one for one in self.timings.values() if one.verdict == "faster" and one.saves_s(base, steps) > 0]
         return sorted(faster, key=lambda one: one.saves_s(base, steps), reverse=True)
-
-    @property
-    def _accepted(self) -> tuple[str, ...]:
-        return (*TRUSTED, "reduced-precision") if "precision" in self.fixed else TRUSTED
 
     def _parity(self, timing: Timing) -> Parity:
         self.progress(f"proving {timing.name}", 0.0)
