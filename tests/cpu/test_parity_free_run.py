@@ -73,7 +73,7 @@ def goes_wrong_between_steps(program: Program, fault: Callable[[Program], Any]) 
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_goes_wrong_from_one_step_to_the_next_is_seen_in_all_that_is_kept(name: str) -> None:
     fault, first = FAULTS[name]
-    task = a_task(model=Counting, optimizer=torch.optim.Adam, epochs=9)
+    task = a_task(model=Counting, optimizer=torch.optim.Adam, batch_size=4, epochs=9)
     programs = [lower(task, HONEST) for _ in range(2)]
     goes_wrong_between_steps(programs[1], fault)
     honest, faulty = prove_programs(task, programs)
