@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -70,6 +71,12 @@ def fashion() -> Path:
     if not all((FASHION_MNIST.system / name).is_file() for name in FASHION_MNIST.sha256):
         pytest.skip(f"the real Fashion-MNIST isn't in {FASHION_MNIST.system} (Debian: {FASHION_MNIST.package})")
     return FASHION_MNIST.system
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays; each collection of garbage would look through all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hotloop.choosing import placed
 from hotloop.errors import DeviceError, HotloopError, TaskError, told
-from hotloop.interrupts import how_ended
+from hotloop.interrupts import Terminated, how_ended
 from hotloop.kept import remember
 from hotloop.lowering import Program
 from hotloop.lowering.telling import Say
@@ -69,8 +69,7 @@ def race(
         progress: show a progress bar.
 
     Returns:
-        A figure for each plan, and the winner. A plan that can't be run has a `failure` in place of figures. Stopped by
-        Ctrl-C in the proof, it has what was raced, no winner, and says so in `ended`.
+        A figure for each plan, and the winner. A plan that can't be run has a `failure` in place of figures.
 
     Raises:
         PlanError: one plan alone, or one that doesn't exist.
@@ -80,7 +79,10 @@ def race(
     console = Console(stderr=True) if progress else Console(quiet=True)
     asked = Contest(plans, baseline, devices, time_limit=time_limit)
     with watched(console) as moved:
-        return raced(Loaded(task, None, {}), asked, prove=prove, progress=moved)
+        verdict = raced(Loaded(task, None, {}), asked, prove=prove, progress=moved)
+    if verdict.ended is not None:
+        raise Terminated(verdict.ended) if verdict.ended_by == "SIGTERM" else KeyboardInterrupt(verdict.ended)
+    return verdict
 
 
 def raced(
@@ -92,7 +94,7 @@ def raced(
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> Verdict:
-    """Races plans of a loaded Task; see `race`."""
+    """Races plans of a loaded Task; see `race`. A signal in the proof ends it with what was raced."""
     began = time.monotonic()
     entries, baseline = contest.entries()
     for device in contest.devices or ():

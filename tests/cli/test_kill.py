@@ -22,7 +22,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, server: Server) -> T
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.more), 2])
 def test_killed_again_and_again_it_ends_bitwise_the_same(
     uninterrupted: Training, server: Server, tmp_path: Path, workers: int
 ) -> None:

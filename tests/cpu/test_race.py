@@ -16,6 +16,7 @@ from torch import nn
 
 import hotloop
 from bench.race_verdicts import MARKED, delayed, one
+from hotloop import contests
 from hotloop.errors import DiskError, HotloopError, MemoryExhausted, PlanError, RoomError, TaskError
 from hotloop.interrupts import Terminated
 from hotloop.lowering import Program, lower
@@ -29,8 +30,10 @@ from hotloop.measuring.rounds import Lane
 from hotloop.measuring.runner import Runner
 from hotloop.plan import Plan
 from hotloop.report.contest import sentence
+from hotloop.rivals import Contest
 from hotloop.state import differences
 from hotloop.task import Task
+from hotloop.taskfile import Loaded
 from hotloop.verdicts import Parity, Verdict, best_of
 from tests.cpu.programs import a_task
 
@@ -500,7 +503,10 @@ def test_a_proof_that_is_stopped_leaves_what_was_raced_and_no_winner(signal: Any
     def prove(task: Task, plan: Plan) -> Parity:
         raise signal
 
-    verdict = contest(clock, monkeypatch, prove, CPU)
+    with pytest.raises(signal, match=f"stopped by {by} at the proof"):
+        contest(clock, monkeypatch, prove, CPU)
+    asked = Contest((CPU,), MARKED, time_limit="10s")
+    verdict = contests.raced(Loaded(a_task(epochs=200), None, {}), asked, prove=each(prove))
     assert (verdict.winner, verdict.ended_by, verdict.ended) == (None, by, f"stopped by {by} at the proof")
     assert verdict.plan("baseline").verdict == "faster" and verdict.plan("baseline").parity is None
     assert "isn't proven" in sentence(verdict)

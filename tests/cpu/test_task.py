@@ -53,21 +53,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_of_torch_resumes_exactly(name: str) -> None:
-    assert_resumes(a_task(optimizer=OPTIMIZERS[name]))
-
-
-def test_no_optimizer_of_torch_is_left_out() -> None:
-    named = {name.partition(",")[0] for name in OPTIMIZERS} | {"Optimizer", "SparseAdam"}  # sparse: in test_models
-    known = {
-        name
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-    }
-    assert known - named == set()
-
-
 def test_lbfgs_asks_for_the_loss_as_often_as_it_likes() -> None:
     program = hotloop.lower(a_task(optimizer=OPTIMIZERS["LBFGS"], data=labelled(), batch_size=24))
     model = nn.Linear(6, 3)

@@ -107,12 +107,23 @@ def proving(parity: str = "bitwise") -> Any:
     return prove
 
 
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled plans are lowered as they are without."""
+    lowered = held.lower
+    monkeypatch.setattr(
+        held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+    )
+
+
 def searching(monkeypatch: pytest.MonkeyPatch, races: Races, steps: int = 100_000, **given: Any) -> Search:
     """A search whose races, times and compilations are made up; the rest is real."""
     task = given.pop("task", None) or family("cnn")
     base = placed(Plan(), "cpu")
     facts, hardware = told(task)
-    hardware = replace(hardware, compiler=None) if not given.pop("compiler", False) else hardware
+    if given.pop("compiler", False):
+        uncompiled(monkeypatch)
+    else:
+        hardware = replace(hardware, compiler=None)
     hardware = replace(hardware, processor=replace(hardware.processor, threads=given.pop("threads", 1)))
     monkeypatch.setattr(module, "measure", races)
     monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
@@ -366,8 +377,7 @@ def test_a_short_compiled_step_races_on_one_thread_too_where_there_is_time(
     monkeypatch: pytest.MonkeyPatch, speed: float, steps: int, alone: bool
 ) -> None:
     """A step of 10 ms / 4 is too short to share, of 10 / 1.5 it isn't; of 200 s it leaves 50, too few to compile it once more."""
-    lowered = held.lower
-    monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    uncompiled(monkeypatch)
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
     races = Races(compile__package=speed)
     search = searching(monkeypatch, races, steps=steps, compiler=True, threads=2, task=family("mlp"))
@@ -382,8 +392,7 @@ def test_a_step_with_nothing_to_rewrite_is_compiled_as_it_is(monkeypatch: pytest
                 return Timing(name=entrant.name, failure="nothing to rewrite")
             return super().timing(entrant, steps)
 
-    lowered = held.lower
-    monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    uncompiled(monkeypatch)
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
     looked = searching(monkeypatch, Plain(compile__step=2.0), steps=10_000, compiler=True)
     assert looked.run() == "compile=step"
@@ -406,8 +415,7 @@ class Failing(Races):
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, and each step could be twice as fast."""
-    lowered = held.lower
-    monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
+    uncompiled(monkeypatch)
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
 
 
@@ -685,6 +693,28 @@ def test_times_of_two_races_stand_beside_one_baseline(monkeypatch: pytest.Monkey
     base = looked.timings[BASELINE]
     for timing in looked.timings.values():
         assert timing.step_ms == pytest.approx((base.step_ms or 0) / (timing.ratio or 1))
+
+
+class Busy(Races):
+    """The second race is beside another program, which slows all alike."""
+
+    calls = 0
+
+    def __call__(self, *given: Any, **how: Any) -> Measured:
+        self.calls += 1
+        found = super().__call__(*given, **how)
+        slower = 4.0 if self.calls == 2 else 1.0
+        return Measured([one.model_copy(update={"step_ms": slower * (one.step_ms or 0.0)}) for one in found.plans], [])
+
+
+def test_a_busy_while_between_two_races_takes_nothing_from_what_was_found_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    races = Busy(optimizer__fused=2.0, layout__channels_last=1.5)
+    looked = searching(monkeypatch, races, compiler=True)
+    looked.run()
+    assert races.calls > 2 and looked.timings["optimizer=fused"].ratio == pytest.approx(2.0)
+    assert looked.timings["optimizer=fused"].verdict == "faster"
 
 
 def test_a_plan_pays_once_its_whole_start_is_won_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,10 +67,10 @@ def measuring(step: Step) -> Iterator[Remedy]:
         yield Remedy(
             cause="metrics at each step, between forward and backward",
             where=heaviest(lines, step),
-            remedy=_SELDOM,
+            remedy=f"if they only measure, {_SELDOM}",
             gain=step.share(spent),
             evidence=f"choosing and counting answers takes {spent:.2f} ms of each step of {step.ms:.2f} ms, "
-            "and no backward needs it",
+            "and no backward comes back to it",
         )
 
 
@@ -91,7 +91,7 @@ def inside(step: Step) -> Iterator[Remedy]:
         hottest = max(ones, key=lambda line: spent[line.where])
         plain = sum(ms for ms in spent.values() if ms > 0)
         if step.share(plain) < COUNTS:
-            small.update(spent)
+            small.update({where: ms for where, ms in spent.items() if ms > 0})
         cause = f"Python code within the {hottest.phase}" + (f" ({hottest.library})" if hottest.library else "")
         remedy = _WHOLE
         if _drives(step, hottest):

@@ -20,9 +20,9 @@ from hotloop.measuring.statistics import (
     behind,
     hopeless,
     known_groups,
+    may_win,
     ratio_of,
     settled,
-    undecided,
 )
 
 _WINDOW_S = {"cpu": 0.01}
@@ -189,8 +189,7 @@ def _drop_losers(lanes: Sequence[Lane], baseline: Lane, brief: bool) -> None:
             lane.running = not hopeless(found[id(lane)], best)
         else:
             best = max((found[id(one)] for one in rivals), key=lambda one: one.low or 0.0)
-            # It wins if what is ahead of it fails its proof.
-            lane.running = undecided(found[id(lane)]) or not behind(found[id(lane)], best)
+            lane.running = may_win(found[id(lane)]) or not behind(found[id(lane)], best)
 
 
 def _contested(lanes: Sequence[Lane], baseline: Lane, rounds: int, brief: bool) -> list[Lane]:

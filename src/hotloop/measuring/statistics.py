@@ -96,6 +96,13 @@ def undecided(ratio: Ratio) -> bool:
     return any(ratio.low <= limit <= ratio.high for limit in (1 / (1 + MARGIN), 1 + MARGIN))
 
 
+def may_win(ratio: Ratio) -> bool:
+    """Whether it isn't known yet if a plan is faster than the baseline: it wins if what is ahead of it fails its proof."""
+    if ratio.low is None or ratio.high is None:
+        return True
+    return ratio.low <= 1 + MARGIN <= ratio.high and ratio.half_width > _NARROWEST
+
+
 def settled(ratio: Ratio) -> bool:
     """Whether enough was measured: the interval is narrow, and on one side of each margin or as narrow as is useful.
 

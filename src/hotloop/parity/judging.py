@@ -49,6 +49,9 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
     far = None if free is None else free.beyond(REDUCED if evidence.peers else FREELY)
     if free is not None and (free.other or far):
         return known | {"parity": "broken", **_drifted(free, far)}
+    if free is not None and free.count is not None:
+        reason = f"{free.count.strip('/')} is another number than the baseline's after {free.steps} free steps"
+        return known | {"parity": "unproven", "reason": reason}
     if (reason := _incomparable(account, evidence, table)) is not None:
         return known | {"parity": "unproven", "reason": reason}
     bitwise = not evidence.in_pieces and account.differs is None and (free is None or free.bitwise)

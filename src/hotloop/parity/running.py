@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,12 +55,15 @@ class Freely:
         drifts: of each kind of tensors; none if it didn't come to its end.
         bitwise: whether it ended in the baseline's State.
         other: what had to be equal and wasn't.
+        count: a whole number or a flag that is another, though it is the same under all harmless changes: a fault, or an
+            answer that rounding has turned there by chance.
     """
 
     steps: int
     drifts: tuple[Drift, ...]
     bitwise: bool
     other: str | None
+    count: str | None = None
 
     @property
     def furthest(self) -> Drift:
@@ -104,14 +108,16 @@ def run_freely(
     """Runs on from `start` with everyone; rounding is that of the peers, if there are any."""
     plain = witnesses[0].program
     at_once = max((_at_once(program) for program in candidates), default=1)
-    start = before_the_end(start, plain.feed.batches, max(_BEFORE, at_once))
+    start = before_the_end(
+        start, plain.feed.batches, max(_BEFORE, 2 * at_once + 1)
+    )  # the last batch may be a smaller one
     plain.restore(start)
-    left, steps = plain.schedule_left(), max(STEPS, 2 * at_once)
+    left, steps = plain.schedule_left(), max(STEPS, 3 * at_once + 1)
     steps = steps if left is None else min(steps, left)
     with of_the_baseline(plain):
         expected = _ended(plain, start, steps)
-    rounding = {what: UNIT * steps**0.5 * size for what, size in _sizes(expected.state).items()}
-    known = _Known(expected, rounding, _apart(expected.state, start), frozenset())
+    ways = _apart(expected.state, start, from_zero=True)
+    known = _Known(expected, _rounded(expected.state, steps), ways, frozenset())
     for end in _drifting(start, peers or witnesses, steps, nudges):
         known = _beside(known, end.state)
     return [_tried(program, start, known, steps) for program in candidates]
@@ -138,8 +144,16 @@ def _tried(program: Program, start: State, known: _Known, steps: int) -> Freely:
             raise
         other = f"its free run raised {blame(error)}, which the baseline's doesn't"
         return Freely(steps, (), bitwise=False, other=other)
-    paths = differences(ended.state, known.expected.state)
-    return Freely(steps, _drifts(ended.state, known), bitwise=not paths, other=_unequal(ended, known, paths))
+    expected = known.expected.state
+    paths = differences(ended.state, expected)
+    tight = [path for path in paths if path not in known.loose]
+    return Freely(
+        steps,
+        _drifts(ended.state, known),
+        bitwise=not paths,
+        other=_unequal(ended, known, tight),
+        count=_counts(ended.state, expected, tight),
+    )
 
 
 def _drifting(start: State, witnesses: Sequence[Witness], steps: int, nudges: int) -> Iterator[_End]:
@@ -172,52 +186,79 @@ def _drifts(state: State, known: _Known) -> tuple[Drift, ...]:
     return tuple(found)
 
 
-_EXACT = ("/position", "/schedule", "/sums/samples", "/optimizer/groups", "/scaler", "/extra")
+_EXACT = ("/position", "/schedule", "/sums/samples", "/optimizer/groups", "/extra")
 """What rounding has nothing to do with, as a rule: some optimizers and modules keep there what they computed."""
 
 
-def _unequal(ended: _End, known: _Known, paths: list[str]) -> str | None:
+def _unequal(ended: _End, known: _Known, paths: Sequence[str]) -> str | None:
     if ended.spans != known.expected.spans:
         spans = [
             ", then ".join(f"{samples} samples in {steps} steps" for steps, samples in one.spans)
             for one in (ended, known.expected)
         ]
         return f"it trained on {spans[0]}, where the baseline trained on {spans[1]}"
-    found = [path for path in paths if path.startswith(_EXACT) and path not in known.loose]
-    return f"{found[0].strip('/')} is another than the baseline's" if found else None
+    found = next((path for path in paths if path.startswith(_EXACT)), None)
+    return None if found is None else f"{found.strip('/')} is another than the baseline's"
 
 
-def _apart(one: State, other: State) -> dict[str, float]:
-    """Distance of one State from another, by kind; NaN and infinity are no distance where both have them."""
+def _counts(one: State, other: State, paths: Sequence[str]) -> str | None:
+    """The first of these paths, but for a sum's, at which either State has no number with a fraction."""
+    both = [dict(leaves(vars(state))) for state in (one, other)]
+    whole = (path for path in paths if not path.startswith("/sums") and not all(_is_real(of.get(path)) for of in both))
+    return next(whole, None)
+
+
+def _apart(one: State, other: State, *, from_zero: bool = False) -> dict[str, float]:
+    """Distance of one State from another, by kind; NaN and infinity are no distance where both have them.
+
+    Args:
+        from_zero: whether what the other lacks began with zeros; else that, as another shape, is infinitely far.
+    """
     squares: dict[str, float] = {}
-    theirs = dict(_numbers(other))
-    for (what, path), value in _numbers(one):
-        true = theirs.get((what, path), torch.zeros_like(value))
-        if true.shape == value.shape:
-            squares[what] = squares.get(what, 0.0) + norm_apart(value, true) ** 2
+    mine, theirs = dict(_numbers(one)), dict(_numbers(other))
+    for what, path in mine | theirs:
+        here, there = mine.get((what, path)), theirs.get((what, path))
+        if there is None and from_zero and here is not None:
+            there = torch.zeros_like(here)
+        if here is None or there is None or here.shape != there.shape:
+            size = math.inf
+        else:
+            size = norm_apart(wide(here), wide(there))
+        squares[what] = squares.get(what, 0.0) + size**2
     return {what: math.inf if math.isnan(total) else total**0.5 for what, total in squares.items()}
 
 
-def _sizes(state: State) -> dict[str, float]:
-    """The norm of what is finite, by kind."""
+def _rounded(state: State, steps: int) -> dict[str, float]:
+    """By kind, what rounding each number once in each step comes to."""
     squares: dict[str, float] = {}
     for (what, _), value in _numbers(state):
-        squares[what] = squares.get(what, 0.0) + float(torch.linalg.vector_norm(value.nan_to_num(0.0, 0.0, 0.0))) ** 2
-    return {what: total**0.5 for what, total in squares.items()}
+        size = float(torch.linalg.vector_norm(wide(value).nan_to_num(0.0, 0.0, 0.0)))
+        unit = max(UNIT, torch.finfo(value.dtype).eps / 2)  # a sum in float64 is of numbers in fp32
+        squares[what] = squares.get(what, 0.0) + (unit * size) ** 2
+    return {what: (steps * total) ** 0.5 for what, total in squares.items()}
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _numbers(state: State) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """What is computed, as ((kind, path), tensor); the optimizer's and buffers by the part that they play."""
+    """What is computed, as ((kind, path), tensor); the optimizer's and buffers by the part that they play.
+
+    Of the sums of an epoch the loss: others may count, such as right answers, of which rounding turns one now and then.
+    """
     kinds = {"parameters": "the parameters", "average": "the averaged parameters", "outer": "the ranks' momentum"}
     for path, value in leaves(vars(state)):
         field, role = path.split("/")[1], path.rpartition("/")[2]
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        if path == "/sums/loss" and isinstance(value, float):
+            value = torch.tensor(value)
+        if not _is_real(value):
             continue
         if field in kinds:
-            yield (kinds[field], path), wide(value)
+            yield (kinds[field], path), value
         elif field in ("buffers", "loss"):
-            yield (f"the buffers {role.rpartition('.')[2]!r}", path), wide(value)
-        elif field == "sums":
-            yield (f"the sum {role!r}", path), wide(value)
+            yield (f"the buffers {role.rpartition('.')[2]!r}", path), value
+        elif path == "/sums/loss":
+            yield ("the sums of the loss", path), value
         elif path.startswith(("/optimizer/state", "/optimizer/own")):
-            yield (f"the optimizer's {role!r}", path), wide(value)
+            yield (f"the optimizer's {role!r}", path), value

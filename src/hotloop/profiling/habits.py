@@ -172,7 +172,8 @@ class Graphs:
             known = [*trained, *(self._before or ())]
             if self._before is not None:
                 self._followed.append(self._step)
-                self._same += bool(trained) and _given(trained) == _given(self._before)
+                given = _given(trained)
+                self._same += bool(given) and given == _given(self._before)
             for one in self._forwards + self._ungraded:
                 if not one.mark.walked and (what := self._in_vain(one, trained)):
                     one.mark.where = _apart(one, known)

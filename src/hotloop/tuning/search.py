@@ -76,7 +76,7 @@ class Search:
         rules: the best plan by the rules alone that compiles nothing, which a run without a search takes.
         deadline: no race, compilation or proof is begun that should take longer.
         failed: plans by name that failed in an earlier race, and why; they aren't tried again.
-        timings: of each plan raced, by name, from its last race.
+        timings: of each plan raced, by name, from its last race, beside the baseline of the very last one.
         notes: what was decided on the way, and why.
     """
 
@@ -94,6 +94,7 @@ class Search:
     failed: Mapping[str, str] = field(default_factory=dict)
     timings: dict[str, Timing] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    _raced: dict[str, Timing] = field(default_factory=dict)
     _spent_s: float = 0.0
     _cramped: bool = False
 
@@ -188,9 +189,7 @@ class Search:
         together = self.base.with_axes(**best)
         if len(best) > 1 and self._hoped(alone, [*alone, *sure], budget):
             self._race([together], budget.race_s(1 / 4, 1, self._spent_s))
-        return max(
-            [self.base, together, *alone, *sure], key=self._ratio
-        )  # they may be slower together, or not run at all
+        return max([self.base, together, *alone, *sure], key=self._ratio)  # together they may be slower, or fail
 
     def _in_reach(self, changes: list[Change], budget: Budget) -> list[Change]:
         """Those that are worth their start: of a plan that was set to compile, each change is compiled too."""
@@ -221,14 +220,15 @@ class Search:
 
     def _second_look(self, plans: Sequence[Plan], budget: Budget) -> Plan:
         """Races the plan that seemed best once more, if all were left undecided and it would win more than that costs."""
-        one = promising(plans, [self.timings.get(plan.brief()) for plan in plans])
+        ahead = [plan for plan in plans if self._ratio(plan) > self._ratio(self.base)]
+        one = promising(ahead, [self.timings.get(plan.brief()) for plan in ahead])
         if one is None:
             return self.base
         (plan, timing), seconds = one, budget.race_s(1 / 4, 1, self._spent_s)
         if budget.wins_s(timing.ratio or 1.0) < _DOUBT * seconds:
             return self.base
         self._race([plan], seconds, again=True)
-        return plan if self._surely_faster(plan) else self.base
+        return max([plan, self.base], key=self._ratio) if self._surely_faster(plan) else self.base
 
     def _compiled(self, plan: Plan, budget: Budget) -> None:
         """Races the best plan compiled, if this run is long enough to win back the compilation."""
@@ -304,10 +304,11 @@ class Search:
             return None
 
     def _on_one_thread(self, raced: Sequence[Timing | None], budget: Budget) -> None:
-        """Races the best compiled plan on one thread too, where its step is too short to share."""
+        """Races the best compiled plan on one thread too, where its step may be too short to share, as eager it may be."""
         able = [timing for timing in raced if timing is not None and timing.step_ms is not None]
         best = min(able, key=lambda timing: timing.step_ms or 0.0, default=None)
-        if best is None or (best.step_ms or 0.0) > _SHORT_MS:
+        alone = self.timings.get(self.base.with_axes(threads=1).brief())
+        if best is None or (best.step_ms or 0.0) > _SHORT_MS or (alone is not None and alone.behind):
             return
         changes = without(thread_changes(self.facts, self.hardware, Plan(**best.plan)), self.fixed)
         plans = [Plan(**best.plan).with_axes(**change) for change in changes]
@@ -368,8 +369,8 @@ class Search:
         ]
         steps = self.facts.steps
         found = measure(entrants, BASELINE, steps=steps, time_limit_s=seconds, brief=True, progress=self.progress)
-        self.timings |= with_starts(found.plans, BASELINE, self.held.starts, steps)
-        self.timings = on_one_clock(self.timings, BASELINE, steps)
+        self._raced |= with_starts(found.plans, BASELINE, self.held.starts, steps)
+        self.timings = on_one_clock(self._raced, BASELINE, steps)
 
     def _proven(self, budget: Budget) -> str:
         """The first of the plans that finish earlier than the baseline, best first, whose proof pays and succeeds."""

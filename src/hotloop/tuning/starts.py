@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+from hotloop.measuring.statistics import Ratio, answer
 from hotloop.verdicts import Timing, paying
 
 _ALIKE = 1.5
@@ -51,8 +53,12 @@ def _beside(base_ms: float, timing: Timing, steps: int | None) -> Timing:
         step_ms = max(step_ms, timing.step_ms)
     ratios = {"ratio": timing.ratio, "ratio_low": timing.ratio_low, "ratio_high": timing.ratio_high}
     kept = base_ms / step_ms / timing.ratio
-    figures = {name: one and one * kept for name, one in ratios.items()}
+    figures: dict[str, Any] = {name: one and one * kept for name, one in ratios.items()}
     figures |= {"step_ms": step_ms, "samples_per_s": (timing.samples_per_s or 0.0) * timing.step_ms / step_ms}
+    if kept < 1:
+        figures["verdict"] = answer(
+            Ratio(figures["ratio"], figures["ratio_low"], figures["ratio_high"], timing.windows)
+        )
     moved = timing.model_copy(update=figures)
     run_s = None if steps is None else moved.starts_s + steps * moved.training_s
     return moved.model_copy(update={"run_s": run_s})
