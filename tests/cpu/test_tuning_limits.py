@@ -43,6 +43,11 @@ class Long(Races):
         self.each.append((len(entrants), given["time_limit_s"]))
         return super().__call__(entrants, baseline, **given)
 
+    def timing(self, entrant: Any, steps: int) -> Timing:
+        found, longer = super().timing(entrant, steps), LONG_S * 1e3 / STEP_MS
+        times = {"step_ms": longer * (found.step_ms or 0.0), "run_s": longer * (found.run_s or 0.0)}
+        return found.model_copy(update=times)
+
 
 class Blind(Long):
     """Races that can tell nothing."""
