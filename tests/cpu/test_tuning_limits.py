@@ -38,14 +38,15 @@ class Long(Races):
     def __init__(self, **speeds: float) -> None:
         super().__init__(**speeds)
         self.each: list[tuple[int, float]] = []
+        self.longer = 1.0
 
     def __call__(self, entrants: Any, baseline: str, **given: Any) -> Any:
         self.each.append((len(entrants), given["time_limit_s"]))
         return super().__call__(entrants, baseline, **given)
 
     def timing(self, entrant: Any, steps: int) -> Timing:
-        found, longer = super().timing(entrant, steps), LONG_S * 1e3 / STEP_MS
-        times = {"step_ms": longer * (found.step_ms or 0.0), "run_s": longer * (found.run_s or 0.0)}
+        found = super().timing(entrant, steps)
+        times = {"step_ms": self.longer * (found.step_ms or 0.0), "run_s": self.longer * (found.run_s or 0.0)}
         return found.model_copy(update=times)
 
 
@@ -56,7 +57,8 @@ class Blind(Long):
         return super().timing(entrant, steps).model_copy(update={"verdict": None})
 
 
-def with_long_steps(patch: pytest.MonkeyPatch, races: Races, **given: Any) -> module.Search:
+def with_long_steps(patch: pytest.MonkeyPatch, races: Long, **given: Any) -> module.Search:
+    races.longer = LONG_S * 1e3 / STEP_MS
     found = searching(patch, races, **given)
     patch.setattr(module.Runner, "warm_up", lambda self, seconds: (LONG_S, LONG_S))
     return found
