@@ -38,7 +38,9 @@ def aside(step: Step) -> Iterator[Remedy]:
     for ones in grouped(_users(step, step.lines(*_ASIDE)), _part_of(step)).values():
         spent = sum(line.own_ms for line in ones)
         if step.share(spent) < COUNTS:
-            small.update({where: sum(one.own_ms for one in at) for where, at in _by_line(ones).items()})
+            small.update(
+                {where: sum(one.own_ms for one in at) for where, at in grouped(ones, lambda line: line.where).items()}
+            )
         hottest = max(ones, key=lambda line: line.own_ms)
         cause, remedy = _named(step, ones, hottest)
         yield Remedy(
@@ -105,10 +107,6 @@ def inside(step: Step) -> Iterator[Remedy]:
         )
     cause = "Python code within the network, the loss or the update"
     yield from _together(step, spread(step, small, past_torch=False), cause, _WHOLE)
-
-
-def _by_line(lines: list[LineTime]) -> dict[str, list[LineTime]]:
-    return grouped(lines, lambda line: line.where)
 
 
 def _together(step: Step, found: Iterable[Spread], cause: str, remedy: str) -> Iterator[Remedy]:

@@ -108,9 +108,8 @@ def run_freely(
     """Runs on from `start` with everyone; rounding is that of the peers, if there are any."""
     plain = witnesses[0].program
     at_once = max((_at_once(program) for program in candidates), default=1)
-    start = before_the_end(
-        start, plain.feed.batches, max(_BEFORE, 2 * at_once + 1)
-    )  # the last batch may be a smaller one
+    before = max(_BEFORE, 2 * at_once + 1)  # the last batch may be a smaller one
+    start = before_the_end(start, plain.feed.batches, before)
     plain.restore(start)
     left, steps = plain.schedule_left(), max(STEPS, 3 * at_once + 1)
     steps = steps if left is None else min(steps, left)
