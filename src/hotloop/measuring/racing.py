@@ -25,7 +25,7 @@ from hotloop.verdicts import Timing, paying
 Progress = Callable[[str, float], None]
 """Called with what goes on, and which share of it is done."""
 
-_BRIEF_S = 0.08
+_BRIEF_S = 0.05
 """Of warming up, where the machine is warm from the plans before."""
 
 

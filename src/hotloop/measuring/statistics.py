@@ -151,5 +151,5 @@ def known_groups(groups: Mapping[str, Sequence[Ratio]]) -> set[str]:
     return known | {
         name
         for name, found in groups.items()
-        if all(one.pairs >= ENOUGH_PAIRS and one.median < little for one in found)
+        if all(one.pairs >= LEAST_PAIRS and one.median < little for one in found)
     }
