@@ -87,7 +87,7 @@ def searched_and_raced(name: str, seconds: float) -> dict[str, Any]:
 
     try:
         found = in_own_process(name, seconds, left_s())
-        plan = Plan(**found.plan(found.winner or found.baseline).plan)
+        plan = found.plan(found.winner or found.baseline).as_plan
         verdict = until_measured(race, seconds, began + 0.9 * LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"failure": f"not done within {LIMIT_S} s"}

@@ -162,11 +162,11 @@ def _lowering(loaded: Loaded, task: Task, wanted: Wanted, say: Say, facts: TaskF
 
 def _proven(task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, progress: Progress) -> list[Timing]:
     """The plans with their parity; the same plan is proven once, and the one that others are held against not at all."""
-    base = Plan(**next(timing.plan for timing in plans if timing.name == baseline))
+    base = next(timing for timing in plans if timing.name == baseline).as_plan
     known: dict[Plan, Parity] = {}
     if base.with_axes(device="cpu") == BASELINE:
         known[base] = Parity(plan=base.brief(), parity="bitwise", reason="it is the baseline itself", states=0)
-    wanted = dict.fromkeys(Plan(**timing.plan) for timing in plans if timing.failure is None)
+    wanted = dict.fromkeys(timing.as_plan for timing in plans if timing.failure is None)
     asked = [plan for plan in wanted if plan not in known]
     if asked:
         progress("proving", 0.0)
@@ -184,7 +184,7 @@ def _parities(task: Task, plans: Sequence[Plan], prove: Prove, progress: Progres
 
 
 def _with_parity(timing: Timing, known: Mapping[Plan, Parity]) -> Timing:
-    return timing.proven(known[Plan(**timing.plan)])
+    return timing.proven(known[timing.as_plan])
 
 
 def raced_scales(

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 
 from hotloop.errors import HotloopError, PlanError
 from hotloop.files import write_atomic
-from hotloop.plan import BASELINE, Plan
+from hotloop.plan import BASELINE
 from hotloop.records import Record
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
@@ -69,7 +69,7 @@ def folder() -> Path:
 def remember(verdict: Verdict) -> list[str]:
     """Keeps what a race found; returns a note if that failed, which costs nothing but racing again."""
     base = verdict.plan(verdict.baseline)
-    if Plan(**base.plan).with_axes(device="cpu", workers=None) != BASELINE or base.step_ms is None:
+    if base.as_plan.with_axes(device="cpu", workers=None) != BASELINE or base.step_ms is None:
         return []
     where = _about(verdict.fingerprint, verdict.machine, verdict.versions)
     try:
@@ -159,7 +159,7 @@ def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple
             kept = Kept.model_validate_json(path.read_text(encoding="utf-8"))
             if kept.key != _key(where, kept.timing, kept.baseline):
                 raise ValueError("its content is not what its name says")
-            Plan(**kept.timing.plan), Plan(**kept.baseline.plan)  # another hotloop may have had other axes
+            _ = kept.timing.as_plan, kept.baseline.as_plan  # another hotloop may have had other axes
         except (OSError, ValueError, PlanError) as error:  # pydantic's ValidationError is a ValueError
             why = "not what hotloop wrote" if isinstance(error, ValidationError) else error
             notes.append(f"the result kept in {path} can't be used ({why}), and is passed over")

@@ -66,13 +66,13 @@ def _fitting(wanted: Wanted, facts: TaskFacts, say: Say) -> list[Kept]:
     plan = placed(wanted.plan)
     asked = {*wanted.plan.model_fields_set, "device"}  # what was raced on one device says nothing of another
     baseline = Plan(device=plan.device, workers=plan.workers)
-    beside = [one for one in kept if Plan(**one.baseline.plan) == baseline]
+    beside = [one for one in kept if one.baseline.as_plan == baseline]
     return [one for one in beside if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
 
 
 def _fastest(kept: list[Kept], wanted: Wanted, facts: TaskFacts) -> Plan | None:
     found = best(kept, facts.steps, accepted(wanted.plan.model_fields_set))
-    return None if found is None else Plan(**found.timing.plan)
+    return None if found is None else found.timing.as_plan
 
 
 def _memory(kept: list[Kept], say: Say) -> Memory:

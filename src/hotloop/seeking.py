@@ -54,7 +54,7 @@ def tune(
         progress: show a progress bar.
 
     Returns:
-        What was raced, and the winner: `Plan(**verdict.plan(verdict.winner).plan)`. It's never slower than the baseline.
+        What was raced, and the winner: `verdict.plan(verdict.winner).as_plan`. It's never slower than the baseline.
 
     Raises:
         PlanError: the axes can't be run here.
@@ -103,7 +103,7 @@ def tuned(
         hardware=hardware,
         prove=lambda programs: prove_programs(task, programs, progress=lambda done, of: progress("proving", done / of)),
         rules=_by_rules(facts, hardware, base, start),
-        failed={Plan(**one.timing.plan).brief(): one.timing.failure for one in kept if one.timing.failure},
+        failed={one.timing.as_plan.brief(): one.timing.failure for one in kept if one.timing.failure},
         time_limit_s=limit_s,
         deadline=Deadline.before(until),
         progress=progress,
@@ -206,7 +206,7 @@ def remembered_or_tuned(
         why = "nothing proven equal is faster" if raced else "nothing was raced"
         return _without(wanted, verdict.left_open, f"{why} ({verdict.seconds:.0f} s)")
     found = f"{best.name}, {best.ratio:.2f} times as fast as the baseline and {best.parity}"
-    return Plan(**best.plan), f"tune: {found} ({verdict.seconds:.0f} s)"
+    return best.as_plan, f"tune: {found} ({verdict.seconds:.0f} s)"
 
 
 def _in_vain(loaded: Loaded, wanted: Wanted) -> earlier.Earlier | None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from hotloop.plan import Plan
 from hotloop.records import Record
 
 ParityClass = Literal["bitwise", "fp32-equivalent", "reduced-precision", "unproven", "broken"]
@@ -158,6 +159,11 @@ class Timing(Record):
     left_out: bool = False
     failure: str | None = None
     short_of_memory: bool = False
+
+    @property
+    def as_plan(self) -> Plan:
+        """Its axes as a plan to train with; a PlanError where they are those of another version of hotloop."""
+        return Plan(**self.plan)
 
     @property
     def decided(self) -> bool:

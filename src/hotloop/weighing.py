@@ -113,7 +113,7 @@ class Memory:
 
     @property
     def _found(self) -> dict[Plan, Timing]:
-        return {Plan(**timing.plan): timing for timing in self.timings}
+        return {timing.as_plan: timing for timing in self.timings}
 
     def refuses(self, plan: Plan) -> str:
         """Why a plan isn't to be trained with, whatever speaks for it; empty where it may be."""

@@ -228,7 +228,7 @@ def test_the_best_of_what_is_kept(name: str) -> None:
     remember(verdict(*plans))
     known, _ = recall("f", "m", VERSIONS)
     chosen = best(known, steps)
-    assert (None if chosen is None else Plan(**chosen.timing.plan)) == plan
+    assert (None if chosen is None else chosen.timing.as_plan) == plan
 
 
 @pytest.mark.parametrize("way", ["package", "step"])
@@ -247,7 +247,7 @@ def test_compiling_is_short_only_where_what_was_compiled_is_there(
 
     def taken() -> Plan | None:
         chosen = best(recall("f", "m", VERSIONS)[0], 1000)  # 10 s, of which it saves 5
-        return None if chosen is None else Plan(**chosen.timing.plan)
+        return None if chosen is None else chosen.timing.as_plan
 
     (where / "of long ago.pt2").unlink()  # another's
     assert taken() == plan

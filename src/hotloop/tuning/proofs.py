@@ -59,7 +59,7 @@ class Proofs:
         return "" if part is None else f"it has {part.name}, which is {part.parity}"
 
     def _changes(self, timing: Timing) -> dict[str, object]:
-        axes = Plan(**timing.plan).model_dump()
+        axes = timing.as_plan.model_dump()
         return {axis: value for axis, value in axes.items() if value != getattr(self.baseline, axis)}
 
     def _too_dear(self, timing: Timing) -> str:

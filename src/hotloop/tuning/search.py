@@ -310,8 +310,8 @@ class Search:
         alone = self.timings.get(self.base.with_axes(threads=1).brief())
         if best is None or (best.step_ms or 0.0) > _SHORT_MS or (alone is not None and alone.behind):
             return
-        changes = without(thread_changes(self.facts, self.hardware, Plan(**best.plan)), self.fixed)
-        plans = [Plan(**best.plan).with_axes(**change) for change in changes]
+        changes = without(thread_changes(self.facts, self.hardware, best.as_plan), self.fixed)
+        plans = [best.as_plan.with_axes(**change) for change in changes]
         self._race(plans, budget.race_s(1 / 8, len(plans), self._spent_s))
 
     def _rewritten(self, compiled: Plan) -> list[Plan]:
@@ -389,7 +389,7 @@ class Search:
         """
         for timing in self.timings.values():
             if timing.verdict == "faster" and timing.compile_s:
-                again_s = self.held.compiled_again_s(timing.name, Plan(**timing.plan))
+                again_s = self.held.compiled_again_s(timing.name, timing.as_plan)
                 self.timings[timing.name] = timing.model_copy(update={"compile_warm_s": again_s})
         base, steps = self.timings[BASELINE], self.facts.steps
         faster = [one for one in self.timings.values() if one.verdict == "faster" and one.saves_s(base, steps) > 0]
@@ -397,4 +397,4 @@ class Search:
 
     def _parity(self, timing: Timing) -> Parity:
         self.progress(f"proving {timing.name}", 0.0)
-        return self.prove([self.held.lowered(timing.name, Plan(**timing.plan))])[0]
+        return self.prove([self.held.lowered(timing.name, timing.as_plan)])[0]
