@@ -28,7 +28,7 @@ from hotloop.remembering import fingerprinted, lowered_by_memory
 from hotloop.report.contest import watched
 from hotloop.rivals import Asked, Contest
 from hotloop.setting import machine_name, speed_versions
-from hotloop.task import Task
+from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded, load_task
 from hotloop.verdicts import Crossing, Parity, Scaling, Timing, Verdict, best_of
 from hotloop.wanted import AUTO, Wanted
@@ -99,7 +99,7 @@ def raced(
     entries, baseline = contest.entries()
     for device in contest.devices or ():
         check_device(device, "--devices")
-    task = replace(loaded.task, **(overrides or {}))
+    task = overridden(loaded.task, overrides)
     facts = fingerprinted(replace(loaded, task=task))
     entrants = [
         Entrant(name, _lowering(loaded, task, wanted, say, facts), None if wanted.auto else _on_its_device(wanted.plan))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -71,6 +72,7 @@ def tuned(
     base: Plan,
     *,
     overrides: Mapping[str, Any] | None = None,
+    facts: TaskFacts | None = None,
     time_limit: str | None = None,
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
@@ -79,6 +81,7 @@ def tuned(
     """Tunes a loaded Task, and remembers what was found; see `tune`.
 
     Args:
+        facts: of the Task, where they are known.
         until: when the training that follows is to stop, by `time.monotonic()`.
     """
     began, before = time.monotonic(), Used.now()
@@ -86,7 +89,7 @@ def tuned(
     task = overridden(loaded.task, overrides)
     check_comparable(base)
     start = placed(base)
-    facts = fingerprinted(Loaded(task, loaded.record, loaded.files))
+    facts = facts or fingerprinted(replace(loaded, task=task))
     hardware = here(start.device)
     check_plan(start, facts, hardware)
     kept, unread = (
@@ -191,13 +194,14 @@ def remembered_or_tuned(
     Args:
         until: when the training is to stop, by `time.monotonic()`; a search takes a third of the time at most.
     """
-    task = overridden(loaded.task, overrides)
-    plan = remembered(Loaded(task, loaded.record, loaded.files), wanted, say)
+    loaded = replace(loaded, task=overridden(loaded.task, overrides))
+    facts = fingerprinted(loaded)
+    plan = remembered(loaded, wanted, say, facts)
     if plan is not None:
         return plan, f"tune: {plan.brief()}, remembered as the fastest that is proven equal"
-    if (before := _in_vain(Loaded(task, loaded.record, loaded.files), wanted)) is not None:
+    if loaded.record is not None and (before := _in_vain(facts, wanted)) is not None:
         return _without(wanted, before.left_open, "an earlier search found nothing proven equal that is faster")
-    verdict = tuned(loaded, wanted.plan, overrides=overrides, say=say, progress=progress, until=until)
+    verdict = tuned(loaded, wanted.plan, facts=facts, say=say, progress=progress, until=until)
     for note in verdict.notes:
         say(f"tune: {note}")
     best = verdict.plan(verdict.winner or verdict.baseline)
@@ -209,11 +213,8 @@ def remembered_or_tuned(
     return best.as_plan, f"tune: {found} ({verdict.seconds:.0f} s)"
 
 
-def _in_vain(loaded: Loaded, wanted: Wanted) -> earlier.Earlier | None:
+def _in_vain(facts: TaskFacts, wanted: Wanted) -> earlier.Earlier | None:
     """The search before that found nothing, if another one had no more time."""
-    if loaded.record is None:
-        return None
-    facts = fingerprinted(loaded)
     found = earlier.recall(_about(facts, wanted.plan, placed(wanted.plan)))
     return found if found is not None and found.covers(facts.steps) else None
 

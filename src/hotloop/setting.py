@@ -22,12 +22,14 @@ def versions() -> dict[str, str]:
 
 
 def machine_name() -> str:
-    """The processor, how much of it this process may use, in how many threads unless a plan says so, and accelerators."""
+    """The processor, how much of it this process may use, torch's threads (unless a plan says so) and kernels, accelerators."""
     processor = machine.processor()
     found = [machine.describe(name, processor.vectors) for name in devices() if name != "cpu"]
     cores = f"{processor.model or processor.architecture}, {processor.allowed_cores} cores"
-    threads = f"{torch.get_num_threads()} threads"
-    return ", ".join([cores, threads, *(device.model or device.name for device in found)])
+    if processor.quota_cores is not None:
+        cores += f" for the time of {processor.quota_cores:g}"
+    used = f"{torch.get_num_threads()} threads, {processor.kernels} kernels"
+    return ", ".join([cores, used, *(device.model or device.name for device in found)])
 
 
 def speed_versions() -> dict[str, str]:

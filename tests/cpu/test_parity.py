@@ -111,6 +111,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.7)),
     "multinomial": lambda x: x[:, torch.multinomial(torch.ones(6, dtype=x.dtype), 6)],
     "of its own values": lambda x: x * torch.bernoulli(x.detach().sigmoid()),
+    "around its own values": lambda x: torch.normal(x.detach(), 0.1),
     "permutation": lambda x: x[:, torch.randperm(6)],
     "gumbel": lambda x: F.gumbel_softmax(x, tau=1.0),
     "exponential": lambda x: x * torch.empty_like(x).exponential_(),

@@ -33,7 +33,7 @@ def check(
         str | None,
         typer.Option(
             help="What to check: auto, baseline, arrays or a TOML file.",
-            show_default="auto, or with --set the baseline",
+            show_default="what hotloop train takes by itself",
         ),
     ] = None,
     settings: Set = None,
@@ -66,7 +66,7 @@ def check(
 
     from hotloop.wanted import Wanted
 
-    wanted = Wanted.of(plan or ("baseline" if settings else "auto"), on_top)
+    wanted = Wanted.or_auto(plan, on_top)
 
     from hotloop.proving import check_wanted
     from hotloop.report.parity import page

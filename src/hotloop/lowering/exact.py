@@ -6,6 +6,7 @@ than float64, it is no truth any more.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hotloop.data.feed import Feed
 from hotloop.data.tree import map_tensors
@@ -35,6 +36,9 @@ _WIDE = {
     torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
 }
+_SINGLE = (torch.float32, torch.complex64)
+"""What a Task may ask for by name and mean the numbers that it computes with."""
+
 _DRAWS_WITHIN = ("rrelu", "_scaled_dot_product", "_fused", "_cudnn", "miopen", "mkldnn")
 """Operations that compute with what they draw."""
 
@@ -49,9 +53,9 @@ def lower_exactly(task: Task, device: torch.device) -> Program:
     """
     with preserved():
         parts = placed(Ingredients.of(task, Plan(device=str(device))), device)
-        parts.model.double()
-        if isinstance(parts.task.loss, nn.Module):
-            parts.task.loss.double()
+        for module in (parts.model, parts.task.loss):
+            if isinstance(module, nn.Module):
+                module._apply(_wide)  # module.double() leaves complex numbers as they are
         return Program(parts, ExactStep(parts), _NoFeed())
 
 
@@ -80,8 +84,16 @@ def in_float64(state: State) -> State:
     return replace(state, optimizer=optimizer, **wide)
 
 
+def _wide(value: Tensor) -> Tensor:
+    return value.to(_WIDE.get(value.dtype, value.dtype))
+
+
+def _single_widened(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda value: _wide(value) if value.dtype in _SINGLE else value, tree)
+
+
 def _widened(tree: Any) -> Any:
-    return map_tensors(lambda value: value.to(_WIDE.get(value.dtype, value.dtype)), tree)
+    return map_tensors(_wide, tree)
 
 
 class ExactStep(EagerStep):
@@ -127,6 +139,7 @@ class Watch(Onlooker):
         self._model = model
         self._inside: list[str] = []
         self._updating = False
+        self._constants: dict[int, weakref.ref[Tensor]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -160,6 +173,8 @@ class Watch(Onlooker):
             finally:
                 del self._inside[depth:]
                 self._updating = before
+                if not depth:
+                    self._constants.clear()
 
     def _enter(self, name: str, module: nn.Module) -> Callable:
         where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
@@ -177,13 +192,57 @@ class Watch(Onlooker):
             if not name.startswith(_DRAWS_WITHIN):
                 return _drawn(function, args, kwargs)
             self._note(f"draws inside of {name}, which float64 can't repeat")
-        result = function(*args, **kwargs)
-        if (dtype := _first_of(_WIDE, result)) is not None and _first_of(_NARROW, args) is not None:
+        follows = self._follows(args)
+        if self._updating or function._schema.is_mutable:
+            result = function(*args, **kwargs)
+            if follows and self._constants:
+                self._written(function, args)
+        elif follows:
+            result = function(*(_single_widened(args) if _first_of(_SINGLE, args) else args), **kwargs)
+        else:
+            return self._constant(function, args, kwargs)
+        if follows and (dtype := _first_of(_WIDE, result)) is not None:
             self._note(f"turns float64 into {str(dtype).removeprefix('torch.')} ({name})")
+        return result
+
+    def _follows(self, tree: Any) -> bool:
+        """Whether a float64 number among them is no constant: it comes from parameters, inputs or draws."""
+        if isinstance(tree, Tensor):
+            return tree.dtype in _NARROW and not self._is_constant(tree)
+        return isinstance(tree, list | tuple) and any(self._follows(one) for one in tree)
+
+    def _is_constant(self, value: Tensor) -> bool:
+        known = self._constants.get(id(value)) if self._constants else None
+        return known is not None and known() is value
+
+    def _written(self, function: Any, args: Any) -> None:
+        """Constants that something was written to which follows from float64 are none any more."""
+        arguments = zip(function._schema.arguments, args, strict=False)
+        targets = [value for argument, value in arguments if argument.alias_info and argument.alias_info.is_write]
+        places = {value.untyped_storage().data_ptr() for value in tree_leaves(targets) if _is_strided(value)}
+        for key, known in list(self._constants.items()):
+            value = known()
+            if value is None or not _is_strided(value) or value.untyped_storage().data_ptr() in places:
+                del self._constants[key]
+
+    def _constant(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What follows from whole numbers or constants alone: where the Task says fp32, it means what it computes with."""
+        if _first_of(_NARROW, args) and _first_of(_SINGLE, args):
+            args = _single_widened(args)
+        result = function(*args, **kwargs)
+        if not function.is_view:  # which else would be one no more
+            result = _single_widened(result)
+        for value in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(value, Tensor) and value.dtype in _NARROW:
+                self._constants[id(value)] = weakref.ref(value)
         return result
 
     def _note(self, what: str) -> None:
         self.narrowed = self.narrowed or f"{self._inside[-1]} {what}"
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def _first_of(dtypes: Collection[torch.dtype], tree: Any) -> torch.dtype | None:
@@ -213,10 +272,10 @@ def _drawn(function: Any, args: Any, kwargs: Any) -> Any:
         kept = torch.ones_like(x, dtype=torch.float32)
         scaled, mask = function(kept, p, training)
         return x * scaled, mask
-    given = kwargs.get("dtype")
+    given, named = kwargs.get("dtype"), any(argument.name == "dtype" for argument in function._schema.arguments)
     if given in _NARROW:
         kwargs = {**kwargs, "dtype": _NARROW[given]}
-    elif given is None and function.overloadpacket.__name__ in _FACTORIES:
+    elif given is None and named and function.overloadpacket.__name__ in _FACTORIES:
         kwargs = {**kwargs, "dtype": torch.float32}
     narrow = tree_map_only(Tensor, lambda value: value.to(_NARROW.get(value.dtype, value.dtype)), args)
     result = function(*narrow, **kwargs)

@@ -292,9 +292,16 @@ class Program:
         copy_into(self._loss_buffers(), state.loss, "buffer of the loss")
 
     def schedule_left(self) -> int | None:
-        """Steps that the learning-rate schedule can still take; None if it has no end."""
+        """Steps that the learning-rate schedule can still take, or epochs if it goes by these; None if it has no end."""
         total = getattr(self._step.schedule, "total_steps", None)
         return None if total is None else total - self._step.schedule.last_epoch
+
+    def steps_left(self) -> int | None:
+        """Training steps that the learning-rate schedule allows from here; None if it has no end, or an epoch none."""
+        left, batches = self.schedule_left(), self.feed.batches
+        if left is None or self.parts.task.schedule_every != "epoch":
+            return left
+        return None if batches is None else max(0, left * batches - self.position.batch)
 
     def close(self) -> None:
         """Ends worker processes, and gives back the memory that was kept for steps."""

@@ -149,7 +149,5 @@ def known_groups(groups: Mapping[str, Sequence[Ratio]]) -> set[str]:
         return known
     little = 1 + FAR_BEHIND
     return known | {
-        name
-        for name, found in groups.items()
-        if all(one.pairs >= LEAST_PAIRS and one.median < little for one in found)
+        name for name, found in groups.items() if all(one.pairs >= LEAST_PAIRS and one.median < little for one in found)
     }

@@ -11,7 +11,7 @@ import torch
 
 from hotloop.errors import HotloopError, MemoryExhausted, blame, out_of_memory, told
 from hotloop.lowering import Program, lower
-from hotloop.parity.accounts import Evidence
+from hotloop.parity.accounts import Account, Evidence
 from hotloop.parity.collecting import Collector
 from hotloop.parity.draws import Pieces, look
 from hotloop.parity.judging import judged
@@ -194,6 +194,15 @@ def _compared(
     ]
 
 
+def _hardly_compiled(account: Account) -> str:
+    """Why a compiled plan can't be judged: half of the single steps are the least; empty where there are as many."""
+    states, own = len(account.errors), len(account.errors) - len(account.eagerly)
+    if 2 * own >= min(states, STATES):
+        return ""
+    taken = f"{own} of the {states} steps that were compared" if own else "no step that was compared"
+    return f"{taken} took its compiled program: such batches run eagerly"
+
+
 def _in_pieces(odd: str) -> str:
     """Why pieces can't be compared."""
     reason = "it draws random numbers for each piece of a batch, so they are other ones than the baseline's"
@@ -211,13 +220,12 @@ def _seen(
     """Of single steps, and of the free run of each Program that could take them, by its id."""
     alone = slice(1) if brief else slice(None)
     collector = Collector(truth, witnesses[alone], reduced[alone], programs)
-    before = [program.compiled_steps for program in programs]
     evidence = collector.collect(lambda states: progress(states, STATES))
     if evidence.unproven:
         return evidence, {}
-    for program, account, ran in zip(programs, evidence.candidates, before, strict=True):
-        if account.able and ran is not None and program.compiled_steps == ran:
-            account.unproven = "no step that was compared took its compiled program: all such batches run eagerly"
+    for account in evidence.candidates:
+        if account.able and (few := _hardly_compiled(account)):
+            account.unproven = few
     accounts = zip(programs, evidence.candidates, strict=True)
     able = [program for program, account in accounts if account.able]
     fp32, other = ([one for one in every if one.active] for every in (witnesses, reduced))

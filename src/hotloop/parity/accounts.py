@@ -16,6 +16,7 @@ class Account:
 
     Attributes:
         errors: of each tensor, at each state.
+        eagerly: states, from 0, at which a compiled plan took its step eagerly, as with a smaller batch.
         differs: where the State first wasn't bitwise the baseline's after a step.
         unequal: what once wasn't bitwise the eager step's at a state where that is further from float64 than can be told.
         failed: what a step raised, and which; nothing is asked of it from then on.
@@ -26,6 +27,7 @@ class Account:
 
     name: str
     errors: list[Errors] = field(default_factory=list)
+    eagerly: set[int] = field(default_factory=set)
     differs: str | None = None
     unequal: set[Key] = field(default_factory=set)
     failed: str | None = None
@@ -39,6 +41,15 @@ class Account:
     def able(self) -> bool:
         """Whether more is asked of it."""
         return self.failed is None and self.unproven is None
+
+    @property
+    def of_its_own(self) -> list[Errors]:
+        """The errors at each state, but where a compiled plan ran eagerly only what it never shows of its program."""
+        shown = {key for state, one in enumerate(self.errors) if state not in self.eagerly for key in one}
+        return [
+            {key: error for key, error in one.items() if state not in self.eagerly or key not in shown}
+            for state, one in enumerate(self.errors)
+        ]
 
 
 @dataclass

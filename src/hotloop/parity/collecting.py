@@ -74,12 +74,13 @@ class Collector:
             self.witnesses.append(in_another_order(self.walker))
         sizes = scales(true, stop.state)
         plain, after = self._baseline(stop, number)
-        if (off := errors(plain, true, sizes)[_LOSS]) > _ALIKE:
+        found = errors(plain, true, sizes)
+        if _off(found) > _ALIKE:
             # Two steps may have been alike by chance.
             return self._unrepeatable(stop) or (
-                f"the baseline's loss is off by {off:.0%} in float64, so they compute different things"
+                f"the baseline's loss is off by {found[_LOSS]:.0%} in float64, so they compute different things"
             )
-        self.witnesses[0].account.errors.append(errors(plain, true, sizes))
+        self.witnesses[0].account.errors.append(found)
         for witness in self.witnesses[1:]:
             self._listen(witness, _HARMLESS, stop, number, (true, sizes))
         heard = [self._listen(peer, _ALIKE_IN_PRECISION, stop, number, (true, sizes)) for peer in self.peers]
@@ -113,7 +114,7 @@ class Collector:
             found = {_LOSS: float("inf")}  # whatever else it is, it says nothing of the plan that is proven
         if not witness.in_order:  # a buffer that keeps samples has them in another order then, which is no rounding
             found = {key: error for key, error in found.items() if key[0] != "buffer" or error <= _ALIKE}
-        witness.active = found[_LOSS] <= most
+        witness.active = _off(found) <= most
         if not witness.active:
             return None
         witness.account.errors.append(found)
@@ -121,6 +122,7 @@ class Collector:
 
     def _try(self, program: Program, account: Account, stop: Stop, known: tuple[Seen, Errors, Seen, State]) -> None:
         true, sizes, eager, expected = known
+        ran = program.compiled_steps
         try:
             seen, after = one_step(program, stop.state, stop.batch)
         except Exception as error:
@@ -131,6 +133,8 @@ class Collector:
                 account.failed = f"step {stop.state.position.step + 1} raised {blame(error)}"
             return
         found = errors(seen, true, sizes) | dict.fromkeys(missing(seen, true), float("inf"))
+        if ran is not None and program.compiled_steps == ran:
+            account.eagerly.add(len(account.errors))
         account.errors.append(found)
         if account.differs is None and (paths := differences(after, expected)):
             account.differs = f"{paths[0].strip('/')} after step {stop.state.position.step + 1}"
@@ -170,6 +174,12 @@ class Collector:
 
 
 _LOSS = ("loss", "loss")
+
+
+def _off(found: Errors) -> float:
+    """By how much a whole step is off: by that of its loss, or where that cancels to next to nothing, of its gradients."""
+    gradients = [error for (what, _), error in found.items() if what == "gradient"]
+    return min(found[_LOSS], max(gradients, default=math.inf))
 
 
 def _active(witnesses: Sequence[Witness]) -> list[Account]:

@@ -140,8 +140,9 @@ def typical(account: Account, judges: Sequence[Account], rounding: Sequence[Erro
 
     What a compiled step keeps to itself, such as gradients, is seen at those states alone where the step runs eagerly.
     """
-    floor = _floor([_where_seen(account, one.errors) for one in judges], _where_seen(account, rounding))
-    found = _medians(account.errors)
+    own = account.of_its_own
+    floor = _floor([_where_seen(own, one.errors) for one in judges], _where_seen(own, rounding))
+    found = _medians(own)
     rows = [
         TensorError(
             what=what,
@@ -155,9 +156,9 @@ def typical(account: Account, judges: Sequence[Account], rounding: Sequence[Erro
     return sorted(rows, key=lambda row: -row.ratio)
 
 
-def _where_seen(account: Account, errors: Sequence[Errors]) -> list[Errors]:
-    """Errors at each state of what the account has there, too."""
-    return [{key: one[key] for key in one if key in seen} for one, seen in zip(errors, account.errors, strict=False)]
+def _where_seen(own: Sequence[Errors], errors: Sequence[Errors]) -> list[Errors]:
+    """Errors at each state of what the plan's own errors have there, too."""
+    return [{key: one[key] for key in one if key in seen} for one, seen in zip(errors, own, strict=False)]
 
 
 def _floor(judges: Sequence[Sequence[Errors]], rounding: Sequence[Errors]) -> Errors:

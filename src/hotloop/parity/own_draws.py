@@ -125,7 +125,7 @@ def look_at_draws(start: State, plain: Program, watched: Sequence[tuple[Program,
 
 def _batches(program: Program) -> Iterator[Any]:
     """Those that come, as many as are looked at; fewer where training or its schedule is over before."""
-    left, task = program.schedule_left(), program.parts.task
+    left, task = program.steps_left(), program.parts.task
     epochs = range(program.position.epoch, max(program.position.epoch + 1, task.epochs))
     batches = (batch for epoch in epochs for batch, _ in program.feed.epoch(epoch))
     return itertools.islice(batches, STEPS if left is None else min(STEPS, left))

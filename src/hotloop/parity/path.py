@@ -53,13 +53,13 @@ def stops(program: Program, count: int = STATES) -> Iterator[Stop]:
                 yield Stop(program.state(), batch)
                 taken += 1
                 wanted += apart if taken >= _FIRST else 1
-            if taken == count or program.schedule_left() == 0:
+            if taken == count or program.steps_left() == 0:
                 break
             began = time.perf_counter()
             with of_the_baseline(program):
                 program.step(batch)
             apart = 1 if time.perf_counter() - began > _SLOW_S else most
-        if program.position.epoch + 1 >= program.parts.task.epochs or program.schedule_left() == 0 or taken == count:
+        if program.position.epoch + 1 >= program.parts.task.epochs or program.steps_left() == 0 or taken == count:
             break
         program.end_epoch(1.0)
     last = _last(program) if taken == count else None  # a path through all of the training has met it
@@ -72,7 +72,7 @@ def _apart(program: Program, count: int) -> int:
     parts = program.parts
     lengths = (
         None if parts.roles.batches is None else parts.roles.batches * parts.task.epochs,
-        program.schedule_left(),
+        program.steps_left(),
     )
     steps = min((length for length in lengths if length is not None), default=None)
     return _APART if steps is None else min(_APART, max(1, (steps - _FIRST) // (count - _FIRST + 1)))
@@ -81,7 +81,7 @@ def _apart(program: Program, count: int) -> int:
 def _last(program: Program) -> Stop | None:
     """The epoch's last batch, with the State that the path came to."""
     order = program.parts.roles.order
-    if order is None or not order.batches or program.schedule_left() == 0:
+    if order is None or not order.batches or program.steps_left() == 0:
         return None
     epoch = program.position.epoch
     batch, size = next(program.feed.epoch(epoch, order.batches - 1))

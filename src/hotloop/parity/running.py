@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from hotloop.errors import blame, out_of_memory
 from hotloop.lowering import Program
 from hotloop.parity.path import before_the_end, of_the_baseline
-from hotloop.parity.seen import UNIT, norm_apart, wide
+from hotloop.parity.seen import UNIT, is_real, norm_apart, wide
 from hotloop.parity.witnesses import Witness
 from hotloop.state import State, differences, leaves
 
@@ -111,7 +110,7 @@ def run_freely(
     before = max(_BEFORE, 2 * at_once + 1)  # the last batch may be a smaller one
     start = before_the_end(start, plain.feed.batches, before)
     plain.restore(start)
-    left, steps = plain.schedule_left(), max(STEPS, 3 * at_once + 1)
+    left, steps = plain.steps_left(), max(STEPS, 3 * at_once + 1)
     steps = steps if left is None else min(steps, left)
     with of_the_baseline(plain):
         expected = _ended(plain, start, steps)
@@ -156,8 +155,10 @@ def _tried(program: Program, start: State, known: _Known, steps: int) -> Freely:
 
 
 def _drifting(start: State, witnesses: Sequence[Witness], steps: int, nudges: int) -> Iterator[_End]:
-    """Where harmless differences lead to."""
+    """Where harmless differences lead to; those of the batch alone lead nowhere else, since each run has its own feed."""
     for witness in witnesses:
+        if not witness.in_order:
+            continue
         for number in range(nudges if witness.name == "nudged" else 1):
             with witness.around():
                 yield _ended(witness.program, witness.state(start, number), steps)
@@ -203,7 +204,7 @@ def _unequal(ended: _End, known: _Known, paths: Sequence[str]) -> str | None:
 def _counts(one: State, other: State, paths: Sequence[str]) -> str | None:
     """The first of these paths, but for a sum's, at which either State has no number with a fraction."""
     both = [dict(leaves(vars(state))) for state in (one, other)]
-    whole = (path for path in paths if not path.startswith("/sums") and not all(_is_real(of.get(path)) for of in both))
+    whole = (path for path in paths if not path.startswith("/sums") and not all(is_real(of.get(path)) for of in both))
     return next(whole, None)
 
 
@@ -237,10 +238,6 @@ def _rounded(state: State, steps: int) -> dict[str, float]:
     return {what: (steps * total) ** 0.5 for what, total in squares.items()}
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
 def _numbers(state: State) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """What is computed, as ((kind, path), tensor); the optimizer's and buffers by the part that they play.
 
@@ -251,7 +248,7 @@ def _numbers(state: State) -> Iterator[tuple[tuple[str, str], Tensor]]:
         field, role = path.split("/")[1], path.rpartition("/")[2]
         if path == "/sums/loss" and isinstance(value, float):
             value = torch.tensor(value)
-        if not _is_real(value):
+        if not is_real(value):
             continue
         if field in kinds:
             yield (kinds[field], path), value

@@ -44,7 +44,7 @@ def one_step(program: Program, state: State, batch: Any) -> tuple[Seen, State]:
         if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
             seen["optimizer", path.strip("/")] = wide(value)
     for name, value in after.parameters.items():
-        if value.is_floating_point() or value.is_complex():
+        if is_real(value):
             seen["update", name] = wide(value) - wide(state.parameters[name])
     seen |= {("average", name): wide(value) for name, value in after.average.items()}
     for place, (was, now) in enumerate(zip(tensors(batch), tensors(given), strict=True)):
@@ -146,6 +146,11 @@ def norm_apart(value: Tensor, true: Tensor) -> float:
         return off
     same = torch.isclose(value, true, rtol=0.0, atol=0.0, equal_nan=True)
     return _norm(torch.where(same, 0.0, value - true))
+
+
+def is_real(value: Any) -> bool:
+    """Whether it is a tensor of numbers with a fraction, which rounding is about."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _norm(value: Tensor) -> float:

@@ -17,7 +17,7 @@ from hotloop.lowering import Program, lower
 from hotloop.lowering.exact import ExactStep, in_float64, lower_exactly
 from hotloop.lowering.facts import facts_of
 from hotloop.parity.accounts import Account
-from hotloop.parity.seen import UNIT, Seen, one_step
+from hotloop.parity.seen import UNIT, Seen, is_real, one_step
 from hotloop.plan import Plan
 from hotloop.rng import generator_for
 from hotloop.state import State
@@ -175,12 +175,14 @@ def _one_by_one(rows: Tensor) -> Tensor:
 
 
 def nudged(state: State, number: int, unit: float = 2 * UNIT) -> State:
-    """A State whose parameters are off by `unit`, up, down or not at all, at random."""
+    """A State whose parameters are off by `unit`, up, down or not at all, at random; by more where they have fewer bits."""
     generator = generator_for(number, "nudge")
 
     def nudge(value: Tensor) -> Tensor:
         draws = torch.randint(-1, 2, value.shape, generator=generator)
-        return value + value * draws.to(value.dtype) * unit if value.is_floating_point() else value
+        if not is_real(value):
+            return value
+        return value + value * draws.to(value.dtype) * max(unit, torch.finfo(value.dtype).eps)
 
     return replace(state, parameters={name: nudge(value) for name, value in state.parameters.items()})
 

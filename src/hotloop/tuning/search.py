@@ -388,7 +388,7 @@ class Search:
         What was compiled here is kept, so the run that follows doesn't pay for it once more.
         """
         for timing in self.timings.values():
-            if timing.verdict == "faster" and timing.compile_s:
+            if timing.verdict == "faster" and timing.compile_s and self.deadline.allows(timing.compile_s):
                 again_s = self.held.compiled_again_s(timing.name, timing.as_plan)
                 self.timings[timing.name] = timing.model_copy(update={"compile_warm_s": again_s})
         base, steps = self.timings[BASELINE], self.facts.steps

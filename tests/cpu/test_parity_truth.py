@@ -1,0 +1,189 @@
+"""The truth in float64, of Tasks that say fp32 by name, keep constants, have complex numbers, or whose loss cancels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hotloop
+from hotloop.lowering import Program
+from hotloop.parity import prove, prove_programs
+from hotloop.parity.witnesses import Truth
+from hotloop.plan import BASELINE, Plan
+from hotloop.verdicts import TRUSTED
+from tests.cpu.planted_in_steps import mask_repeated
+from tests.cpu.programs import a_task, labelled
+from tests.cpu.test_models import Waves
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WEIGHTS = torch.tensor([0.5, 1.0, 2.0])
+MIXED = torch.randn(6, 6, generator=torch.Generator().manual_seed(3))
+
+
+class Through(nn.Module):
+    """A layer behind some function of its input."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.drop, self.layer = function, nn.Dropout(0.3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.drop(self.function(x)))  # type: ignore[no-any-return]
+
+
+def summed(x: Tensor) -> Tensor:
+    total = torch.zeros(6, dtype=torch.float32)
+    total += x.sum(0)
+    return x + total
+
+
+def masked_twice(x: Tensor) -> Tensor:
+    mask = (x > -1).float()
+    return F.relu(x * mask, inplace=True) + (1.0 - mask.float())
+
+
+def pixels() -> tuple[Tensor, Tensor]:
+    x, y = labelled()
+    return (x.abs() * 80).clamp(max=255).to(torch.uint8), y
+
+
+SAYS_FP32: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
+    "whole numbers": (lambda x: x.float() / 255, {"data": pixels()}),
+    "a factory": (lambda x: x @ torch.eye(6, dtype=torch.float32), {}),
+    "a constant outside": (lambda x: x @ MIXED, {}),
+    "a sum that it begins": (summed, {}),
+    "a mask, said twice": (masked_twice, {}),
+    "classes": (lambda x: x, {"loss": lambda scores, y: F.cross_entropy(scores, y, weight=WEIGHTS)}),
+    "one of many": (lambda x: x + F.one_hot(x.argmax(1), 6).float() @ MIXED, {}),
+}
+
+
+@pytest.mark.parametrize("name", SAYS_FP32)
+def test_what_the_task_calls_fp32_is_what_it_computes_with(name: str) -> None:
+    function, fields = SAYS_FP32[name]
+    task = a_task(model=lambda: Through(function), **fields)
+    faulty = hotloop.lower(task)
+    mask_repeated(faulty)
+    honest, broken = prove_programs(task, [hotloop.lower(task), faulty])
+    assert honest.parity == "bitwise", honest.reason
+    assert broken.parity == "broken"
+
+
+def written_to(x: Tensor) -> Tensor:
+    total = torch.zeros(2, 6, dtype=torch.float32)
+    total[0].add_(x.sum(0))
+    return x + total.float()[0]
+
+
+def beside_a_constant(x: Tensor) -> Tensor:
+    return x + (x + torch.ones(6, dtype=torch.float32)).float()
+
+
+@pytest.mark.parametrize("function", [written_to, beside_a_constant])
+def test_what_follows_from_the_input_is_no_constant(function: Callable[[Tensor], Tensor]) -> None:
+    found = prove(a_task(model=lambda: Through(function)), BASELINE)
+    assert found.parity == "unproven" and "turns float64 into float32" in found.reason
+
+
+def turned(program: Program) -> None:
+    """A product with a complex number that is a hair off."""
+    step = program._step._compute
+
+    def off(batch: Any) -> Any:
+        with torch.no_grad():
+            program.model.gains.mul_(1 + 1e-4j)
+        return step(batch)
+
+    program._step._compute = off  # type: ignore[method-assign]
+
+
+def test_complex_numbers_have_a_truth() -> None:
+    task = a_task(model=Waves)
+    faulty = hotloop.lower(task)
+    turned(faulty)
+    honest, broken = prove_programs(task, [hotloop.lower(task, Plan(accumulation=5)), faulty])
+    assert honest.parity in TRUSTED, honest.reason
+    assert broken.parity == "broken"
+
+
+class Advantage(nn.Module):
+    """Chances from scores that begin with zeros: their logarithms are alike, so what weighs them to zero in sum cancels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        nn.init.zeros_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def cancelling(scores: Tensor, y: Tensor) -> Tensor:
+    weights = torch.arange(len(y), dtype=scores.dtype).sqrt()
+    return (F.cross_entropy(scores, y, reduction="none") * (weights - weights.mean())).mean()
+
+
+def rate_off(program: Program) -> None:
+    program.optimizer.param_groups[0]["lr"] *= 1.001
+
+
+def test_a_loss_that_cancels_to_nothing_is_no_reason_to_give_up() -> None:
+    task = a_task(model=Advantage, loss=cancelling)
+    truth, program = Truth(task, torch.device("cpu")), hotloop.lower(task)
+    batch, _ = next(iter(program.feed.epoch(0)))
+    exact = truth.step(program.state(), batch)["loss", "loss"]
+    assert abs(float(exact)) < 1e-6, "nothing but rounding is left of it"
+    plain, faulty = hotloop.lower(task, Plan(accumulation=2)), hotloop.lower(task)
+    step = faulty._step._update
+    faulty._step._update = lambda: (rate_off(faulty), step())[1]  # type: ignore[method-assign]
+    honest, broken = prove_programs(task, [plain, faulty])
+    assert honest.parity in TRUSTED, honest.reason
+    assert broken.parity == "broken"
+
+
+def test_a_schedule_by_epochs_leaves_the_free_run_its_steps() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
+
+    task = a_task(schedule=schedule, schedule_every="epoch", epochs=3, batch_size=2)
+    found = prove(task, BASELINE)
+    assert found.parity == "bitwise" and found.states >= 16 and found.free_steps == 10, found.reason
+
+
+class Padded(torch.utils.data.Dataset):
+    """Rows of many lengths."""
+
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, sample: int) -> tuple[Tensor, int]:
+        row = torch.randn(4 + sample % 13, generator=torch.Generator().manual_seed(sample))
+        return row, int(row[0] > 0)
+
+
+def padded(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    rows = nn.utils.rnn.pad_sequence([row for row, _ in samples], batch_first=True)
+    return rows.mean(1, keepdim=True).expand(-1, rows.shape[1]).contiguous(), torch.tensor([y for _, y in samples])
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mean(1, keepdim=True))  # type: ignore[no-any-return]
+
+
+def test_a_compiled_step_that_few_batches_take_is_unproven() -> None:
+    loader = torch.utils.data.DataLoader(Padded(), batch_size=3, shuffle=True, collate_fn=padded)
+    task = a_task(model=Mean, data=loader, batch_size=None, epochs=2)
+    found = prove(task, Plan(device="cpu", compile="step"))
+    assert found.parity == "unproven" and "took its compiled program" in found.reason

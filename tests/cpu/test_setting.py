@@ -1,0 +1,22 @@
+"""What a remembered result depends on: the machine as far as this process may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hotloop.probe import machine
+from hotloop.setting import machine_name
+
+
+@pytest.mark.parametrize(
+    "other", [{"allowed_cores": 99}, {"quota_cores": 0.5}, {"kernels": "DEFAULT"}, {"model": "another"}]
+)
+def test_another_share_of_a_machine_is_another_machine(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, processor = machine_name(), machine.processor()
+    less: Callable[[], Any] = lambda: replace(processor, **other)
+    monkeypatch.setattr(machine, "processor", less)
+    assert machine_name() != before
