@@ -23,7 +23,7 @@ from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task
-from hotloop.tuning.budget import PROVING_STEPS, Budget, saved_steps
+from hotloop.tuning.budget import Budget, proving_s, saved_steps
 from hotloop.tuning.held import Held
 from hotloop.tuning.room import plans_at_once
 from hotloop.tuning.starts import with_starts
@@ -57,6 +57,7 @@ class Settling:
     during: During | None
     watched: bool = False
     _timings: dict[str, Timing] = field(default_factory=dict)
+    _copying_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._held = Held(self.task, self._listened_to)
@@ -116,7 +117,7 @@ class Settling:
         """Seconds of the baseline's step; where there is no memory for it, that shows before anything is compiled."""
         program, name = self._lowered(self.baseline), self.baseline.brief()
         with preserved(*program.devices):
-            step_s = Runner(program).warm_up(_GLANCE_S)[1]
+            step_s, self._copying_s = Runner(program).glance(_GLANCE_S)
         program.close()  # its loaders rest while others are compiled
         self._timings[name] = Timing(name=name, plan=self.baseline.model_dump(), step_ms=1e3 * step_s)
         return step_s
@@ -179,7 +180,7 @@ class Settling:
         """Why a proof doesn't pay; empty if it does. `ratio` is that of what is trained with otherwise."""
         step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
         saves_s = saved_steps(self.facts.steps, timing.gain, ratio) * step_s
-        proof_s = PROVING_STEPS * step_s
+        proof_s = proving_s(step_s, self._copying_s)
         if saves_s > proof_s:
             return ""
         looks = " with a look at each epoch whether callbacks change the step" if timing.looking_ms else ""

@@ -20,7 +20,7 @@ from hotloop.measuring.statistics import ENOUGH_PAIRS, LEAST_PAIRS
 from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.budget import PROVING_STEPS, SEARCHED, saved_steps
+from hotloop.tuning.budget import PROVING_STEPS, SEARCHED, proving_s, saved_steps
 from hotloop.tuning.compiling import compile_s, compiling_gains, trace_s
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
@@ -45,7 +45,8 @@ class Hope:
         steps: of the run that is left.
         step_s: seconds of an eager step, without making its batch, which no compiler makes faster.
         gain: by what factor a compiled step may be faster; None if even one of no time would not pay.
-        load_s: seconds of making a batch, for which race and proof wait.
+        load_s: seconds of making a batch, for which race and proof wait; `copying_s` of copying the State out and back, as a
+            proof does.
         compile_s: of one compilation, with nothing kept from an earlier one.
         limit_s: until the run is to stop, whatever is left of it.
         made: of what the step is, where that is known.
@@ -56,6 +57,7 @@ class Hope:
     step_s: float
     gain: float | None = None
     load_s: float = 0.0
+    copying_s: float = 0.0
     compile_s: float = compile_s(0)
     limit_s: float = math.inf
     made: Makeup | None = None
@@ -77,7 +79,7 @@ class Hope:
     def costs_s(self, compilations: int = 1) -> float:
         """Seconds that so many compilations and their races take, and a proof."""
         racing_s = _RACING_STEPS * (compilations + 2) * self.load_s
-        return compilations * _DOUBT * self.compile_s + racing_s + PROVING_STEPS * (self.step_s + self.load_s)
+        return compilations * _DOUBT * self.compile_s + racing_s + proving_s(self.step_s + self.load_s, self.copying_s)
 
     def pays(self, compilations: int = 1) -> bool:
         """Whether they save more than they cost, and leave time to train."""
@@ -163,8 +165,9 @@ def hoped(program: Program, steps: int, *, way: str, rewrites: bool, limit_s: fl
     """
     try:
         with _on_one_batch(program):
-            step_s, often = Runner(program).warm_up(_GLANCE_S)[1], looks(program.watched, steps, program.feed.batches)
-            hope = Hope(steps, step_s, compile_s=compile_s(0, way), limit_s=limit_s, looks=often)
+            often = looks(program.watched, steps, program.feed.batches)
+            step_s, copying_s = Runner(program).glance(_GLANCE_S)
+            hope = Hope(steps, step_s, compile_s=compile_s(0, way), limit_s=limit_s, looks=often, copying_s=copying_s)
             if not hope.pays():
                 return hope
         if not _alike(program):

@@ -51,6 +51,13 @@ class Runner:
         steps = max(1, min(done, int(left_s / max(rate, 1e-7)))) if left_s > 0 or done < least else 0
         return self.program.parts.world.of_first(steps)
 
+    def glance(self, seconds: float) -> tuple[float, float]:
+        """Warms up: `(a step, copying the State out and back)` in seconds."""
+        _, step_s = self.warm_up(seconds)
+        began = self._clock()
+        self.program.restore(self.program.state())
+        return step_s, self._clock() - began
+
     def put_back(self) -> None:
         """Goes to the State from before."""
         self.program.restore(self._start)

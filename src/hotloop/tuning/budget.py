@@ -27,6 +27,9 @@ _UNKNOWN_S = 30.0
 PROVING_STEPS = 250
 """Steps whose time a proof takes, comparisons included, if a plan passes beside the plain baseline at once."""
 
+PROVING_COPIES = 300
+"""Times that a proof takes to copy the State out and back: much where a step touches few of many weights."""
+
 SEARCHED = 1 / 3
 """Of the time until a run is to stop, at most; the rest is for training."""
 
@@ -41,6 +44,11 @@ def saved_steps(steps: int | None, ratio: float, beside: float) -> float:
         ratio, beside: how many times as fast as the baseline they are.
     """
     return float("inf") if steps is None else steps * (1 / beside - 1 / ratio)
+
+
+def proving_s(step_s: float, copying_s: float) -> float:
+    """Seconds of a proof, where a step takes so long, and to copy the State out and back."""
+    return PROVING_STEPS * step_s + PROVING_COPIES * copying_s
 
 
 def hopeless(steps: int | None) -> bool:
@@ -110,11 +118,12 @@ class Budget:
         time_limit_s: float | None,
         device: str = "cpu",
         deadline: Deadline | None = None,
+        copying_s: float = 0.0,
     ) -> Budget:
-        """From what a step takes; a time limit that the user gives is kept to, however short the run is."""
+        """From what a step and a copy of the State take; a time limit of the user's is kept to, however short the run is."""
         run_s = None if steps is None else steps * step_s
-        round_s = Layout.of(device, step_s, step_s, brief=True).round_s(step_s)
-        rest = (round_s, PROVING_STEPS * step_s, deadline or Deadline())
+        round_s = Layout.of(device.partition(":")[0], step_s, step_s, brief=True).round_s(step_s)
+        rest = (round_s, proving_s(step_s, copying_s), deadline or Deadline())
         if time_limit_s is not None:
             return cls(run_s, time_limit_s, 0.0, *rest)
         return cls(run_s, _UNKNOWN_S if run_s is None else min(_MOST_S, _SHARE * run_s), _LEAST_S, *rest)

@@ -24,7 +24,7 @@ from hotloop.rng import preserved
 from hotloop.task import Task
 from hotloop.trouble import explained
 from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.budget import PROVING_STEPS, Budget, Deadline, hopeless, why_in_vain
+from hotloop.tuning.budget import Budget, Deadline, hopeless, why_in_vain
 from hotloop.tuning.candidates import (
     Change,
     apart,
@@ -111,8 +111,8 @@ class Search:
             return self._left(_OF_ITS_OWN)
         if self.time_limit_s is None and hopeless(self.facts.steps):
             return self._left(why_in_vain(self.facts.steps))
-        kind = torch.device(self.baseline.device).type
-        budget = Budget.of(self._glance(), self.facts.steps, self.time_limit_s, kind, self.deadline)
+        (step_s, copying_s), device = self._glance(), self.baseline.device
+        budget = Budget.of(step_s, self.facts.steps, self.time_limit_s, device, self.deadline, copying_s)
         if self.time_limit_s is None and (budget.too_small or hopeless(self.facts.steps)):
             self._race([], _GLANCE_S)
             return self._left(why_in_vain(self.facts.steps, budget))
@@ -132,12 +132,12 @@ class Search:
         self.timings.setdefault(BASELINE, Timing(name=BASELINE, plan=self.baseline.model_dump()))
         return BASELINE
 
-    def _glance(self) -> float:
-        """Seconds of the baseline's step."""
+    def _glance(self) -> tuple[float, float]:
+        """Seconds of the baseline's step, and of copying its State out and back."""
         program = self.held.lowered(BASELINE, self.baseline)
         try:
             with preserved(*program.devices):
-                return Runner(program).warm_up(_GLANCE_S)[1]
+                return Runner(program).glance(_GLANCE_S)
         except Exception as error:
             raise explained(error, program, None) from error
 
@@ -253,7 +253,7 @@ class Search:
         timing = self.timings.get(plan.brief(), base)
         assert timing.step_ms is not None and base.step_ms is not None
         rest = budget.after(base.step_ms / timing.step_ms)
-        proof_s = PROVING_STEPS * base.step_ms / 1e3 if plan == self.base else 0.0  # any other is proven anyway
+        proof_s = budget.proof_s if plan == self.base else 0.0  # any other is proven anyway
         told = not self.facts.recurrent or any(way.compile == "none" for way in ways)
         made, step_s = self._makeup(timing.name, plan) if told else None, timing.step_ms / 1e3
         often = looks(any_of_users(self.task.callbacks), self.facts.steps, self.facts.batches)
