@@ -140,7 +140,7 @@ def test_a_loss_that_cancels_to_nothing_is_no_reason_to_give_up() -> None:
     batch, _ = next(iter(program.feed.epoch(0)))
     exact = truth.step(program.state(), batch)["loss", "loss"]
     assert abs(float(exact)) < 1e-6, "nothing but rounding is left of it"
-    plain, faulty = hotloop.lower(task, Plan(accumulation=2)), hotloop.lower(task)
+    plain, faulty = hotloop.lower(task, Plan(compile="step")), hotloop.lower(task)
     step = faulty._step._update
     faulty._step._update = lambda: (rate_off(faulty), step())[1]  # type: ignore[method-assign]
     honest, broken = prove_programs(task, [plain, faulty])
@@ -150,9 +150,9 @@ def test_a_loss_that_cancels_to_nothing_is_no_reason_to_give_up() -> None:
 
 def test_a_schedule_by_epochs_leaves_the_free_run_its_steps() -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
 
-    task = a_task(schedule=schedule, schedule_every="epoch", epochs=3, batch_size=2)
+    task = a_task(schedule=schedule, schedule_every="epoch", epochs=9, batch_size=2)
     found = prove(task, BASELINE)
     assert found.parity == "bitwise" and found.states >= 16 and found.free_steps == 10, found.reason
 

@@ -108,8 +108,9 @@ class ExactStep(EagerStep):
         self.watch = Watch(parts.model)
 
     def _compute(self, batch: Any) -> Computed:
+        exact = _widened(batch)  # before anybody watches, or it would follow from constants
         with self.watch.watching():
-            return super()._compute(_widened(batch))
+            return super()._compute(exact)
 
     def _backward_of(self, loss: Tensor) -> None:
         with self.watch.watching():  # what is computed again in backward draws again
