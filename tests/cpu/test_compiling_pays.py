@@ -16,8 +16,9 @@ from hotloop.tuning.bounds import Makeup, makeup
 from hotloop.tuning.budget import Budget
 from hotloop.tuning.compiling import Chance, chances, compile_s, compiling_gains, trace_s
 from tests.cpu.families import family
+from tests.cpu.pretended_races import HALF, STEP_MS, Races, searching
 from tests.cpu.programs import a_task
-from tests.cpu.test_tuning import HALF, STEP_MS, Races, Stays, searching
+from tests.cpu.test_tuning_candidates import Stays
 
 WAYS = [Plan(compile="package"), Plan(compile="step"), Plan(compile="forward")]
 

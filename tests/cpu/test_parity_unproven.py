@@ -22,7 +22,7 @@ from hotloop.plan import BASELINE, Plan
 from hotloop.verdicts import TRUSTED
 from tests.cpu.families import family
 from tests.cpu.programs import a_task
-from tests.cpu.test_task import OPTIMIZERS
+from tests.cpu.test_task_optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

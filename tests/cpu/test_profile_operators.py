@@ -1,4 +1,4 @@
-"""Operators of traced steps: whose they are, from which line they come, and what kernels on a device add."""
+"""Operators of traced steps: whose they are, and from which line they come."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop.profiling.events
-from hotloop.counting import Counts
-from hotloop.profiles import ModuleTime, OperatorTime
+from hotloop.profiles import OperatorTime
 from hotloop.profiling.chrome import MOST_SPANS, Span, write_trace
-from hotloop.profiling.events import Event, Reader, copied
+from hotloop.profiling.events import Reader
 from hotloop.profiling.following import Follower
-from hotloop.profiling.matching import on_device, scaled, with_counts
-from hotloop.profiling.naming import Name
 from hotloop.profiling.observing import observers
 from hotloop.profiling.operators import Tracer
 from hotloop.profiling.sites import Sites
-from hotloop.profiling.trail import Mark, Trail
-from hotloop.profiling.tree import Own
+from hotloop.profiling.trail import Trail
 from hotloop.profiling.watcher import Watch
 
 
@@ -317,148 +313,6 @@ def test_the_profilers_library_writes_nothing_to_the_scripts_output() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (ran.stdout, ran.stderr) == ("", "")
-
-
-# Events of a device, which isn't there: made up as torch's profiler gives them
-
-
-def device_events() -> tuple[list[Mark], list[Event]]:
-    marks = [Mark(0, None, ("a.py", 1), "forward", False), Mark(1, None, ("a.py", 2), "loss", False)]
-    events = [
-        Event("hotloop#0", 1, 0, 1),
-        Event("aten::linear", 1, 10, 50, number=0, id=7, shapes=[[2, 3]], dtypes=["float"]),
-        Event("aten::addmm", 1, 12, 48, number=0, id=8, shapes=[[2, 3]], dtypes=["float"]),
-        Event("cudaLaunchKernel", 1, 20, 25, id=90, launched_by=8),
-        Event("gemm", 0, 100, 400, id=91, launched_by=8, device="cuda:0"),
-        Event("hotloop#1", 1, 60, 61),
-        Event("aten::copy_", 1, 70, 80, number=1, id=9),
-        Event("Memcpy HtoD (Pageable -> Device)", 0, 500, 530, id=92, launched_by=9, device="cuda:0"),
-        Event("autograd::engine::evaluate_function: AddmmBackward0", 2, 600, 700, number=0, maker=1, id=10),
-        Event("aten::mm", 2, 610, 690, id=11, shapes=[[2, 3]], dtypes=["float"]),
-        Event("gemm_t", 0, 700, 1300, id=93, launched_by=11, device="cuda:0"),
-    ]
-    return marks, events
-
-
-def counted(event: Event) -> Counts | None:
-    return Counts(1.0, 1.0) if event.name == "aten::addmm" else None
-
-
-def test_kernels_belong_to_the_operators_that_launched_them() -> None:
-    marks, events = device_events()
-    found = {o.event.name: o for o in Reader(marks, counted).operators(events)}
-    assert set(found) == {"aten::linear", "aten::addmm", "aten::copy_", "aten::mm"}
-    kernels = {name: [kernel.name for kernel in o.kernels] for name, o in found.items()}
-    assert kernels["aten::addmm"] == ["gemm"] and kernels["aten::linear"] == []
-    assert kernels["aten::mm"] == ["gemm_t"]
-    assert copied(found["aten::copy_"].kernels[0]) == "cpu>cuda:0"
-    assert found["aten::linear"].ns == 4 and found["aten::addmm"].ns == 36
-
-
-def test_backward_on_a_thread_of_its_own_finds_what_made_it() -> None:
-    marks, events = device_events()
-    found = {o.event.name: o for o in Reader(marks, counted).operators(events)}
-    assert (found["aten::mm"].phase, found["aten::mm"].line) == ("backward", ("a.py", 1))
-    elsewhere = [event if event.maker != 1 else Event(**{**vars(event), "maker": 5}) for event in events]
-    unknown = {o.event.name: o for o in Reader(marks, counted).operators(elsewhere)}
-    assert unknown["aten::mm"].mark is None
-
-
-def test_what_is_inside_of_a_counted_operator_is_its_own() -> None:
-    marks, events = device_events()
-
-    def all_of_linear(event: Event) -> Counts | None:
-        return Counts(1.0, 1.0) if event.name == "aten::linear" else None
-
-    found = {o.event.name: o for o in Reader(marks, all_of_linear).operators(events)}
-    assert "aten::addmm" not in found
-    assert found["aten::linear"].ns == 40 and [k.name for k in found["aten::linear"].kernels] == ["gemm"]
-
-
-@pytest.mark.parametrize(
-    ("name", "copies"),
-    [
-        ("Memcpy DtoH (Device -> Pinned)", "cuda:1>cpu"),
-        ("Memcpy HtoD (Pinned -> Device)", "cpu>cuda:1"),
-        ("Memcpy DtoD (Device -> Device)", ""),
-        ("gemm", ""),
-    ],
-)
-def test_copies_between_devices(name: str, copies: str) -> None:
-    assert copied(Event(name, 0, 0, 1, device="cuda:1")) == copies
-
-
-# Beside the clocks
-
-
-def operator(module: str, phase: Any, ms: float, **more: Any) -> OperatorTime:
-    return OperatorTime(name="aten::x", phase=phase, module=module, calls=1, ms=ms, **more)
-
-
-def module(name: str, forward_ms: float, backward_ms: float) -> ModuleTime:
-    own = {"own_forward_ms": forward_ms, "own_backward_ms": backward_ms}
-    return ModuleTime(name=name, kind="", calls=1, forward_ms=forward_ms, backward_ms=backward_ms, share=0.5, **own)
-
-
-def test_operators_grow_with_a_phase_that_others_held_up_while_the_clocks_ran() -> None:
-    operators = [operator("a", "forward", 4.0), operator("a", "backward", 6.0), operator("", "update", 1.0)]
-    walls: Any = {("a", "forward"): 5.0, ("a", "backward"): 6.0}
-    clocks = {"forward": 10.0, "backward": 4.0, "update": 3.0}
-    found = scaled(operators, walls, [], clocks, {"forward": 5.0, "backward": 8.0})
-    assert {one.phase: one.ms for one in found} == {"forward": 8.0, "backward": 4.0, "update": 1.0}
-
-
-def test_traced_times_shrink_to_what_the_clocks_say() -> None:
-    operators = [
-        operator("a", "forward", 4.0),
-        operator("a.inside", "forward", 2.0),  # of a compiled module, whose inside has no clock
-        operator("a", "backward", 6.0),
-        operator("", "update", 30.0),
-        operator("", "data", 2.0),
-        operator("a", "forward", 5.0, device="cuda:0"),
-    ]
-    walls: Any = {("a", "forward"): 8.0, ("a", "backward"): 6.0, ("", "update"): 1.0}
-    found = scaled(operators, walls, [module("a", 2.0, 60.0)], {"update": 10.0, "data": 5.0})
-    assert [(one.module, one.phase, one.ms) for one in found] == [
-        ("", "update", 10.0),
-        ("a", "backward", 6.0),
-        ("a", "forward", 5.0),
-        ("", "data", 2.0),
-        ("a", "forward", 1.0),
-        ("a.inside", "forward", 0.5),
-    ]
-
-
-def test_on_a_device_a_module_takes_what_its_kernels_take() -> None:
-    own = {Name("net", ""): Own(1.0, 1.0, 1.0), Name("net", "a"): Own(7.0, 7.0, 1.0)}
-    operators = [
-        operator("a", "forward", 3.0, device="cuda:0"),
-        operator("a", "forward", 100.0),
-        operator("a", "backward", 4.0, device="cuda:0"),
-        operator("a", "backward", 5.0, device="cuda:0"),
-    ]
-    assert on_device(own, operators, alone=True) == {
-        Name("net", ""): Own(0.0, 0.0, 1.0),
-        Name("net", "a"): Own(3.0, 9.0, 1.0),
-    }
-
-
-def test_a_modules_counts_are_those_of_its_operators_and_all_inside() -> None:
-    modules = [module("", 9.0, 9.0), module("a", 4.0, 4.0), module("a.b", 2.0, 2.0), module("(loss)", 1.0, 1.0)]
-    operators = [
-        operator("a", "forward", 1.0, flops=10.0, bytes=1.0),
-        operator("a.b", "backward", 1.0, flops=20.0, bytes=2.0),
-        operator("ab", "forward", 1.0, flops=40.0, bytes=4.0),
-        operator("(loss)", "loss", 1.0, flops=80.0, bytes=8.0),
-        operator("", "update", 9.0, flops=160.0, bytes=16.0),
-    ]
-    found = {one.name: (one.flops, one.bytes) for one in with_counts(modules, operators)}
-    assert found == {"": (70.0, 7.0), "a": (30.0, 3.0), "a.b": (20.0, 2.0), "(loss)": (80.0, 8.0)}
-
-
-def test_counts_are_unknown_where_most_of_the_time_is() -> None:
-    operators = [operator("a", "forward", 9.0), operator("a", "forward", 1.0, flops=10.0)]
-    assert with_counts([module("a", 4.0, 4.0)], operators)[0].flops is None
 
 
 # The file for Perfetto

@@ -26,8 +26,8 @@ from hotloop.tuning.search import BASELINE
 from hotloop.verdicts import Timing
 from hotloop.wanted import Wanted
 from tests.cpu.families import family
+from tests.cpu.pretended_races import HALF, STEP_MS, Races, proving, searching
 from tests.cpu.programs import a_task
-from tests.cpu.test_tuning import HALF, STEP_MS, Races, proving, searching
 
 LONG_S = 1.5
 

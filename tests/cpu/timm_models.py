@@ -1,4 +1,4 @@
-"""Trains models of timm, and stops and resumes them: run by test_models.py in a process of its own."""
+"""Trains models of timm, and stops and resumes them: run by test_models_elsewhere.py in a process of its own."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from hotloop.lowering import Program
 from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.state import differences
+from tests.cpu.placed import a_chain, alone, both, come_to, distance
 from tests.cpu.programs import advance, last_state, through_file, trained
-from tests.cpu.test_placement import a_chain, alone, both, come_to, distance
 
 pytestmark = pytest.mark.gpu
 

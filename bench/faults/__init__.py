@@ -1,0 +1,1 @@
+"""Faults to plant into a Program's eager step, by kind."""

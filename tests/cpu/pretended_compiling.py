@@ -1,0 +1,73 @@
+"""Runs in which compiling pays, and compilations that are only pretended: what tests of choosing share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hotloop
+from hotloop import choosing, rules, settling, weighing
+from hotloop.plan import Plan
+from hotloop.wanted import Wanted
+from tests.cpu.pretended_races import Races, proving
+from tests.cpu.programs import a_task, labelled
+
+CPU = Plan(device="cpu")
+AUTO = Wanted(CPU, auto=True)
+REWRITTEN = Plan(compile="package", rewrites="all")
+
+
+class Samples(torch.utils.data.Dataset):
+    """The samples of `labelled`, one by one; `asked` is told of each."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        x, y = labelled()
+        return x[index], y[index]
+
+
+def make_any_run_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any run has steps enough for the rules."""
+    monkeypatch.setattr(rules, "COMPILED_FROM_STEPS", 1)
+
+
+def pretend_to_compile(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Every compilation pays, and is only pretended; the plans that were lowered."""
+    plans: list[Plan] = []
+
+    def pretend(task: Any, plan: Plan, *told: Any) -> Any:
+        plans.append(plan)
+        return hotloop.lower(task, plan.with_axes(compile="none", rewrites="none"))
+
+    monkeypatch.setattr(choosing, "lower", pretend)
+    monkeypatch.setattr(settling, "lower", pretend)
+    monkeypatch.setattr(weighing, "_DOUBT", 0.0)  # what a compilation takes doesn't count
+    monkeypatch.setattr(weighing, "PROVING_STEPS", 0)
+    monkeypatch.setattr(weighing, "_RACING_STEPS", 0)
+    monkeypatch.setattr(settling, "PROVING_STEPS", 0)
+    return plans
+
+
+def finding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes up what races and proofs find."""
+
+    def find(parity: str = "bitwise", **speeds: float) -> None:
+        monkeypatch.setattr(settling, "measure", Races(**speeds))
+        monkeypatch.setattr(settling, "prove_programs", lambda task, programs: proving(parity)(programs))
+
+    return find
+
+
+def images() -> hotloop.Task:
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 3))
+    return a_task(model=network, data=(torch.randn(12, 1, 6, 6), torch.arange(12) % 3))

@@ -1,0 +1,156 @@
+"""Whether compiling pays: what it takes, what it saves in a run, and what callbacks take from that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import hotloop
+from hotloop import remembering, settling, training, weighing
+from hotloop.choosing import lowered
+from hotloop.errors import PlanError
+from hotloop.measuring.racing import Measured
+from hotloop.plan import Plan
+from hotloop.report.curves import draw_curves
+from hotloop.taskfile import Loaded
+from hotloop.wanted import Wanted
+from tests.cpu.pretended_compiling import AUTO, CPU, REWRITTEN, finding, images, make_any_run_long, pretend_to_compile
+from tests.cpu.pretended_races import Races
+from tests.cpu.programs import a_task
+
+
+@pytest.fixture
+def long(monkeypatch) -> None:
+    make_any_run_long(monkeypatch)
+
+
+@pytest.fixture
+def pretended(monkeypatch) -> list[Plan]:
+    return pretend_to_compile(monkeypatch)
+
+
+@pytest.fixture
+def found(monkeypatch) -> Callable[..., None]:
+    return finding(monkeypatch)
+
+
+def test_a_step_of_images_is_compiled_with_rewrites_too(long, pretended, found) -> None:
+    found(compile__package=2.0, rewrites__all=1.5)
+    program = lowered(images(), AUTO)
+    assert pretended[-1] == REWRITTEN and Plan(compile="package") in pretended
+    program.close()
+    lowered(images(), Wanted(Plan(device="cpu", rewrites="none"), auto=True))
+    assert pretended[-1] == Plan(compile="package")  # as it was set
+
+
+@pytest.mark.parametrize("nothing", [False, True])
+def test_where_one_compilation_pays_it_is_the_rewritten_step_if_there_is_one(
+    nothing: bool, long, pretended, found, monkeypatch
+) -> None:
+    found(compile__package=2.0)
+    monkeypatch.setattr(weighing.Hope, "compilations", 1)
+    plain = settling.lower
+
+    def finding(task: Any, plan: Plan, *told: Any) -> Any:
+        if nothing and plan.rewrites != "none":
+            raise PlanError("rewrites=all finds nothing")
+        return plain(task, plan, *told)
+
+    monkeypatch.setattr(settling, "lower", finding)
+    lowered(images(), AUTO)
+    compiled = {plan for plan in pretended if plan.compile != "none"}
+    assert compiled == {Plan(compile="package") if nothing else REWRITTEN}
+
+
+def test_a_compilation_must_save_more_than_it_takes_with_its_proof() -> None:
+    hopes = [weighing.Hope(steps, 1e-3, 2.0, compile_s=20.0) for steps in (60_000, 100_000, 200_000)]
+    assert [hope.compilations for hope in hopes] == [0, 1, 2]
+    assert weighing.Hope(300, 100.0, 2.0).compilations == 0  # 250 of 300 steps, each of which may be halved
+    assert weighing.Hope(15_000, 3.0, 1.1).compilations == 2  # half a day
+
+
+def test_a_compilation_takes_no_more_than_a_third_of_the_time_until_the_run_is_to_stop() -> None:
+    hopes = [weighing.Hope(400_000, 1e-3, 2.0, compile_s=20.0, limit_s=limit_s) for limit_s in (90.0, 100.0, 200.0)]
+    assert [hope.compilations for hope in hopes] == [0, 1, 2]
+    assert str(hopes[0]).endswith("it may take 30 s, more than a third of the 90 s until stop-after")
+    assert "stop-after" not in str(hopes[1])
+
+
+def test_a_run_that_is_to_stop_before_a_compiler_would_be_done_trains_eagerly(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(settling.Settling, "run", lambda *given: pytest.fail("it compiles"))
+    task, said = a_task(epochs=10_000_000), list[str]()
+    given: dict[str, Any] = dict(plan="auto", axes={"device": "cpu"}, stop_after="0.5s", say=said.append)
+    run, _ = training.start(Loaded(task, None, {}), run=tmp_path / "run", **given)
+    training.go_on(run.path, task=task, **given)
+    assert run.plan == Plan(optimizer="fused")
+    assert len([line for line in said if line.endswith(" s until stop-after")]) == 2
+
+
+def test_a_look_at_each_epoch_for_what_callbacks_change_takes_from_what_compiling_saves() -> None:
+    hopes = [weighing.Hope(200_000, 1e-3, 2.0, compile_s=20.0, looks=epochs, look_s=1.0) for epochs in (0, 50, 90)]
+    assert [hope.compilations for hope in hopes] == [2, 1, 0]  # of 100 s
+    assert "should save about 10 s of the 200,000 steps left with 90 looks for what callbacks change" in str(hopes[-1])
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs"), [({}, 0), ({"callbacks": [draw_curves]}, 0), ({"callbacks": [print]}, 100)]
+)  # fmt: skip
+def test_it_is_reckoned_with_where_there_are_callbacks_of_the_users(given: Any, epochs: int, monkeypatch) -> None:
+    monkeypatch.setattr(weighing.Hope, "pays", lambda hope, compilations=1: True)
+    hope = weighing.hoped(hotloop.lower(a_task(**given), CPU), 500, way="package", rewrites=False)  # 5 in an epoch
+    assert isinstance(hope, weighing.Hope) and hope.looks == epochs and hope.look_s > 0
+
+
+def test_callbacks_of_the_run_count_as_those_of_the_task(long, pretended, found, monkeypatch) -> None:
+    found()
+    said, made, plain = list[str](), list[Any](), settling.lower
+
+    def noted(*given: Any) -> Any:
+        made.append(plain(*given))
+        return made[-1]
+
+    monkeypatch.setattr(settling, "lower", noted)
+    monkeypatch.setattr(weighing.Hope, "compilations", 1)
+    lowered(a_task(epochs=100), AUTO, said.append, callbacks=[print])
+    assert made and all(program.watched for program in made)
+    assert "with 100 looks for what callbacks change" in said[0]
+
+
+def test_a_run_hands_its_callbacks_on_to_what_chooses(tmp_path, monkeypatch) -> None:
+    heard, plain = list[Any](), remembering.lowered
+
+    def noted(*given: Any, **named: Any) -> Any:
+        heard.append(list(named["callbacks"]))
+        return plain(*given, **named)
+
+    monkeypatch.setattr(remembering, "lowered", noted)
+    task, seen = a_task(epochs=1), list[Any]()
+    given: dict[str, Any] = dict(plan="auto", axes={"device": "cpu"}, callbacks=[seen.append])
+    run, _ = training.start(Loaded(task, None, {}), run=tmp_path / "run", **given)
+    training.go_on(run.path, task=task, overrides={"epochs": 2}, **given)
+    assert heard == [[seen.append], [seen.append]]
+
+
+def test_a_compiled_step_that_loses_what_it_saves_by_looking_is_not_proven(long, pretended, monkeypatch) -> None:
+    races = Races(compile__package=2.0)
+
+    def looking(*given: Any, **named: Any) -> Any:
+        plans = races(*given, **named).plans
+        taken = [one.model_copy(update={"looking_ms": 100.0 if "compile" in one.name else 0.0}) for one in plans]
+        return Measured(taken, [])
+
+    monkeypatch.setattr(settling, "measure", looking)
+    monkeypatch.setattr(settling, "prove_programs", lambda task, programs: pytest.fail("it was proven"))
+    said = list[str]()
+    assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
+    assert said[-2].startswith(
+        "auto passes over compile=package: it saves 0 s with a look at each epoch whether callbacks change the step"
+    )
+
+
+def test_race_and_proof_wait_for_their_batches_too() -> None:
+    loading = [weighing.Hope(400_000, 1e-3, 2.0, load_s, 40.0) for load_s in (0.0, 0.3, 0.5)]  # saves 190 s
+    assert [hope.compilations for hope in loading] == [2, 1, 0]
+    assert "a step takes 1 ms, its batch 500 ms, so compiling" in str(loading[-1])

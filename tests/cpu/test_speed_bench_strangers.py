@@ -1,0 +1,142 @@
+"""The bench of strangers: plans for networks that no rule was made with."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench import auto_models
+from hotloop.plan import Plan
+from hotloop.verdicts import Timing, Verdict
+
+
+def timing(name: str, plan: dict, ratio: float | None, width: float = 0.1) -> dict:
+    bounds = {"ratio_low": None, "ratio_high": None}
+    if ratio is not None:
+        bounds = {"ratio_low": ratio - width, "ratio_high": ratio + width}
+    figures = {
+        "name": name,
+        "windows": 5 if ratio is None else 12,
+        "plan": plan,
+        "step_ms": 1.0,
+        "run_s": 75.0,
+        "ratio": ratio,
+        "verdict": "slower",
+        "parity": None,
+    }
+    return {**figures, **bounds, "failure": None}
+
+
+def stranger(model: str, rules: float, found: float | None) -> dict:
+    """A network with what a race found of the rules' plan, and of what `tune` found, if that isn't the baseline."""
+    plans = [timing("baseline", {}, 1.0), timing("auto", {"optimizer": "fused"}, rules)]
+    plans += [] if found is None else [timing("threads=1", {"threads": 1}, found)]
+    searched = [timing("baseline", {}, 1.0), timing("threads=1", {"threads": 1}, found), timing("lost", {}, 0.7)]
+    winner = "baseline" if found is None else "threads=1"
+    return {
+        "model": model,
+        "plan": winner,
+        "verdict": {"baseline": "baseline", "plans": plans},
+        "searched": {"baseline": "baseline", "winner": winner, "plans": searched},
+    }
+
+
+def test_the_gain_on_strangers_counts_kept_baselines_as_one() -> None:
+    measured = [stranger("bert", 0.5, 4.0), stranger("vit", 2.0, None)]
+    value, low, high = auto_models.geometric_mean(measured, auto_models.FOUND)
+    assert value == pytest.approx(2) and low < value < high
+    text = auto_models.markdown([*measured, {"model": "t5", "failure": "it broke"}])
+    assert "vit, lost: 0.70" in text and "t5: it broke" in text and "1m15s" in text
+    assert auto_models.slower(measured) == ["bert (auto)"]
+
+
+@pytest.mark.parametrize("plan", [{}, {"optimizer": "fused"}], ids=["while it was lowered", "after"])
+def test_an_auto_that_fails_is_no_kept_baseline(plan: dict) -> None:
+    row = stranger("bert", 2.0, None)
+    failed = timing("auto", plan, None) | {"failure": "no such kernel", "step_ms": None, "run_s": None}
+    row["verdict"]["plans"][1] = failed
+    assert math.isnan(auto_models.gain(row, auto_models.RULES)[0])
+    assert auto_models.failures([row]) == ["bert (auto): no such kernel"]
+    assert auto_models.failures([stranger("vit", 2.0, None)]) == []
+    text = auto_models.markdown([row])
+    assert "failed" in text and "no such kernel" in text
+
+
+def unknown(model: str) -> dict:
+    """A network whose last race had too few pairs for an interval."""
+    row = stranger(model, 2.0, None)
+    row["verdict"]["plans"][1] |= {"ratio_low": None, "ratio_high": None, "windows": 5}
+    return row
+
+
+def test_a_plan_with_too_few_pairs_is_named_and_counted() -> None:
+    measured = [stranger("vit", 2.0, None), unknown("bert")]
+    assert auto_models.unmeasured(measured) == ["bert (auto): not measured, 5 pairs"]
+    text = auto_models.markdown(measured)
+    assert "- bert (auto): not measured, 5 pairs" in text and ", 1 of 2 |" in text and ", 2 of 2 |" in text
+
+
+def test_strangers_are_searched_and_raced_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    timing_ = SimpleNamespace(plan={}, failure=None, ratio_low=1.0)
+    verdict = SimpleNamespace(winner=None, baseline="b", plan=lambda name: timing_, plans=[timing_], model_dump=dict)
+    monkeypatch.setattr("hotloop.tune", lambda task, *, device, **_: asked.append(device) or verdict)
+    monkeypatch.setattr("hotloop.race", lambda task, rivals, *, devices, **_: asked.append(devices) or verdict)
+    auto_models.searched("bert", 1.0)
+    auto_models.raced("bert", 1.0, Plan())
+    assert asked == ["cpu", ["cpu"]]
+
+
+def test_a_race_of_strangers_finds_nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the search before it nor of a shorter race."""
+    about: dict[str, Any] = dict(task="bert", fingerprint="", steps=None, machine="", versions={}, seconds=1.0)
+    alone = Verdict(
+        plans=[Timing(name="baseline", plan=Plan().model_dump())], baseline="baseline", winner=None, **about
+    )
+    kept: list[list[Path]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        if command[-1]:
+            kept.append([Path(env[name]) for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR")])
+            assert not [path for place in kept[-1] for path in place.rglob("*") if path.is_file()]
+        return SimpleNamespace(stdout=json.dumps(alone.model_dump()))
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr(auto_models, "until_measured", lambda race, seconds, until: [race(seconds), race(seconds)][1])
+    assert auto_models.searched_and_raced("bert", 1.0)["plan"] == "baseline"
+    assert len({path for places in kept for path in places}) == 6
+    assert not any(path.exists() for places in kept for path in places)
+
+
+def test_a_race_gets_more_time_until_there_are_pairs_enough() -> None:
+    tried: list[float] = []
+
+    def race(seconds: float) -> Any:
+        tried.append(seconds)
+        low, pairs = (1.0, 8) if len(tried) == 3 else (None, len(tried))
+        return SimpleNamespace(plans=[SimpleNamespace(failure=None, ratio_low=low, windows=pairs)])
+
+    auto_models.until_measured(race, 10, time.monotonic() + 600)
+    assert tried == [10, 100, 500]  # after one pair, and after two
+    tried.clear()
+    auto_models.until_measured(race, 10, time.monotonic() - 1)
+    assert tried == [10]
+
+
+KINDS = {"fails": {"failure": "it broke"}, "too few": unknown("bert"), "fine": stranger("bert", 2.0, None)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bench_of_strangers_fails_where_one_does_and_tries_it_again(kind: str, tmp_path: Path, monkeypatch) -> None:
+    given = [{key: value for key, value in KINDS[each].items() if key != "model"} for each in (kind, "fine")]
+    monkeypatch.setattr(auto_models, "searched_and_raced", lambda name, seconds: given.pop(0))
+    monkeypatch.setattr("sys.argv", ["auto_models", "bert", "--journal", str(tmp_path / "journal.jsonl")])
+    assert auto_models.main() == (kind != "fine")
+    assert auto_models.main() == 0
+    assert len(given) == (kind == "fine")
