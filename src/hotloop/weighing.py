@@ -57,12 +57,12 @@ class Hope:
     step_s: float
     gain: float | None = None
     load_s: float = 0.0
-    copying_s: float = 0.0
     compile_s: float = compile_s(0)
     limit_s: float = math.inf
     made: Makeup | None = None
     looks: int = 0
     look_s: float = 0.0
+    copying_s: float = 0.0
 
     def by(self, way: str) -> Hope:
         """By another way to compile, as the plan's axis says it."""

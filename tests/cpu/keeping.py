@@ -36,7 +36,12 @@ def a_task(epochs: int = 1000) -> hotloop.Task:
     x = torch.randn(128, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     return hotloop.Task(
         model=lambda: nn.Sequential(
-            nn.Conv2d(3, 3, 1), nn.Upsample(scale_factor=4.5), nn.ReLU(), nn.AvgPool2d(9), nn.Flatten(), nn.LazyLinear(3)
+            nn.Conv2d(3, 3, 1),
+            nn.Upsample(scale_factor=4.5),
+            nn.ReLU(),
+            nn.AvgPool2d(9),
+            nn.Flatten(),
+            nn.LazyLinear(3),
         ),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),

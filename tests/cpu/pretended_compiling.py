@@ -12,6 +12,7 @@ from torch import nn
 import hotloop
 from hotloop import choosing, rules, settling, weighing
 from hotloop.plan import Plan
+from hotloop.tuning import budget
 from hotloop.wanted import Wanted
 from tests.cpu.pretended_races import Races, proving
 from tests.cpu.programs import a_task, labelled
@@ -52,9 +53,10 @@ def pretend_to_compile(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     monkeypatch.setattr(choosing, "lower", pretend)
     monkeypatch.setattr(settling, "lower", pretend)
     monkeypatch.setattr(weighing, "_DOUBT", 0.0)  # what a compilation takes doesn't count
+    monkeypatch.setattr(budget, "PROVING_STEPS", 0)
+    monkeypatch.setattr(budget, "PROVING_COPIES", 0)
     monkeypatch.setattr(weighing, "PROVING_STEPS", 0)
     monkeypatch.setattr(weighing, "_RACING_STEPS", 0)
-    monkeypatch.setattr(settling, "PROVING_STEPS", 0)
     return plans
 
 

@@ -113,7 +113,7 @@ def searching(monkeypatch: pytest.MonkeyPatch, races: Races, steps: int = 100_00
         hardware = replace(hardware, compiler=None)
     hardware = replace(hardware, processor=replace(hardware.processor, threads=given.pop("threads", 1)))
     monkeypatch.setattr(module, "measure", races)
-    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
+    monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     facts = facts.model_copy(update={"steps": steps})
     fields = dict(
         task=task, baseline=base, base=base, fixed={"device"}, facts=facts, hardware=hardware, prove=proving()

@@ -204,7 +204,12 @@ def test_hotloops_own_hooks_of_fused_updates_are_none_of_the_users() -> None:
 def test_auto_goes_on_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run has steps enough, and a compilation takes nothing."""
     monkeypatch.setattr(rules, "COMPILED_FROM_STEPS", 1)
-    for name in ("weighing._DOUBT", "weighing._RACING_STEPS", "tuning.budget.PROVING_STEPS", "tuning.budget.PROVING_COPIES"):
+    for name in (
+        "weighing._DOUBT",
+        "weighing._RACING_STEPS",
+        "tuning.budget.PROVING_STEPS",
+        "tuning.budget.PROVING_COPIES",
+    ):
         monkeypatch.setattr(f"hotloop.{name}", 0)
     said: list[str] = []
     program = lowered(with_clamps(AROUND["after"][0]), Wanted(Plan(device="cpu"), auto=True), said.append)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hotloop
 from hotloop.lowering import Program
 from hotloop.parity import prove, prove_programs
+from hotloop.parity.path import stops
 from hotloop.parity.witnesses import Truth
 from hotloop.plan import BASELINE, Plan
 from hotloop.verdicts import TRUSTED
@@ -155,6 +156,14 @@ def test_a_schedule_by_epochs_leaves_the_free_run_its_steps() -> None:
     task = a_task(schedule=schedule, schedule_every="epoch", epochs=9, batch_size=2)
     found = prove(task, BASELINE)
     assert found.parity == "bitwise" and found.states >= 16 and found.free_steps == 10, found.reason
+
+
+@pytest.mark.parametrize("batch_size", [5, 7, 9, 13])
+def test_states_do_not_all_stand_before_the_same_batch(batch_size: int) -> None:
+    """Epochs of 5, 4, 3 and 2 batches, of which the last has fewer samples."""
+    program = hotloop.lower(a_task(batch_size=batch_size, epochs=40))
+    lengths = [len(stop.batch[0]) for stop in stops(program)]
+    assert len(lengths) == 17 and lengths.count(batch_size) >= 8 and lengths.count(batch_size) < 17
 
 
 class Padded(torch.utils.data.Dataset):

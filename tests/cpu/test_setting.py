@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,5 @@ from hotloop.setting import machine_name
 )
 def test_another_share_of_a_machine_is_another_machine(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     before, processor = machine_name(), machine.processor()
-    less: Callable[[], Any] = lambda: replace(processor, **other)
-    monkeypatch.setattr(machine, "processor", less)
+    monkeypatch.setattr(machine, "processor", lambda: replace(processor, **other))
     assert machine_name() != before

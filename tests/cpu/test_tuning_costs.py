@@ -227,7 +227,7 @@ def test_good_changes_that_can_t_be_run_together_are_taken_alone(monkeypatch: py
 def test_a_run_that_is_shorter_than_what_a_proof_takes_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     races = Races(optimizer__fused=1.5)
     looked = searching(monkeypatch, races, steps=500)
-    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (2.0, 2.0))  # 17 minutes
+    monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (2.0, 0.0))  # 17 minutes
     assert looked.run() == BASELINE and races.raced == []
     assert "a proof takes as long as about 250 steps" in looked.notes[0]
 

@@ -60,7 +60,7 @@ class Blind(Long):
 def with_long_steps(patch: pytest.MonkeyPatch, races: Long, **given: Any) -> module.Search:
     races.longer = LONG_S * 1e3 / STEP_MS
     found = searching(patch, races, **given)
-    patch.setattr(module.Runner, "warm_up", lambda self, seconds: (LONG_S, LONG_S))
+    patch.setattr(module.Runner, "glance", lambda self, seconds: (LONG_S, 0.0))
     return found
 
 
@@ -270,7 +270,7 @@ def test_a_search_in_vain_is_not_made_again(
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
     races = Races(optimizer__fused=speed, optimizer__foreach=0.5)
     monkeypatch.setattr(module, "measure", races)
-    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
+    monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
     monkeypatch.setattr("hotloop.tuning.budget.PROVING_STEPS", 10_000)
     (tmp_path / "task.py").write_text(TASK)
@@ -297,7 +297,7 @@ def test_a_search_in_vain_is_not_made_again(
 def test_a_search_with_a_placement_is_remembered_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
     monkeypatch.setattr(module, "measure", races := Races())
-    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
+    monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
     parts = "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))"
     (tmp_path / "task.py").write_text(TASK.replace("torch.nn.Linear(4, 3)", parts))
@@ -314,7 +314,7 @@ def test_a_search_with_a_placement_is_remembered_too(monkeypatch: pytest.MonkeyP
 def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Races], int]:
     """How many plans a training that searches races, by races that are made up."""
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
-    monkeypatch.setattr(module.Runner, "warm_up", lambda self, seconds: (STEP_MS / 1e3, STEP_MS / 1e3))
+    monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
     (tmp_path / "task.py").write_text(TASK)
     loaded, wanted = load_task(str(tmp_path / "task.py")), Wanted.of("auto", {"device": "cpu"})

@@ -68,14 +68,22 @@ def stops(program: Program, count: int = STATES) -> Iterator[Stop]:
 
 
 def _apart(program: Program, count: int) -> int:
-    """So far from State to State that all fit into the training."""
+    """So far from State to State that all fit into the training, and few stand at the epoch's last batch, if it has one."""
     parts = program.parts
     lengths = (
         None if parts.roles.batches is None else parts.roles.batches * parts.task.epochs,
         program.steps_left(),
     )
     steps = min((length for length in lengths if length is not None), default=None)
-    return _APART if steps is None else min(_APART, max(1, (steps - _FIRST) // (count - _FIRST + 1)))
+    most = _APART if steps is None else min(_APART, max(1, (steps - _FIRST) // (count - _FIRST + 1)))
+    batches = parts.roles.batches
+
+    def last_ones(apart: int) -> int:
+        return (
+            sum((_FIRST + apart * number) % batches == 0 for number in range(1, count - _FIRST + 1)) if batches else 0
+        )
+
+    return min(range(most, 0, -1), key=last_ones)
 
 
 def _last(program: Program) -> Stop | None:
