@@ -43,17 +43,26 @@ def profiled(hotloop: Hotloop, case: str, variant: str) -> dict[str, Any]:
     return done.document
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_planted_is_named_with_its_place(case: str, hotloop: Hotloop) -> None:
-    found = profiled(hotloop, case, "plant")
+MORE = ("layers_watched", "several_lines", "weights_read")
+"""Of which the variants are tried here as well."""
+
+PLANTS = [
+    *((case, "plant") for case in CASES),
+    *(pytest.param(case, "other", marks=pytest.mark.more) for case in MORE),
+]
+
+
+@pytest.mark.parametrize(("case", "variant"), PLANTS)
+def test_what_is_planted_is_named_with_its_place(case: str, variant: str, hotloop: Hotloop) -> None:
+    found = profiled(hotloop, case, variant)
     planted, remedies = CASES[case], found["remedies"]
     naming = [one for one in remedies if planted.is_named(one)]
     assert naming, remedies
-    if "plant" in planted.light:
-        assert any(is_there(case, "plant", one["where"]) for one in naming)
+    if variant in planted.light:
+        assert any(is_there(case, variant, one["where"]) for one in naming)
     else:
         assert naming[0] is remedies[0] and not naming[0]["note"], remedies
-        assert is_there(case, "plant", naming[0]["where"]), naming[0]
+        assert is_there(case, variant, naming[0]["where"]), naming[0]
         assert 0.05 <= naming[0]["gain"] <= 1
     assert sum(found["phases"].values()) == pytest.approx(found["step_ms"])
     assert found["step_ms"] > 0 and 0 < found["attributed"] <= 1 and found["bound"]
@@ -63,9 +72,13 @@ WITHOUT = {
     "clean": ("slow_samples", "through_numpy"),
     "decoy": ("retained_graph", "time_steps"),
 }
+VARIANTS = [
+    *((case, variant) for variant in WITHOUT for case in WITHOUT[variant]),
+    *(pytest.param(case, variant, marks=pytest.mark.more) for variant in WITHOUT for case in MORE),
+]
 
 
-@pytest.mark.parametrize(("case", "variant"), [(case, variant) for variant in WITHOUT for case in WITHOUT[variant]])
+@pytest.mark.parametrize(("case", "variant"), VARIANTS)
 def test_what_is_not_planted_is_not_named(case: str, variant: str, hotloop: Hotloop) -> None:
     remedies = profiled(hotloop, case, variant)["remedies"]
     assert [one for one in remedies if CASES[case].is_named(one)] == []

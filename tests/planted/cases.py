@@ -55,6 +55,9 @@ CASES = {
     "validating": Planted("evaluation at each step"),
     "collating": Planted("slow samples: it takes long to put"),
     "large_blocks": Planted("memory is given back", anywhere=True),
+    "layers_watched": Planted("no gradient comes back"),
+    "several_lines": Planted("metrics at each step|in the loop"),
+    "weights_read": Planted("loop over parameters"),
     "through_numpy": Planted("moved back and forth|in the loop"),
 }
 

@@ -122,3 +122,34 @@ def confused(counts: Tensor, answers: Tensor, targets: Tensor) -> None:
     best = answers.argmax(1)  # other: metrics_each_step
     classes = answers.shape[1]
     counts += torch.bincount(targets * classes + best, minlength=classes * classes)  # other: metrics_each_step
+
+
+class Attending(nn.Module):
+    """One head that looks back, and sees less of what is further away."""
+
+    def __init__(self, width: int, length: int, *, anew: bool) -> None:
+        super().__init__()
+        self.asking, self.length, self.anew = nn.Linear(width, 3 * width), length, anew
+        self.register_buffer("reach", reach(length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.asking(x).chunk(3, -1)
+        far = reach(self.length) if self.anew else self.reach
+        return x + (a @ b.mT + far).softmax(-1) @ c
+
+
+def reach(length: int) -> Tensor:
+    """How much each place sees of each: of what comes later nothing."""
+    at = torch.arange(length, dtype=torch.float32)  # other: layers_watched
+    back = at[:, None] - at  # other: layers_watched
+    angles = back[:, :, None] / 100 ** torch.linspace(0, 1, 8)  # other: layers_watched
+    near = torch.cos(angles).sum(-1)  # other: layers_watched
+    return near.masked_fill(back < 0, -torch.inf)  # other: layers_watched
+
+
+def length_of_gradients(net: nn.Module) -> Tensor:
+    total = torch.zeros(())
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        total += parameter.grad.norm() ** 2  # other: weights_read
+    return total.sqrt()

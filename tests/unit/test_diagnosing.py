@@ -112,7 +112,11 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "log.py:9",
     ),
     "work in NumPy": (
-        seen({"batch": 5.0}, lines=[line("batch", 4.5, "aug.py:4", library="numpy")]),
+        seen(
+            {"batch": 5.0},
+            lines=[line("batch", 4.5, "aug.py:4", library="numpy")],
+            operators=[operator("resolve_neg", 0.01, phase="batch", where="aug.py:4")],
+        ),
         "moved back and forth",
         "aug.py:4",
     ),

@@ -13,10 +13,12 @@ from hotloop.diagnosing import (
     batches,
     cores,
     feeding,
+    gradless,
     habits,
     lines,
     operators,
     paging,
+    parameters,
     repeats,
     sharing,
     updating,
@@ -42,12 +44,14 @@ SPECIFIC: tuple[Detector, ...] = (
     updating.one_by_one,
     updating.dense_tables,
     lines.measuring,
+    parameters.read_one_by_one,
     repeats.loops,
     cores.crowded,
 )
 GENERAL: tuple[Detector, ...] = (
     lines.aside,
     lines.inside,
+    gradless.without_gradient,
     operators.unusual,
     operators.layouts,
     cores.idle,
@@ -87,8 +91,9 @@ def remedies(step: Step) -> list[Remedy]:
     detected = list(chain.from_iterable(detect(step) for detect in (OF_ARRAYS if arrays else SPECIFIC)))
     specific = _worth(detected)
     named = repeats.in_loops(step).union(one.where for one in specific if not one.note)
-    specific += _worth(batches.too_small(replace(step, named=named)))
-    found = _worth(chain.from_iterable(detect(step) for detect in (() if arrays else GENERAL)))
+    told = replace(step, named=named)
+    specific += _worth(batches.too_small(told))
+    found = _worth(chain.from_iterable(detect(told) for detect in (() if arrays else GENERAL)))
     general = _beside(step, found, specific)
     first = any(one.gain >= _FIRST for one in specific + detected)  # to mend that may change what is allocated
     general += [one.model_copy(update={"note": first}) for one in _worth(paging.given_back(step))]
@@ -99,9 +104,10 @@ def remedies(step: Step) -> list[Remedy]:
 def _beside(step: Step, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:
     """General remedies of places where nothing is named, or that win so much more that something else takes the rest.
 
-    What a loop's line does, the loop does; and what lies behind a line that hands the training over is many things.
+    What a loop's line does, the loop does, unless that is plain Python first of all; and what lies behind a line that hands the training over is many things.
     """
-    loops = repeats.in_loops(step).union(one.where for one in updating.one_by_one(step)) - step.handed
+    updates = (one.where for one in updating.one_by_one(step))
+    loops = repeats.in_loops(step, plain=False).union(updates) - step.handed
     named = [one for one in specific if not one.note and one.where not in step.handed]
     won = {one.where: one.gain for one in sorted(named, key=lambda one: one.gain)}
     return [one for one in general if one.where not in loops and one.gain >= COUNTS + won.get(one.where, -COUNTS)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hotloop.diagnosing.step import COMPUTING, COUNTS, Step, grouped, heaviest, percent
+from hotloop.diagnosing.step import COMPUTING, COUNTS, PLAIN, Step, grouped, heaviest, percent
 from hotloop.profiles import Habit, Remedy
 
 _SAID = {
@@ -42,9 +42,6 @@ _SAID = {
         "leave out torch.autograd.set_detect_anomaly(True) when all is well",
     ),
 }
-
-_PLAIN = ("", "(loss)")
-"""Modules of operators that are in none."""
 
 _OFTEN = 0.5
 """Times in a step from which on it's a habit of the step."""
@@ -96,7 +93,7 @@ def in_vain(step: Step) -> Iterator[Remedy]:
     """
     if any(habit.what in ("wasted forward", "unused graph") for habit in step.profile.habits):
         return
-    ones = step.operators(lambda one: one.used is not None and bool(one.where) and one.module in _PLAIN)
+    ones = step.operators(lambda one: one.used is not None and bool(one.where) and one.module in PLAIN)
     same = grouped(ones, lambda one: (one.where, one.name, tuple(one.shapes))).values()
     twice = [one for calls in same if {one.used for one in calls} == {True, False} for one in calls]
     unused = [one for one in twice if not one.used and one.calls >= _OFTEN]

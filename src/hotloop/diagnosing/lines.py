@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from hotloop.diagnosing.repeats import over_parameters, rounds_of
+from hotloop.diagnosing.parameters import over_parameters
+from hotloop.diagnosing.parts import part_of
+from hotloop.diagnosing.rounds import rounds_of
 from hotloop.diagnosing.spread import Spread, spread
-from hotloop.diagnosing.step import COMPUTING, COUNTS, DEDUCED, Step, grouped, heaviest
-from hotloop.profiles import LineTime, OperatorTime, Phase, Remedy
-
-_ASIDE: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
-"""Phases whose lines are the user's own work between the parts of training."""
+from hotloop.diagnosing.step import ASIDE, COMPUTING, COUNTS, DEDUCED, Step, grouped, heaviest
+from hotloop.diagnosing.waits import brings_back
+from hotloop.profiles import LineTime, OperatorTime, Remedy
 
 _REDUCE = "look what it is asked for at each step (callbacks, logging, checks), and leave out what isn't needed"
 
@@ -35,7 +35,7 @@ _ARRAYS = ("numpy", "scipy", "cupy", "pandas")
 def aside(step: Step) -> Iterator[Remedy]:
     """What the loop does beside training: logging, pictures, work in NumPy or in plain Python."""
     small: Counter[str] = Counter()
-    for ones in grouped(_users(step, step.lines(*_ASIDE)), _part_of(step)).values():
+    for ones in grouped(_users(step, step.lines(*ASIDE)), part_of(step)).values():
         spent = sum(line.own_ms for line in ones)
         if step.share(spent) < COUNTS:
             small.update(
@@ -61,7 +61,7 @@ def measuring(step: Step) -> Iterator[Remedy]:
     used = {one.where for one in step.operators(lambda one: one.phase == "backward" or one.used is True)}
     aside = step.operators(lambda one: one.phase == "loss" and bool(one.where) and one.where not in used)
     for ones in grouped(aside, lambda one: one.where.rpartition(":")[0]).values():
-        if not _counts_right(ones):
+        if not counts_right(ones):
             continue
         there = {one.where for one in ones if one.name in _MEASURING}
         lines = [one for one in ones if one.where in there]
@@ -76,7 +76,7 @@ def measuring(step: Step) -> Iterator[Remedy]:
         )
 
 
-def _counts_right(ones: Sequence[OperatorTime]) -> bool:
+def counts_right(ones: Sequence[OperatorTime]) -> bool:
     """Whether answers are chosen, and it's counted which are right, by operations on what is no float."""
     names = {one.name for one in ones}
     whole = {one.name for one in ones if not one.dtype}
@@ -88,16 +88,13 @@ def inside(step: Step) -> Iterator[Remedy]:
     """Plain Python within the network's forward, a loss or the update: what operators don't explain of a line's time."""
     lines = [line for line in step.lines(*COMPUTING) if line.library != "torch"]
     small: Counter[str] = Counter()
-    for ones in grouped(lines, _part_of(step)).values():
+    for ones in grouped(lines, part_of(step)).values():
         spent = {line.where: line.own_ms - step.worked_at(line.where, line.phase) for line in ones}
         hottest = max(ones, key=lambda line: spent[line.where])
         plain = sum(ms for ms in spent.values() if ms > 0)
         if step.share(plain) < COUNTS:
             small.update({where: ms for where, ms in spent.items() if ms > 0})
-        cause = f"Python code within the {hottest.phase}" + (f" ({hottest.library})" if hottest.library else "")
-        remedy = _WHOLE
-        if _drives(step, hottest):
-            cause, remedy = f"{hottest.library}'s own work in each step", _REDUCE
+        cause, remedy = _named_within(step, ones, hottest)
         yield Remedy(
             cause=cause,
             where=hottest.where,
@@ -107,6 +104,17 @@ def inside(step: Step) -> Iterator[Remedy]:
         )
     cause = "Python code within the network, the loss or the update"
     yield from _together(step, spread(step, small, past_torch=False), cause, _WHOLE)
+
+
+def _named_within(step: Step, ones: Sequence[LineTime], hottest: LineTime) -> tuple[str, str]:
+    """In words, and what to do. Between forward and backward the loop does what it likes, and the loss is a part of that."""
+    if _drives(step, hottest):
+        return f"{hottest.library}'s own work in each step", _REDUCE
+    if hottest.phase != "loss":
+        return f"Python code within the {hottest.phase}" + (f" ({hottest.library})" if hottest.library else ""), _WHOLE
+    if waiting := _waiting(step, hottest):
+        return waiting
+    return _of_library(step, ones) if _library(ones) else ("Python code between forward and backward", _WHOLE)
 
 
 def _together(step: Step, found: Iterable[Spread], cause: str, remedy: str) -> Iterator[Remedy]:
@@ -132,26 +140,9 @@ def _users(step: Step, lines: list[LineTime]) -> Iterator[LineTime]:
     return (line for line in lines if line.library != "torch" or line.where not in training)
 
 
-def _part_of(step: Step) -> Callable[[LineTime], tuple[str, str]]:
-    """What a line is counted with: its function; the loop's own lines stand by themselves."""
-    loop = {_function(line) for line in step.profile.lines if line.where == step.profile.step_where}
-
-    def part(line: LineTime) -> tuple[str, str]:
-        function = _function(line)
-        return function if function not in loop else (line.where, "")
-
-    return part
-
-
-def _function(line: LineTime) -> tuple[str, str]:
-    """The function that a line stands in, by file and name; comprehensions belong to it."""
-    return line.where.rpartition(":")[0], line.function.partition(".<locals>.<")[0]
-
-
 def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, str]:
     """What it is, in words, and what to do."""
-    shares = grouped(ones, lambda line: line.library)
-    library = max(shares, key=lambda name: sum(line.own_ms for line in shares[name]))
+    library = _library(ones)
     if hottest.phase == "logging":
         with_ = f" with {library}" if library not in ("", "torch") else ""
         return (
@@ -163,18 +154,12 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
             "waiting for the device at each step",
             "read numbers every hundred steps; leave out synchronize() and empty_cache()",
         )
-    if hottest.phase in DEDUCED and step.phase("unattributed") > step.phase(hottest.phase):
-        return (
-            f"waiting in the loop, at each step: the thread doesn't run in {_called(hottest)}",
-            "do what it waits for less often, outside of the loop, or in another thread or process",
-        )
+    if waiting := _waiting(step, hottest):
+        return waiting
     if _drives(step, hottest):
         return f"{hottest.library}'s own work in each step", _REDUCE
-    if library in _ARRAYS:
-        return (
-            f"a tensor moved back and forth: {library} works on it in the loop",
-            "write it with torch's operations, so that it stays where it is; or do it once before the loop",
-        )
+    if library in _ARRAYS and _crosses(step, ones):
+        return _of_library(step, ones)
     if hottest.function.endswith(".forward"):
         return (
             f"work of the network's own, called past its modules: {_called(hottest)}",
@@ -182,22 +167,64 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
         )
     if parameters := _over_parameters(step, hottest):
         return parameters
-    if library in ("", "torch") and _is_metric(step, hottest):
+    if library in ("", "torch") and _is_metric(step, ones):
         return (
             f"metrics at each step: {_called(hottest)}",
             _SELDOM,
         )
-    if library == "torch" or (not library and step.worked_at(hottest.where, hottest.phase) > 0.5 * hottest.own_ms):
+    if library in ("", "torch") and _worked(step, ones) > 0.5 * sum(line.own_ms for line in ones):
         return (
             "tensors made or turned over in the loop, outside of the network",
             "make what doesn't change once, before the loop; keep tensors as tensors (no lists, no .tolist())",
         )
+    if library == "torch":
+        return (
+            f"torch's own Python is called at each step: {_called(hottest)}",
+            "do it once, before the loop, or less often: optimizers, modes and lists of parameters can stay as they are",
+        )
     if library:
-        return f"{library} is called at each step", "do it less often, or outside of the loop"
+        return _of_library(step, ones)
     return (
         f"plain Python in the loop, on numbers or lists: {_called(hottest)}",
         _WHOLE,
     )
+
+
+def _worked(step: Step, ones: Sequence[LineTime]) -> float:
+    """Milliseconds of the operators that lines call."""
+    return sum(step.worked_at(*place) for place in {(line.where, line.phase) for line in ones})
+
+
+def _waiting(step: Step, line: LineTime) -> tuple[str, str] | None:
+    if line.phase not in DEDUCED or step.phase("unattributed") <= step.phase(line.phase):
+        return None
+    return (
+        f"waiting in the loop, at each step: the thread doesn't run in {_called(line)}",
+        "do what it waits for less often, outside of the loop, or in another thread or process",
+    )
+
+
+def _of_library(step: Step, ones: Sequence[LineTime]) -> tuple[str, str]:
+    """What a library other than torch does."""
+    library = _library(ones)
+    if library in _ARRAYS and _crosses(step, ones):
+        return (
+            f"a tensor moved back and forth: {library} works on it in the loop",
+            "write it with torch's operations, so that it stays where it is; or do it once before the loop",
+        )
+    return f"{library} is called at each step", "do it less often, or outside of the loop"
+
+
+def _library(ones: Sequence[LineTime]) -> str:
+    """That most of the time is spent in; empty for none."""
+    shares = grouped(ones, lambda line: line.library)
+    return max(shares, key=lambda name: sum(line.own_ms for line in shares[name]))
+
+
+def _crosses(step: Step, ones: Sequence[LineTime]) -> bool:
+    """Whether a whole tensor is brought to the host at one of the lines, or where their function is called."""
+    places = {place for line in ones for place in (line.where, line.within)} - {""}
+    return any(brings_back(step.spots.get(place, [])) for place in places)
 
 
 def _over_parameters(step: Step, line: LineTime) -> tuple[str, str] | None:
@@ -205,12 +232,13 @@ def _over_parameters(step: Step, line: LineTime) -> tuple[str, str] | None:
     return over_parameters(step, ones, rounds_of(ones))
 
 
-def _is_metric(step: Step, line: LineTime) -> bool:
-    """Whether a line chooses or compares answers, in a file that counts which are right; what makes a batch may look like it."""
-    file = line.where.rpartition(":")[0]
-    ones = step.operators(lambda one: one.phase in _ASIDE and one.phase != "batch")
-    there = {one.name for one in ones if one.where.rpartition(":")[0] == file}
-    own = {one.name for one in ones if one.where == line.where}
+def _is_metric(step: Step, lines: Sequence[LineTime]) -> bool:
+    """Whether lines choose or compare answers, in a file that counts which are right; what makes a batch may look like it."""
+    places = {line.where for line in lines}
+    files = {place.rpartition(":")[0] for place in places}
+    ones = step.operators(lambda one: one.phase in ASIDE and one.phase != "batch")
+    there = {one.name for one in ones if one.where.rpartition(":")[0] in files}
+    own = {one.name for one in ones if one.where in places}
     return bool(own & (_CHOOSING | _COMPARING)) and bool(there & _COMPARING) and bool(there & _COUNTING)
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
-from hotloop.diagnosing.step import COMPUTING, COUNTS, Step, grouped, heaviest, is_product
+from hotloop.diagnosing.parameters import over_parameters, reading
+from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
+from hotloop.diagnosing.step import COMPUTING, COUNTS, Step, heaviest, is_product
 from hotloop.profiles import OperatorTime, Phase, Remedy
-
-_LOOP = 8
-"""So often must a line call the same operation in a step to be a loop."""
 
 _COMPILED: tuple[Phase, ...] = ("forward", "backward")
 
@@ -20,8 +18,8 @@ _JOINED = ("cpp_fused", "triton_")
 
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
-_WITH_BUFFERS = 2.0
-"""So many times as many tensors as parameters has a network at most, with what its batch norms keep."""
+_PLAIN = 2.0
+"""A line that takes so many times as long as its operators is about Python rather than about these."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +38,30 @@ class Loop:
         return [one for ones in self.lines.values() for one in ones]
 
     def won(self, step: Step) -> float:
-        """Milliseconds that go if one round does the work of all."""
-        return (1 - 1 / self.rounds) * sum(step.reclaimable(one) for one in self.operators)
+        """Milliseconds that go if one round does the work of all: of what operators take, and of the Python between them."""
+        between = 0.0 if self.is_plain(step) else max(0.0, self._aside(step) - self._worked(step))
+        return (1 - 1 / self.rounds) * (sum(step.reclaimable(one) for one in self.operators) + between)
+
+    def is_plain(self, step: Step) -> bool:
+        """Whether it goes over numbers or lists first of all, between the parts of training."""
+        return self._aside(step) > _PLAIN * self._worked(step)
+
+    def _aside(self, step: Step) -> float:
+        """Milliseconds of its lines between the parts of training, where nobody else says what calling operators takes."""
+        return sum(step.aside.get(where, 0.0) for where in self.lines)
+
+    def _worked(self, step: Step) -> float:
+        return sum(step.cost(one) for one in self.operators if one.phase not in COMPUTING)
 
 
 def repeated(step: Step) -> list[Loop]:
     """All lines that a Python loop goes over; those of one function that run as often are one loop's."""
-    loaders = {use.where for use in step.profile.loaders}
+    elsewhere = {use.where for use in step.profile.loaders}.union(*reading(step))
     found: dict[tuple[Any, ...], dict[str, list[OperatorTime]]] = {}
     for where, there in step.spots.items():
         ones = [one for one in there if one.phase != "data"]  # samples that a loader makes one by one are said of it
         rounds = rounds_of(ones)
-        if where and where not in loaders and rounds >= _LOOP:
+        if where and where not in elsewhere and rounds >= LOOP:
             function = ones[0].function.partition(".<locals>.<")[0]
             alone = not function or over_parameters(step, ones, rounds) is not None
             file = where.rpartition(":")[0]
@@ -59,9 +69,14 @@ def repeated(step: Step) -> list[Loop]:
     return [Loop(lines, min(rounds_of(ones) for ones in lines.values())) for lines in found.values()]
 
 
-def in_loops(step: Step) -> frozenset[str]:
-    """All lines of the loops that are worth a remedy, which names but one of them."""
-    return frozenset().union(*(loop.lines for loop in repeated(step) if step.share(loop.won(step)) >= COUNTS))
+def in_loops(step: Step, *, plain: bool = True) -> frozenset[str]:
+    """All lines of the loops that are worth a remedy, which names but one of them.
+
+    Args:
+        plain: those of loops that are plain Python first of all, too, of which more is to be said.
+    """
+    worth = (loop for loop in repeated(step) if step.share(loop.won(step)) >= COUNTS)
+    return frozenset().union(*(loop.lines for loop in worth if plain or not loop.is_plain(step)))
 
 
 def loops(step: Step) -> Iterator[Remedy]:
@@ -84,33 +99,6 @@ def loops(step: Step) -> Iterator[Remedy]:
         )
 
 
-def rounds_of(ones: Sequence[OperatorTime]) -> float:
-    """How often a line is gone through in a step: as often as the rarest of the operations that it repeats.
-
-    Views don't count: a single call of a library's layer, such as attention, looks at its tensors from many sides. And it
-    is gone through no more often than Python ran it: a loop of a library's own is none of the user's to change.
-    """
-    working = [one for one in ones if not _is_view(one)]
-    first = [one for one in working if one.phase in ("forward", "loss", "batch", "python")] or working
-    if any(one.phase == "update" for one in first):
-        return 0.0
-    counts = [sum(one.calls for one in same) for same in grouped(first, _same).values()]
-    runs = max((one.line_runs for one in ones if one.line_runs is not None), default=inf)
-    repeated = [count for count in counts if count >= _LOOP]
-    return min(*repeated, runs) if repeated and runs >= _LOOP else 0.0
-
-
-def _is_view(one: OperatorTime) -> bool:
-    return not (one.bytes or one.flops or one.bytes is None)
-
-
-def _same(one: OperatorTime) -> tuple[str, str, str]:
-    """What a loop repeats: of one module, or of many that do the same to one input, as heads do and stacked layers don't."""
-    if one.alike >= _LOOP:
-        return "", one.name, " ".join(one.shapes)
-    return one.module, one.name, ""
-
-
 def _named(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str]:
     modules = {one.module for one in ones}
     kinds = {module.kind for module in step.profile.modules if module.name in modules}
@@ -124,7 +112,7 @@ def _named(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str
     if parameters := over_parameters(step, ones, rounds):
         return parameters
     samples = step.profile.samples_per_step if step.profile.loaders else None  # else rows, which may be time steps
-    if samples and samples >= _LOOP and abs(rounds - samples) < 0.5 and not _of_whole_batches(ones, rounds, samples):
+    if samples and samples >= LOOP and abs(rounds - samples) < 0.5 and not _of_whole_batches(ones, rounds, samples):
         return (
             f"a Python loop over the {samples:.0f} samples of the batch, with many tiny kernels",
             "let the operations work on the whole batch at once (batched products, or torch.func.vmap)",
@@ -139,28 +127,10 @@ def _named(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str
 def _of_whole_batches(ones: Sequence[OperatorTime], rounds: float, samples: float) -> bool:
     """Whether what a loop repeats has the rows of all samples, as in one over as many time steps as there are samples."""
     repeated = [
-        one for one in ones if one.phase != "backward" and one.shapes and 2 * one.calls >= rounds and not _is_view(one)
+        one for one in ones if one.phase != "backward" and one.shapes and 2 * one.calls >= rounds and not is_view(one)
     ]
     rows = {max(one.shapes, key=lambda shape: shape.count("x")).partition("x")[0] for one in repeated}
     return f"{samples:.0f}" in rows
-
-
-def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:
-    """In words, and what to do, if a line goes from parameter to parameter outside of the optimizer, as averages of weights do.
-
-    It changes tensors of several shapes in place, and about as many of them as an optimizer has.
-    """
-    updated = [sum(group.tensors for group in use.groups) for use in step.profile.optimizers]
-    as_many = any(0 < many <= rounds <= _WITH_BUFFERS * many for many in (*updated, sum(updated)))
-    aside = all(one.phase in ("python", "batch") for one in ones)
-    changed = {tuple(one.shapes[:1]) for one in ones if one.name.endswith("_") and (one.bytes or one.bytes is None)}
-    if not (as_many and aside and len(changed) > 1):
-        return None
-    return (
-        f"a Python loop over parameters, outside of the optimizer: {rounds:.0f} tensors are changed one by one",
-        "torch._foreach_ operations over the lists of parameters; for an average of weights torch._foreach_lerp_, or "
-        "torch.optim.swa_utils.AveragedModel with multi_avg_fn=get_ema_multi_avg_fn(decay)",
-    )
 
 
 def starting(step: Step) -> Iterator[Remedy]:

@@ -19,8 +19,14 @@ COUNTS = 0.05
 COMPUTING: tuple[Phase, ...] = ("forward", "loss", "backward", "update")
 """Phases that are made of operators."""
 
+ASIDE: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
+"""Phases whose lines are the user's own work between the parts of training."""
+
 DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
 """Phases that a step is in where nothing else is seen; while the thread doesn't run in them, time is unattributed."""
+
+PLAIN = ("", "(loss)")
+"""Modules of operators that are in none."""
 
 BY_HAND = "by hand"
 """What an update is called that no optimizer makes."""
@@ -118,6 +124,12 @@ class Step:
             scale = (self.phase(phase) + self._waited(phase)) / sampled if sampled else 0.0
             found += [line.model_copy(update={"ms": scale * line.ms, "own_ms": scale * line.own_ms}) for line in lines]
         return found
+
+    @cached_property
+    def aside(self) -> dict[str, float]:
+        """Milliseconds that lines take by themselves between the parts of training."""
+        lines = grouped(self.lines(*ASIDE), lambda line: line.where)
+        return {where: sum(line.own_ms for line in there) for where, there in lines.items()}
 
     def _sampled(self, *phases: Phase) -> float:
         return sum(line.own_ms for line in self.profile.lines if line.phase in phases)

@@ -110,9 +110,14 @@ def pointless(step: Step) -> Iterator[Remedy]:
         )
 
 
+def brings_back(ones: Sequence[OperatorTime]) -> bool:
+    """Whether a whole tensor is read on the host, as NumPy's or as a list."""
+    return any(one.name == "aten::resolve_neg" and not _is_single(one) for one in ones)
+
+
 def _leaves(ones: Sequence[OperatorTime], there: Sequence[OperatorTime]) -> bool:
     """Whether a whole tensor is brought to the host and read there: `.numpy()` alone asks for its device once as well."""
-    reads = [one for one in there if one.name == "aten::resolve_neg" and not _is_single(one)]
+    reads = [one for one in there if brings_back([one])]
     return any(
         sum(one.calls for one in ones if one.shapes == read.shapes)
         > sum(one.calls for one in reads if one.shapes == read.shapes) + _OFTEN

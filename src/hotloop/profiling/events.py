@@ -65,6 +65,7 @@ class Operator:
         launch: what a compiled graph says of it; None outside of compiled graphs.
         kernels: on a device, with their ns.
         made: numbers of the nodes that it made, first and one past the last.
+        outer: the operator inside of which it ran.
     """
 
     event: Event
@@ -76,6 +77,7 @@ class Operator:
     ns: int = 0
     kernels: list[Event] = field(default_factory=list)
     made: tuple[int, int] = (0, 0)
+    outer: Operator | None = None
 
 
 class Reader:
@@ -149,6 +151,7 @@ class Reader:
                 by_id[event.id] = operator
                 if operator.event is event:
                     found.append(operator)
+                    operator.outer = outer[1]
                     operator.ns += event.end - event.start
                     if outer[1] is not None and (operator.phase == "update" or not _is_update(outer[1].event)):
                         outer[1].ns -= event.end - event.start
@@ -234,6 +237,13 @@ class Reader:
         after = [operator.event.number for operator in forward[1:]] + [last]
         for operator, following in zip(forward, after, strict=True):
             operator.made = (operator.event.number, max(following, operator.event.number))
+        for operator in found:  # outer ones first: within a function of the user's own, autograd sees that alone
+            if (
+                operator.outer is not None
+                and operator.event.number < 0
+                and operator.phase not in ("backward", "update")
+            ):
+                operator.made = operator.outer.made
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,112 @@
+"""Loops over parameters outside of the optimizer: averages of weights, penalties on them, norms of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from hotloop.diagnosing.rounds import is_view, rounds_of
+from hotloop.diagnosing.step import Step, grouped, heaviest
+from hotloop.profiles import OperatorTime, Remedy
+
+_WITH_BUFFERS = 2.0
+"""So many times as many tensors as parameters has a network at most, with what its batch norms keep."""
+
+_ALL = (0.9, 1.1)
+"""Part of the optimizer's numbers that is all of them: biases may be left out, and what is frozen may be in."""
+
+_BETWEEN = ("loss", "python", "batch")
+"""Phases in which the loop itself calculates."""
+
+
+def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:
+    """In words, and what to do, if a line changes parameter by parameter outside of the optimizer, as averages of weights do.
+
+    It changes tensors of several shapes in place, and about as many of them as an optimizer has.
+    """
+    updated = [sum(group.tensors for group in use.groups) for use in step.profile.optimizers]
+    as_many = any(0 < many <= rounds <= _WITH_BUFFERS * many for many in (*updated, sum(updated)))
+    aside = all(one.phase in ("python", "batch") for one in ones)
+    if not (as_many and aside and len(_changed(ones)) > 1):
+        return None
+    return (
+        f"a Python loop over parameters, outside of the optimizer: {rounds:.0f} tensors are changed one by one",
+        "torch._foreach_ operations over the lists of parameters; for an average of weights torch._foreach_lerp_, or "
+        "torch.optim.swa_utils.AveragedModel with multi_avg_fn=get_ema_multi_avg_fn(decay)",
+    )
+
+
+def _changed(ones: Sequence[OperatorTime]) -> set[tuple[str, ...]]:
+    """Shapes of what is changed in place."""
+    return {tuple(one.shapes[:1]) for one in ones if one.name.endswith("_") and (one.bytes or one.bytes is None)}
+
+
+def read_one_by_one(step: Step) -> Iterator[Remedy]:
+    """Loops that only read parameters or their gradients, however few tensors these are: large ones take their traffic."""
+    for lines in reading(step):
+        ones = [one for where in lines for one in step.spots[where]]
+        spent = sum(
+            max(sum(step.cost(one) for one in step.spots[where]), step.aside.get(where, 0.0)) for where in lines
+        )
+        tensors = max(_tensors(step, step.spots[where]) for where in lines)
+        yield Remedy(
+            cause=f"a Python loop over parameters, outside of the optimizer: {tensors:.0f} tensors are read one by one",
+            where=heaviest(ones, step),
+            remedy="for a penalty on weights weight_decay= of the optimizer; for a norm of gradients what "
+            "torch.nn.utils.clip_grad_norm_ returns, or torch.nn.utils.get_total_norm; else torch._foreach_ operations over the "
+            "list of parameters; what only measures: every hundred steps",
+            gain=step.share(spent),
+            evidence=f"{sum(one.calls for one in ones):.0f} operations take {spent:.2f} ms of each step of {step.ms:.2f} ms "
+            "to go over as many numbers as the optimizer updates",
+        )
+
+
+def reading(step: Step) -> list[list[str]]:
+    """The lines of each such loop: what a function does as often as it reads a tensor belongs to that."""
+    found = []
+    for where, ones in step.spots.items():
+        if where and _tensors(step, ones):
+            rounds = rounds_of(ones)
+            same = (
+                other for other in step.spots if other != where and rounds and _same_loop(step, where, other, rounds)
+            )
+            found.append([where, *same])
+    return found
+
+
+def _same_loop(step: Step, where: str, other: str, rounds: float) -> bool:
+    here, there = step.spots[where], step.spots[other]
+    if other.rpartition(":")[0] != where.rpartition(":")[0] or here[0].function != there[0].function:
+        return False
+    return not _tensors(step, there) and abs(rounds_of(there) - rounds) < 1 and not _is_large(there)
+
+
+def _is_large(ones: Sequence[OperatorTime]) -> bool:
+    """Whether more than single numbers is worked on."""
+    return any(_numbers(one) > 1 for one in ones if not is_view(one))
+
+
+def _tensors(step: Step, ones: Sequence[OperatorTime]) -> float:
+    """How many tensors a line reads one by one, if they are of several shapes and hold what an optimizer updates; else 0."""
+    runs = max((one.line_runs for one in ones if one.line_runs is not None), default=None)
+    if any(one.phase not in (*_BETWEEN, "backward", "synchronisation") for one in ones) or len(_changed(ones)) > 1:
+        return 0.0
+    between = [one for one in ones if one.phase in _BETWEEN and not is_view(one)]
+    for same in grouped(between, lambda one: one.name).values():
+        calls = sum(one.calls for one in same)
+        ran = runs is None or runs >= calls  # else a library's own loop, such as that of a gradient clipping
+        several = len({one.shapes[0] for one in same if one.shapes}) > 1
+        if ran and several and _are_all(step, sum(one.calls * _numbers(one) for one in same)):
+            return calls
+    return 0.0
+
+
+def _are_all(step: Step, numbers: float) -> bool:
+    updated = [sum(group.numbers for group in use.groups) for use in step.profile.optimizers]
+    return any(many and _ALL[0] <= numbers / many <= _ALL[1] for many in (*updated, sum(updated)))
+
+
+def _numbers(one: OperatorTime) -> int:
+    """In the first of an operator's inputs; of lists of tensors nobody says how many there are."""
+    sizes = one.shapes[0].split("x") if one.shapes else []
+    return prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0

@@ -1,0 +1,50 @@
+"""Parts of a script's own code that are told of together: functions, and stretches of the training loop."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable
+
+from hotloop.diagnosing.step import Step
+from hotloop.profiles import LineTime, OperatorTime, Phase
+
+_TRAINING: tuple[Phase, ...] = ("forward", "backward", "update")
+
+Place = LineTime | OperatorTime
+"""What has a line, its function and a phase."""
+
+
+def part_of(step: Step) -> Callable[[Place], tuple[str, ...]]:
+    """What a line is counted with: its function; of the loop's own lines those of one phase between two lines that train.
+
+    Of these a line that is named already stands by itself.
+    """
+    loop = loop_of(step)
+    trains = {line.where for line in step.lines(*_TRAINING) if line.library == "torch" and function_of(line) in loop}
+    numbers = sorted(_number(where) for where in trains | {step.profile.step_where} if where)
+
+    def part(one: Place) -> tuple[str, ...]:
+        function = function_of(one)
+        if function not in loop:
+            return function
+        if one.where in step.named:
+            return one.where, ""
+        return *function, one.phase, str(bisect(numbers, _number(one.where)))
+
+    return part
+
+
+def loop_of(step: Step) -> set[tuple[str, str]]:
+    """The function that the training loop is in, as far as it was seen."""
+    seen: list[Place] = [*step.profile.lines, *step.profile.operators]
+    return {function_of(one) for one in seen if one.where and one.where == step.profile.step_where and one.function}
+
+
+def function_of(one: Place) -> tuple[str, str]:
+    """The function that a line stands in, by file and name; comprehensions belong to it."""
+    return one.where.rpartition(":")[0], one.function.partition(".<locals>.<")[0]
+
+
+def _number(where: str) -> int:
+    number = where.rpartition(":")[2]
+    return int(number) if number.isdigit() else 0

@@ -1,0 +1,112 @@
+"""What is said of lines of the loop and of its helpers: what they do, and which of them are one part. Records are made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hotloop.profiles import LineTime, OperatorTime, Profile, Remedy
+from tests.unit.made_steps import first, line, loop, operator, remedies, seen
+
+
+def trained() -> list[LineTime]:
+    """Lines of the loop's that train."""
+    places = (("forward", 21), ("backward", 25), ("update", 30))
+    return [line(phase, 1.0, f"train.py:{number}", library="torch") for phase, number in places]
+
+
+def aside(numbers: tuple[int, ...], phase: str = "python", each: float = 0.2, **fields: Any) -> list[LineTime]:
+    return [line(phase, each + 0.01 * (n == numbers[-1]), f"train.py:{n}", **fields) for n in numbers]
+
+
+def test_small_lines_of_the_loop_between_two_that_train_are_one_part() -> None:
+    lines = [*trained(), *aside((31, 33, 34, 36))]
+    (found,) = remedies(seen({"python": 0.8}, lines=lines))
+    assert (found.where, found.gain) == ("train.py:36", pytest.approx(0.08))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [*aside((19, 20)), *aside((31, 32))],
+        [*aside((31, 32)), *aside((33, 34), "batch")],
+        [*aside((31, 32)), *aside((33, 34), function="train.<locals>.helper")],
+    ],
+    ids=["around a line that trains", "in two phases", "in another function"],
+)
+def test_small_lines_that_are_no_one_part_are_not_added_up(lines: list[LineTime]) -> None:
+    phases = {phase: sum(one.own_ms for one in lines if one.phase == phase) for phase in ("python", "batch")}
+    assert remedies(seen({name: ms for name, ms in phases.items() if ms}, lines=[*trained(), *lines])) == []
+
+
+def test_a_line_that_is_named_stands_by_itself() -> None:
+    """And hides none of the other lines around it."""
+    reading = operator("item", 1.0, where="train.py:33", phase="python", dtype="")
+    lines = [*trained(), line("python", 1.0, "train.py:33"), *aside((31, 34, 36))]
+    found = remedies(seen({"python": 1.6}, lines=lines, operators=[reading]))
+    assert sorted(one.where for one in found) == ["train.py:33", "train.py:36"]
+
+
+def encoded(each_ms: float) -> list[Remedy]:
+    """Of samples that are encoded one by one, each with three small operations."""
+    ones = loop(64, each_ms, "text.py:5", phase="batch", line_runs=64.0)
+    return remedies(seen({"batch": 5.0}, operators=ones, lines=[line("batch", 5.0, "text.py:5", function="encode")]))
+
+
+def test_a_loop_that_is_plain_python_first_of_all_is_named_as_that() -> None:
+    found = encoded(0.005)
+    assert found[0].cause.startswith("plain Python in the loop") and found[0].gain == pytest.approx(0.5)
+
+
+def test_a_loop_between_the_parts_of_training_wins_all_that_its_lines_take() -> None:
+    (found,) = encoded(0.015)
+    assert found.cause.startswith("many tiny kernels") and found.gain == pytest.approx(0.5 * 63 / 64, rel=0.01)
+
+
+ARRAYS: dict[str, tuple[list[OperatorTime], str]] = {
+    "a history that is saved": ([], "numpy is called at each step"),
+    "a number that is read": (
+        [operator("resolve_neg", 0.01, phase="python", where="log.py:4", shapes=["1"])],
+        "numpy is called at each step",
+    ),
+    "a tensor": (
+        [operator("resolve_neg", 0.01, phase="python", where="log.py:4")],
+        "a tensor moved back and forth: numpy",
+    ),
+    "a tensor that is handed over": (
+        [operator("resolve_neg", 0.01, phase="python", where="train.py:33")],
+        "a tensor moved back and forth: numpy",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+def test_tensors_are_moved_where_operators_show_it(case: str) -> None:
+    operators, cause = ARRAYS[case]
+    line_of_numpy = line("python", 3.0, "log.py:5", library="numpy", function="keep", within="train.py:33")
+    lines = [line_of_numpy, line("python", 0.1, "log.py:4", function="keep", within="train.py:33")]
+    assert cause in first(seen({"python": 3.1}, lines=lines, operators=operators)).cause
+
+
+@pytest.mark.parametrize(("worked", "cause"), [(0.5, "torch's own Python is called"), (2.0, "tensors made or turned")])
+def test_torch_may_be_called_without_making_a_tensor(worked: float, cause: str) -> None:
+    """As for an optimizer that is made anew in each step."""
+    ones = [operator("zeros", worked, phase="python", where="train.py:35", bytes=1e6)]
+    lines = [line("python", 3.0, "train.py:35", library="torch")]
+    assert first(seen({"python": 3.0}, lines=lines, operators=ones)).cause.startswith(cause)
+
+
+BETWEEN: dict[str, tuple[dict[str, float], str, str]] = {
+    "a sleep": ({"unattributed": 2.0}, "", "waiting in the loop"),
+    "a library": ({"loss": 2.0}, "sklearn", "sklearn is called at each step"),
+    "plain Python": ({"loss": 2.0}, "", "Python code between forward and backward"),
+}
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_between_forward_and_backward_the_loop_does_what_it_likes(case: str) -> None:
+    phases, library, cause = BETWEEN[case]
+    profile: Profile = seen(phases, lines=[*trained(), line("loss", 2.0, "train.py:23", library=library)])
+    found = first(profile)
+    assert found.cause.startswith(cause) and found.where == "train.py:23"

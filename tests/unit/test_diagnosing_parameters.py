@@ -1,0 +1,65 @@
+"""Loops over parameters outside of the optimizer, which only read them. Records are made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hotloop.profiles import OperatorTime, Remedy
+from tests.unit.made_steps import adam, operator, remedies, seen
+
+SMALL = {"16x16": 10, "16": 10}
+LARGE = {"1000x1000": 1, "1000": 1}
+
+
+def numbers(shapes: dict[str, int]) -> int:
+    sizes = [(shape.split("x"), calls) for shape, calls in shapes.items()]
+    return sum(calls * int(size[0]) * int(size[-1] if len(size) > 1 else 1) for size, calls in sizes)
+
+
+def read(shapes: dict[str, int], phase: str = "loss", ms: float = 1.0, **fields: Any) -> list[OperatorTime]:
+    """The squares of all tensors, and their sums."""
+    given = dict(where="train.py:22", phase=phase, bytes=1e3, flops=1e3) | fields
+    return [
+        operator(name, ms / 4, calls, shapes=[shape], **given)
+        for name in ("pow", "sum")
+        for shape, calls in shapes.items()
+    ]
+
+
+def found(ones: list[OperatorTime], shapes: dict[str, int], phase: str = "loss") -> list[Remedy]:
+    optimizer = adam(0.1, "fused", tensors=sum(shapes.values()), numbers=numbers(shapes))
+    return remedies(seen({phase: 2.0}, operators=ones, optimizers=[optimizer]))
+
+
+@pytest.mark.parametrize("phase", ["loss", "python"])
+@pytest.mark.parametrize("shapes", [SMALL, LARGE], ids=["many", "few and large"])
+def test_tensors_of_all_shapes_that_are_read_one_by_one_are_parameters(shapes: dict[str, int], phase: str) -> None:
+    runs = float(sum(shapes.values()))
+    one = found(read(shapes, phase, line_runs=runs), shapes, phase)[0]
+    assert (one.where, one.gain >= 0.1) == ("train.py:22", True)
+    assert f"over parameters, outside of the optimizer: {runs:.0f} tensors are read" in one.cause
+    assert "weight_decay=" in one.remedy and "time steps" not in one.remedy
+
+
+def test_what_is_done_with_each_of_their_numbers_belongs_to_it() -> None:
+    ones = [
+        *read(SMALL, "python", line_runs=20.0),
+        operator("add", 1.0, 20, where="train.py:23", phase="python", shapes=[], bytes=8.0, flops=1.0, line_runs=20.0),
+    ]
+    (one,) = found(ones, SMALL, "python")
+    assert one.gain == pytest.approx(0.2)
+
+
+NOT_READ: dict[str, list[OperatorTime]] = {
+    "a library's own loop": read(SMALL, "python", line_runs=1.0),
+    "time steps, which are all alike": read({"16x16": 20}, line_runs=20.0),
+    "other tensors": read({"160x16": 10, "16": 10}, line_runs=20.0),
+}
+
+
+@pytest.mark.parametrize("case", NOT_READ)
+def test_what_is_no_loop_over_parameters(case: str) -> None:
+    ones = NOT_READ[case]
+    assert not [one for one in found(ones, SMALL, ones[0].phase) if "over parameters" in one.cause]
