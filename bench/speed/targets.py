@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.speed.lanes import PEERS, TUTORIAL, library
+from bench.speed.lanes import PEERS, TUTORIAL
 from bench.speed.summary import RUN_S, Summary
 from bench.speed.workloads import WORKLOADS
 
@@ -106,8 +106,8 @@ def _best(found: Summary, workloads: Sequence[str], goal: float) -> Iterator[Tar
 
 def _unrun(found: Summary, workload: str) -> tuple[str, ...]:
     """Peers that know this network and weren't measured on it, for lack of time or for another reason."""
-    ran = {library(line.name) for line in found.lines[workload] if line.step_ms}
-    able = dict.fromkeys(library(peer.name) for peer in PEERS if not peer.missing(WORKLOADS[workload]))
+    ran = {line.name for line in found.lines[workload] if line.step_ms}
+    able = [peer.name for peer in PEERS if not peer.missing(WORKLOADS[workload])]
     return tuple(name for name in able if name not in ran)
 
 

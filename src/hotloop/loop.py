@@ -244,7 +244,7 @@ class _Loop:
         self.history.append(record)
         self.program.end_epoch(self.steering.value(record))
         self.run.add_metrics(record)
-        if self.steering.best(self.history) is record:
+        if validation and self.steering.best(self.history) is record:  # else nobody reads other weights than the last
             self._note_best(record)
         self._waits.note(record.epoch, self.program.take_spent(), self._train_s, self._steps)
         self._begin_epoch()

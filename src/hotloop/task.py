@@ -363,6 +363,9 @@ def _loss_and_scalars(result: Any) -> tuple[Any, None, dict[str, Tensor]]:
             raise TaskError(
                 f"step returned {name!r} of shape {tuple(value.shape)}", expected="single numbers beside the loss"
             )
+        if name in ("weight", "samples"):
+            fix = f"call it otherwise, such as 'mean_{name}'"
+            raise TaskError(f"step returned {name!r}, which hotloop counts itself", expected="another name", fix=fix)
     return result["loss"], None, scalars
 
 

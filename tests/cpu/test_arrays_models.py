@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,6 +211,16 @@ def disagreements(name: str) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_and_training_are_those_of_autograd(name: str) -> None:
     assert disagreements(name) == []
+
+
+@pytest.mark.parametrize("name", ["rows, LSTM", "rows, RNN"])
+def test_the_gradient_of_both_biases_of_a_recurrent_layer_is_clipped_once_for_each(name: str) -> None:
+    task = replace(task_of(name), clip_norm=0.01)
+    programs = [hotloop.lower(task, plan) for plan in (ARRAYS, BASELINE)]
+    for program in programs:
+        advance(program, 15)
+    found, expected = (program.state().parameters for program in programs)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def overwriting(self: Graph, dy: Any) -> Any:

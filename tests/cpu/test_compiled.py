@@ -1,9 +1,10 @@
-"""What a compiled step takes for a batch like its own, in which containers batches may come, and what it leaves behind."""
+"""What a compiled step takes for a batch or a state like its own, in which containers batches come, and what it leaves."""
 
 from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 import hotloop
 from hotloop import weighing
 from hotloop.errors import PlanError
+from hotloop.lowering import compiled
+from hotloop.lowering.capture import Captured
 from hotloop.plan import Plan
-from tests.cpu.programs import a_task, advance, labelled
+from tests.cpu.programs import a_task, advance, labelled, state_after, through_file
 from tests.cpu.test_graphs import on_a_stand_in  # noqa: F401  a fixture, for all tests here
 from tests.cpu.test_hyper import assert_as_eager, halving, uncompiled  # noqa: F401  a fixture, for all tests here
 
@@ -131,7 +134,110 @@ def test_batches_in_mappings_that_are_no_dicts_are_captured(container: Callable[
     assert_as_eager(a_task(step=step, data=loader, batch_size=None, schedule=halving), Plan(compile="step"))
 
 
+# ---------------------------------------------------------------- the optimizer's state
+
+
+class Backwards(torch.optim.Optimizer):
+    """Momentum, of the last parameter first."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for value in reversed(group["params"]):
+                state = self.state[value]
+                if not state:
+                    state["momentum"] = torch.zeros_like(value)
+                state["momentum"].mul_(0.9).add_(value.grad)
+                value.sub_(state["momentum"], alpha=group["lr"])
+
+
+def equal_layers() -> nn.Module:
+    """Two parameters of one shape."""
+    return nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
+
+
+def assert_goes_on(task: hotloop.Task, before: Plan, plan: Plan) -> None:
+    """A training that was begun under one plan goes on compiled under another, as if under the baseline throughout."""
+    begun, program = hotloop.lower(task, before), hotloop.lower(task, plan)
+    advance(begun, 3)
+    program.restore(through_file(begun.state()))
+    advance(program, 5)
+    assert program.compiled_steps == 5
+    expected = state_after(task, 8).parameters
+    torch.testing.assert_close(program.state().parameters, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", WHOLE, ids=Plan.brief)
+def test_each_parameter_keeps_its_own_state_whatever_the_order_in_which_it_was_made(plan: Plan) -> None:
+    assert_goes_on(a_task(model=equal_layers, optimizer=Backwards, batch_size=6), plan, plan)
+
+
+@pytest.mark.parametrize("plan", WHOLE, ids=Plan.brief)
+def test_a_state_whose_keys_were_made_in_another_order_is_compiled_too(plan: Plan) -> None:
+    task = a_task(optimizer=lambda p: torch.optim.Adam(p, lr=0.01), batch_size=6)
+    assert_goes_on(task, Plan(engine="arrays"), plan)
+
+
+@pytest.mark.parametrize("plan", WHOLE, ids=Plan.brief)
+def test_a_state_that_the_step_was_not_compiled_for_is_told_and_trained_eagerly(plan: Plan) -> None:
+    said: list[str] = []
+    task = a_task(optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), batch_size=6)
+    program = hotloop.lower(task, plan, said.append)
+    advance(program, 3)
+    assert not [line for line in said if "eagerly" in line]  # though its first step made the state
+    state = program.state()
+    state.optimizer["state"]["bias"]["more"] = torch.zeros(3)
+    program.restore(state)
+    advance(program, 4)
+    told = "there is state/bias/more, of which the compiled step knows nothing: while that is so, steps run eagerly"
+    assert [line for line in said if "eagerly" in line] == [told]
+    assert program.compiled_steps == 2
+    torch.testing.assert_close(program.state().parameters, state_after(task, 7).parameters)
+
+
 # ---------------------------------------------------------------- gradients
+
+
+class Summed(nn.Module):
+    """A linear layer whose weight is a sum: both terms get the same gradient, or one the other's, turned."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.turned = turned
+        self.one = nn.Parameter(torch.randn(3, 6))
+        self.other = nn.Parameter(torch.randn(6, 3) if turned else torch.randn(3, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.one + (self.other.T if self.turned else self.other))
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["equal", "turned"])
+@pytest.mark.parametrize("plan", [*WHOLE, Plan(compile="forward")], ids=Plan.brief)
+def test_a_gradient_of_two_parameters_is_clipped_once_for_each(plan: Plan, turned: bool) -> None:
+    task = a_task(model=partial(Summed, turned), clip_norm=0.1)
+    program = hotloop.lower(task, plan)
+    advance(program, 7)
+    assert program.compiled_steps
+    torch.testing.assert_close(program.state().parameters, state_after(task, 7).parameters)
+
+
+def test_equal_gradients_that_a_compiler_makes_one_are_clipped_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sharing(captured: Captured, *others: Any) -> Callable[[list[Tensor]], Any]:
+        def run(flat: list[Tensor]) -> list[Tensor]:
+            loss, one, other = captured.graph(*flat)
+            assert one.equal(other)
+            return [loss, one, one]
+
+        return run
+
+    monkeypatch.setattr(compiled, "_compiled", sharing)
+    task = a_task(model=partial(Summed, False), clip_norm=0.1)
+    program = hotloop.lower(task, Plan(compile="forward"))
+    advance(program, 7)
+    torch.testing.assert_close(program.state().parameters, state_after(task, 7).parameters)
 
 
 @pytest.mark.parametrize("plan", WHOLE, ids=Plan.brief)

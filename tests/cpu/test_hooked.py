@@ -15,13 +15,14 @@ import hotloop
 from hotloop import rules
 from hotloop.choosing import lowered
 from hotloop.errors import PlanError, TaskError
-from hotloop.lowering import graphs
+from hotloop.lowering import Program, graphs
 from hotloop.lowering.hooked import hooked_optimizer
 from hotloop.lowering.shared import look
 from hotloop.plan import Plan
 from hotloop.wanted import Wanted
 from tests.cpu.programs import a_task, advance, state_after
 from tests.cpu.recording import FakeRecorder
+from tests.cpu.test_hyper import uncompiled  # noqa: F401  a fixture
 
 GRAPHS = Plan(graphs="step")
 WHOLE = [Plan(compile="step"), Plan(compile="package"), GRAPHS]
@@ -223,6 +224,26 @@ def test_arrays_refuse_a_hook_that_is_hung_up_later_at_the_next_step() -> None:
     program.optimizer.register_step_post_hook(clamp)
     with pytest.raises(PlanError, match="the hooks of SGD"):
         program.advance(1)
+
+
+LATER: dict[str, Callable[[Program], Any]] = {
+    "a gradient's": lambda program: program.model.weight.register_hook(small),  # type: ignore[operator,union-attr]
+    "an update's": lambda program: program.optimizer.register_step_post_hook(clamp),
+}
+
+
+@pytest.mark.usefixtures("stand_in", "uncompiled")
+@pytest.mark.parametrize("plan", [Plan(compile="step"), GRAPHS], ids=Plan.brief)
+@pytest.mark.parametrize("name", LATER)
+def test_a_hook_that_a_callback_hangs_up_is_called_from_the_next_epoch_on(name: str, plan: Plan) -> None:
+    programs = [hotloop.lower(a_task(batch_size=6), one) for one in (plan, Plan())]
+    for program in programs:
+        advance(program, 4)  # an epoch
+        program.look_again([print])
+        LATER[name](program)
+        advance(program, 4)
+    found, expected = (program.state().parameters for program in programs)
+    torch.testing.assert_close(found, expected)
 
 
 # --- not a user's own

@@ -265,6 +265,18 @@ class Slow(torch.optim.SGD):
             super().step()
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a count that belongs to no parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.state["steps"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["steps"] += 1
+        super().step()
+
+
 class Around(torch.optim.Optimizer):
     """An optimizer around another, whose state is elsewhere."""
 
@@ -294,6 +306,7 @@ class OutOfPlace(torch.optim.Optimizer):
         (Yogi, "the optimizer changes its own 'step' of ", "compile=forward"),
         (Late, "the optimizer changes its own 'state' of ", "compile=forward"),
         (Slow, "the optimizer changes its own 'turn'", "compile=none"),
+        (Counting, "the optimizer changes its own 'state' of 'steps'", "compile=forward"),
         (Around, "the optimizer changes its own 'base'", "compile=none"),
         (OutOfPlace, "the optimizer gives a parameter other memory", "compile=forward"),
     ],

@@ -138,10 +138,29 @@ def another_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict(saved)
 
 
+def another_order(optimizer: torch.optim.Optimizer) -> None:
+    """Of the norm's weight and bias, which have one shape."""
+    saved = optimizer.state_dict()
+    items = list(saved["state"].items())
+    saved["state"] = dict([*items[1::-1], *items[2:]])
+    optimizer.load_state_dict(saved)
+
+
+def freezing(model: Normed) -> None:
+    model.layer.bias.requires_grad_(False)
+
+
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("plan", [STEP, Plan(compile="forward"), Plan(graphs="step")], ids=Plan.brief)
 @pytest.mark.parametrize(
-    ("what", "of"), [(other_data, "model"), (another_buffer, "model"), (another_state, "optimizer")]
+    ("what", "of"),
+    [
+        (other_data, "model"),
+        (another_buffer, "model"),
+        (freezing, "model"),
+        (another_state, "optimizer"),
+        (another_order, "optimizer"),
+    ],
 )
 def test_what_a_callback_replaces_is_what_trains_from_there_on(
     what: Any, of: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +182,7 @@ def test_what_a_callback_replaces_is_what_trains_from_there_on(
         (other_parameters, Plan(engine="arrays"), "a parameter that is not the model's"),
         (other_data, Plan(engine="arrays"), "a callback gives 'norm.weight' other memory"),
         (another_buffer, Plan(engine="arrays"), "a callback gives 'norm.running_mean' other memory"),
+        (freezing, Plan(engine="arrays"), "a callback freezes or thaws 'layer.bias'"),
     ],
 )
 def test_what_can_t_be_trained_after_a_callback_is_told(what: Any, plan: Plan, says: str, tmp_path: Path) -> None:

@@ -53,7 +53,28 @@ def test_the_gain_on_strangers_counts_kept_baselines_as_one() -> None:
     assert value == pytest.approx(2) and low < value < high
     text = auto_models.markdown([*measured, {"model": "t5", "failure": "it broke"}])
     assert "vit, lost: 0.70" in text and "t5: it broke" in text and "1m15s" in text
-    assert auto_models.slower(measured) == ["bert (auto)"]
+    assert auto_models.slower(measured) == ["bert (auto): slower than the baseline"]
+
+
+def start_that_is_not_won_back(model: str, rules: float = 2.0) -> dict:
+    row = stranger(model, rules, None)
+    row["verdict"]["plans"][1]["run_s"] = 80.0
+    return row
+
+
+def test_a_run_that_auto_makes_longer_is_named_though_its_steps_are_faster() -> None:
+    measured = [stranger("vit", 2.0, None), start_that_is_not_won_back("bert")]
+    told = "bert (auto): a run of 1m20s, and of 1m15s under the baseline"
+    assert auto_models.longer(measured) == [told] and not auto_models.slower(measured)
+    assert f"- {told}" in auto_models.markdown(measured)
+
+
+def test_the_same_steps_timed_twice_are_no_longer_run() -> None:
+    kept = start_that_is_not_won_back("bert")
+    kept["verdict"]["plans"][1] |= {"plan": {}, "run_s": 76.0}
+    assert auto_models.longer([kept]) == []
+    kept["verdict"]["plans"][1]["run_s"] = 80.0  # it looked long for a plan that isn't there
+    assert auto_models.longer([kept]) == ["bert (auto): a run of 1m20s, and of 1m15s under the baseline"]
 
 
 @pytest.mark.parametrize("plan", [{}, {"optimizer": "fused"}], ids=["while it was lowered", "after"])
@@ -130,6 +151,13 @@ def test_a_race_gets_more_time_until_there_are_pairs_enough() -> None:
 
 
 KINDS = {"fails": {"failure": "it broke"}, "too few": unknown("bert"), "fine": stranger("bert", 2.0, None)}
+
+
+def test_the_bench_of_strangers_fails_where_a_run_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {key: value for key, value in start_that_is_not_won_back("bert").items() if key != "model"}
+    monkeypatch.setattr(auto_models, "searched_and_raced", lambda name, seconds: row)
+    monkeypatch.setattr("sys.argv", ["auto_models", "bert", "--journal", str(tmp_path / "journal.jsonl")])
+    assert auto_models.main() == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -234,6 +234,8 @@ def test_figures_of_a_step_are_averaged_over_samples(tmp_path: Path) -> None:
     [
         ({"error": 1.0}, "expected one with 'loss'"),
         ({"loss": 1.0, "scores": torch.zeros(2)}, "'scores' of shape"),
+        ({"loss": 1.0, "weight": 2.0}, "step returned 'weight', which hotloop counts itself"),
+        ({"loss": 1.0, "samples": 5}, "step returned 'samples', which hotloop counts itself"),
         (None, "the loss is None"),
         (1.0, "the loss is a float"),
     ],

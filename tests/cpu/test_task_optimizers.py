@@ -153,6 +153,28 @@ def test_gradients_of_what_no_optimizer_holds_do_not_pile_up() -> None:
     assert norms[0] > 0 and norms[1] == norms[0] == norms[2]
 
 
+def test_gradients_of_what_is_thawed_later_do_not_pile_up() -> None:
+    everything = lambda parameters: torch.optim.SGD(parameters.model.parameters(), lr=0.0)  # noqa: E731
+    program = hotloop.lower(a_task(model=frozen_first, optimizer=everything))
+    program.step(labelled())
+    program.model.requires_grad_(True)
+    norms = []
+    for _ in range(3):
+        program.step(labelled())
+        norms.append(float(program.model[0].weight.grad.norm()))
+    assert norms[0] > 0 and norms[1] == norms[0] == norms[2]
+
+
+def test_what_a_callback_gives_to_the_optimizer_is_clipped_with_the_rest() -> None:
+    program = hotloop.lower(a_task(model=frozen_first, clip_norm=0.01))
+    program.look_again([print])
+    program.advance(1)
+    program.optimizer.add_param_group({"params": list(program.model[0].requires_grad_(True).parameters())})
+    program.advance(1)
+    gradients = [value.grad for value in program.model.parameters()]
+    assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(0.01, rel=1e-3)
+
+
 def test_parameters_from_elsewhere_are_refused() -> None:
     stray = nn.Parameter(torch.zeros(3))
     with pytest.raises(TaskError, match="not the model's"):

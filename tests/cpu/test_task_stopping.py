@@ -110,6 +110,7 @@ def test_without_validation_the_last_weights_are_tested(tmp_path: Path) -> None:
     model.load_state_dict(last_state(run).parameters)
     x, y = labelled(40)
     assert run.final["weights"] == "last"
+    assert not list(run.path.rglob("best/*"))  # which nobody would read
     assert run.final["test_loss"] == pytest.approx(float(F.cross_entropy(model(x), y)), rel=1e-5)
 
 

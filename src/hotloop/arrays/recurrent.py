@@ -59,7 +59,8 @@ class _Recurrent(Layer):
         flat = xp.reshape(da, (-1, rows))
         self.gradients["weight_ih"] = flat.T @ xp.reshape(self._x, (-1, self._x.shape[2]))
         self.gradients["weight_hh"] = flat.T @ xp.reshape(before, (-1, self.units))
-        self.gradients["bias_ih"] = self.gradients["bias_hh"] = xp.sum(flat, axis=0)
+        bias = xp.sum(flat, axis=0)
+        self.gradients["bias_ih"], self.gradients["bias_hh"] = bias, xp.asarray(bias, copy=True)  # each may be clipped
         return da @ self.weights["weight_ih"]
 
     _x: Array

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from hotloop.data.tree import flatten
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.accumulation import accumulate_on_device
+from hotloop.lowering.binding import Values, step_tensors
 from hotloop.lowering.constants import check_batch, check_constants, same_constants
 from hotloop.lowering.hooked import bare_step, hooked_optimizer
 from hotloop.lowering.hyper import held_by, hyper_of, put
@@ -36,8 +37,6 @@ from hotloop.lowering.rewound import no_rewound_draws
 from hotloop.lowering.side_effects import no_side_effects, no_side_effects_of_update, refused
 from hotloop.lowering.step import EagerStep
 from hotloop.task import Computed, hooked_parameter
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -64,27 +63,6 @@ class Captured:
             return make_fx(run)(*self.examples, *further)
 
 
-def step_tensors(step: EagerStep, hyper: dict[str, Tensor], *, whole: bool) -> Values:
-    """What a step reads and changes, by name: of the whole step, or of forward and backward alone."""
-    model, loss = step.parts.model, step.parts.task.loss
-    values: Values = {
-        "parameters": {name: value.detach() for name, value in model.named_parameters()},
-        "buffers": dict(model.named_buffers()),
-        "loss": dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {},
-    }
-    if whole:
-        names = {id(value): name for name, value in model.named_parameters()}
-        values["state"] = {
-            names[id(parameter)]: {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            for parameter, state in step.optimizer.state.items()
-        }
-        values["average"] = step.average
-        values["hyper"] = hyper
-    if step.scale is not None:
-        values["scale"] = step.scale
-    return values
-
-
 def capture(
     step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool, singly: bool = True
 ) -> Captured:
@@ -109,13 +87,13 @@ class Capture:
     def __init__(
         self, step: EagerStep, samples: int, hyper: dict[str, Tensor], *, whole: bool, singly: bool = True
     ) -> None:
-        _check_hooks(step, whole=whole)
         self._step, self._hyper, self._whole = step, hyper, whole
         self._tracer = _Tracer(step, samples, whole, singly)
 
     def once(self, batch: Any) -> Captured:
         """Raises PlanError where the step can't be captured."""
         began = time.perf_counter()
+        _check_hooks(self._step, whole=self._whole)  # each time: callbacks may have hung some up
         captured = self._tracer.trace((step_tensors(self._step, self._hyper, whole=self._whole), batch))
         self.once_s = time.perf_counter() - began
         return captured
@@ -174,7 +152,7 @@ class _Tracer:
 
         def backward(loss: Tensor, counts: Tensor | None = None) -> None:
             scaled = loss if scale is None else loss * scale
-            found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True)
+            found = apart(torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True), _place)
             for name, value in zip(wanted, found, strict=True):
                 if value is not None:
                     value = value if counts is None else torch.where(counts, value, 0.0)
@@ -217,6 +195,7 @@ class _Tracer:
             parameters[name].grad = value
         try:
             swapped: Any = type(state)(dict)
+            swapped.update({holder: own for holder, own in state.items() if not isinstance(holder, Tensor)})
             for group in optimizer.param_groups:
                 names = [self.names[id(parameter)] for parameter in group["params"]]
                 for name, parameter in zip(names, group["params"], strict=True):
@@ -243,6 +222,25 @@ class _Tracer:
                 value.grad = None
         if values["average"]:
             step.update_average(list(values["average"].values()), [parameters[name] for name in values["average"]])
+
+
+def apart(gradients: Iterable[Tensor | None], place: Callable[[Tensor], Any]) -> Iterator[Tensor | None]:
+    """Gradients with memory of their own each, as where autograd accumulates them: both terms of a sum get one tensor.
+
+    Args:
+        place: where in which memory a tensor begins.
+    """
+    seen = set[Any]()
+    for value in gradients:
+        if value is not None and value.layout == torch.strided:
+            value = value.clone() if place(value) in seen else value
+            seen.add(place(value))
+        yield value
+
+
+def _place(value: Tensor) -> tuple[int, int]:
+    """Of a tensor without content, too."""
+    return value.untyped_storage()._cdata, value.storage_offset()  # type: ignore[return-value]
 
 
 def _another(leaf: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 from hotloop.data.tree import batch_length, tensors
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.again import Again
-from hotloop.lowering.capture import Capture, Captured, step_tensors
+from hotloop.lowering.binding import by_place, misfit, step_tensors
+from hotloop.lowering.capture import Capture, Captured, apart
 from hotloop.lowering.hosted import host
 from hotloop.lowering.hyper import Hyper, Moved, hyper_of
 from hotloop.lowering.indices import Indices
@@ -29,6 +30,9 @@ Runner = Callable[[list[Tensor]], Any]
 
 _OPTIONS = {"fallback_random": True}
 """Draws come from torch's generators, as in the eager step, and not from the compiler's own."""
+
+_EAGER_STEPS = 2
+"""That a step is made ready with: the optimizer has all its state after them."""
 
 
 class CompiledStep(EagerStep):
@@ -47,6 +51,8 @@ class CompiledStep(EagerStep):
         self._hyper = Hyper(self.optimizer, {})
         self._indices: Indices | None = None
         self._bound: list[Tensor] | None = None  # parameters first
+        self._expected: dict[str, Tensor] = {}  # by place, like those that the program works on
+        self._eager_steps = 0  # since the State was another
         self._again: Again | None = None
         self._held = list(parts.model.parameters())
         self._signature: Any = ()
@@ -94,6 +100,8 @@ class CompiledStep(EagerStep):
     def _capture(self, batch: Any, cells: dict[str, Tensor], singly: bool = True) -> Captured:
         capture = Capture(self, batch_length(batch), cells, whole=self.whole, singly=singly)
         captured = capture.twice(batch)
+        names = by_place(step_tensors(self, cells, whole=self.whole))
+        self._expected = dict(zip(names, captured.examples, strict=False))  # behind them are those of the batch
         self._again, self.look_s = Again(captured, capture.once), capture.once_s
         return captured
 
@@ -112,7 +120,7 @@ class CompiledStep(EagerStep):
 
     def rebind(self) -> None:
         """Notes that tensors of the optimizer's state were replaced."""
-        self._bound = None
+        self._bound, self._eager_steps = None, 0
 
     def unbind(self) -> None:
         """Has the next step find its tensors, which callbacks may have replaced.
@@ -120,6 +128,7 @@ class CompiledStep(EagerStep):
         Raises:
             TaskError: the model has other parameters than the optimizer.
         """
+        super().unbind()
         self._check_ownership()
         self._bound = None
 
@@ -169,6 +178,7 @@ class CompiledStep(EagerStep):
 
     def _run_eagerly(self, batch: Any, samples: int, step: int) -> Tensor:
         self._bound = None  # an eager step may replace tensors of the optimizer's state
+        self._eager_steps += 1
         if self._runner is not None and signature(batch) != self._signature:
             other = f"of {samples} instead of {self._samples} samples"
             if samples == self._samples:
@@ -202,7 +212,8 @@ class CompiledStep(EagerStep):
         scalars = dict(zip(names, outputs[1 : 1 + len(names)], strict=True))
         if not self.whole:
             self._clear_gradients()
-            for name, value in zip(self._captured.gradients, outputs[1 + len(names) :], strict=True):
+            gradients = apart(outputs[1 + len(names) :], Tensor.data_ptr)  # a compiler may make one of equal ones
+            for name, value in zip(self._captured.gradients, gradients, strict=True):
                 self.parts.model.get_parameter(name).grad = value
             self._clip_unscaled()
             self._update()
@@ -223,14 +234,18 @@ class CompiledStep(EagerStep):
     def _is_bound(self) -> bool:
         """Finds the tensors that the program works on; False while the optimizer's state is not complete."""
         if self._bound is None:
-            assert self._captured is not None
-            values = step_tensors(self, self._hyper.cells, whole=self.whole)
-            found = list(tensors(values))
-            expected = self._captured.examples[: len(self._captured.examples) - self._given]
-            if len(found) != len(expected) or not all(map(alike, found, expected)):
+            found = by_place(step_tensors(self, self._hyper.cells, whole=self.whole))
+            if not self._fits(found):
                 return False
-            self._bind(found)
+            self._bind([found[place] for place in self._expected])
         return True
+
+    def _fits(self, found: dict[str, Tensor]) -> bool:
+        """Whether these are the tensors that the program is for; says why not, unless eager steps may still make them."""
+        why = misfit(found, self._expected)
+        if why is not None and self._eager_steps >= _EAGER_STEPS:
+            self._tell("tensors", f"{why}: while that is so, steps run eagerly")
+        return why is None
 
     def _bind(self, found: list[Tensor]) -> None:
         """From now on the program works on these, and what an eager step left of gradients is memory that nobody needs."""
@@ -270,10 +285,6 @@ def _draws_nothing(target: Any) -> bool:
 
 
 _TORCHS_OWN = ("aten", "prims", "mkldnn")
-
-
-def alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
 
 
 def built(captured: Captured, parts: Ingredients) -> Runner:

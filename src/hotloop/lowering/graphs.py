@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hotloop.data.tree import batch_length, map_tensors, tensors
 from hotloop.errors import PlanError, blame, out_of_memory
-from hotloop.lowering.capture import step_tensors
-from hotloop.lowering.compiled import CompiledStep, alike, built, signature
+from hotloop.lowering.binding import by_place, step_tensors
+from hotloop.lowering.compiled import CompiledStep, built, signature
 from hotloop.lowering.hyper import Hyper, Moved
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.lifted import lift
@@ -36,7 +36,6 @@ class GraphedStep(CompiledStep):
         self._recordings: dict[int, Recording] = {}
         self._batches: list[Any] = []
         self._cells = torch.zeros(0)
-        self._static: list[Tensor] = []
         vars(self.optimizer)["_warned_capturable_if_run_uncaptured"] = True  # it does so on purpose
         for group in self.optimizer.param_groups:
             if "capturable" in group:
@@ -62,7 +61,7 @@ class GraphedStep(CompiledStep):
         captured = self._capture(self._batches[0], rows[0], singly=compiles)
         self._captured = captured = lift(captured)
         self._runner = built(captured, self.parts) if compiles else lambda flat: captured.graph(*flat)
-        self._static = self._tensors()
+        self._expected = self._tensors()
         works = [partial(self._work, *pair) for pair in zip(rows, self._batches, strict=True)]
         for count in dict.fromkeys((1, self.at_once)):
             self._recordings[count] = self._recorded(works[:count])
@@ -142,10 +141,10 @@ class GraphedStep(CompiledStep):
     def _work(self, hyper: dict[str, Tensor], batch: Any) -> Sequence[Tensor]:
         assert self._runner is not None
         with torch.no_grad():
-            return tuple(self._runner([*self._tensors(hyper), *tensors(batch)]))
+            return tuple(self._runner([*self._tensors(hyper).values(), *tensors(batch)]))
 
-    def _tensors(self, hyper: dict[str, Tensor] | None = None) -> list[Tensor]:
-        return list(tensors(step_tensors(self, hyper or self._hyper.cells, whole=True)))
+    def _tensors(self, hyper: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        return by_place(step_tensors(self, hyper or self._hyper.cells, whole=True))
 
     def _is_bound(self) -> bool:
         """Moves what was put elsewhere back to where the graph works; False while the optimizer's state isn't complete."""
@@ -153,13 +152,14 @@ class GraphedStep(CompiledStep):
             values = step_tensors(self, self._hyper.cells, whole=True) | {
                 "parameters": dict(self.parts.model.named_parameters())
             }
-            found = list(tensors(values))
-            if len(found) != len(self._static) or not all(map(alike, found, self._static)):
+            found = by_place(values)
+            if not self._fits(found):
                 return False
-            for tensor, static in zip(found, self._static, strict=True):
+            for place, static in self._expected.items():
+                tensor = found[place]
                 if tensor.data_ptr() != static.data_ptr():
                     tensor.data = static.copy_(tensor.detach())
-            self._bind(found)
+            self._bind([found[place] for place in self._expected])
         return True
 
     def _recorded(self, works: Sequence[Work]) -> Recording:

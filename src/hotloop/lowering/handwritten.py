@@ -57,7 +57,7 @@ class ArraysStep(EagerStep):
             if isinstance(layer, Dropout):
                 layer.draw = self._kept
         self._embeddings = [layer for layer in layers if isinstance(layer, Embedding)]
-        self._places = self._find_places()
+        self._places, self._trained = self._find_places(), self._find_trained()
         self._gradients: dict[Tensor, Any] = {}
         # torch's schedulers warn where the optimizer's own `step` wasn't called before theirs.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -78,8 +78,10 @@ class ArraysStep(EagerStep):
         """Looks whether the layers still compute on the model's memory, which callbacks may have replaced.
 
         Raises:
-            TaskError: the model has other parameters than the optimizer, or some have other memory.
+            TaskError: the model has other parameters than the optimizer, or some have other memory, or are trained that
+                weren't, or the other way round.
         """
+        super().unbind()
         self._check_ownership()
         self._memory = {}
         places = self._find_places()
@@ -89,6 +91,16 @@ class ArraysStep(EagerStep):
                 expected="parameters and buffers that are changed in place",
                 fix=f"write into {moved[0]!r}, such as by `.data.copy_(...)`, or choose engine=eager",
             )
+
+        if changed := sorted(self._find_trained() ^ self._trained):
+            raise TaskError(
+                f"a callback freezes or thaws {changed[0]!r}, and engine=arrays trains what it did at first",
+                expected="the same parameters to train throughout",
+                fix="choose engine=eager",
+            )
+
+    def _find_trained(self) -> set[str]:
+        return {name for name, value in self.parts.model.named_parameters() if value.requires_grad}
 
     def _find_places(self) -> dict[str, int]:
         """Where the memory of parameters and buffers begins, by name."""

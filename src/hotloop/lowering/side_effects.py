@@ -71,7 +71,9 @@ def no_side_effects_of_update(optimizer: torch.optim.Optimizer, names: Mapping[i
 
 def _of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
-    state = {names.get(id(key), "another"): value for key, value in optimizer.state.items()}
+    state: dict[str, Any] = {}
+    for holder, value in optimizer.state.items():  # which may be no parameter, as where all steps are counted
+        state[names.get(id(holder), "another") if isinstance(holder, Tensor) else str(holder)] = value
     return {"groups": optimizer.param_groups, "state": state, "attributes": attributes}
 
 

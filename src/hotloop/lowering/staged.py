@@ -123,9 +123,8 @@ class StagedStep(EagerStep):
 
     def _keep_own_averages(self) -> None:
         """Averages are only of what this rank holds."""
-        values = dict(self.parts.model.named_parameters())
         self.average = {name: value for name, value in self.average.items() if name in self._holding.own}
-        self._averaged = [values[name] for name in self.average]
+        self._list_parameters()
 
     def restore_average(self, average: dict[str, Tensor]) -> None:
         super().restore_average({name: value for name, value in average.items() if name in self._holding.own})

@@ -49,15 +49,13 @@ class EagerStep:
         self.scaler = torch.amp.GradScaler(parts.device.type) if parts.scaled else None
         self.scale = torch.ones((), device=parts.device) if parts.scaled else None
         self.schedule = task.build_schedule(self.optimizer, parts.roles.batches)
-        self._trainable = [value for group in self.optimizer.param_groups for value in group["params"]]
-        self._check_ownership()
-        self._filled = [value for value in model.parameters() if value.requires_grad]
         self._clears_itself = type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
         self.average: dict[str, Tensor] = {}
         if task.average is not None:
             self.average = {n: v.detach().clone() for n, v in model.named_parameters() if v.requires_grad}
             self._average = get_ema_multi_avg_fn(task.average)
-            self._averaged = [v for v in model.parameters() if v.requires_grad]
+        self._list_parameters()
+        self._check_ownership()
         self.draws = StepDraws(task.seed, *parts.devices)
         self._needs_closure = needs_closure(self.optimizer)
         self._checked = False
@@ -187,7 +185,14 @@ class EagerStep:
         """Notes that a State was restored, and tensors of the optimizer's state replaced."""
 
     def unbind(self) -> None:
-        """Notes that callbacks may have put other tensors, or other memory, in the place of the step's."""
+        """Notes that callbacks may have put other tensors, or other memory, in the step's place, or added some."""
+        self._list_parameters()
+
+    def _list_parameters(self) -> None:
+        named = dict(self.parts.model.named_parameters())
+        self._trainable = [value for group in self.optimizer.param_groups for value in group["params"]]
+        self._filled = list(named.values())  # frozen ones, too, which a callback may have thawed
+        self._averaged = [named[name] for name in self.average]
 
     def look_again(self) -> None:
         """Has a compiled step see, before the next batch, whether it still does what was compiled."""
