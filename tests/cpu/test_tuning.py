@@ -37,6 +37,8 @@ from tests.cpu.families import family
 from tests.cpu.programs import a_task
 from tests.cpu.test_race_rounds import Machine
 from tests.cpu.test_race_rounds import Plan as Windows
+from tests.unit.machines import A_GPU, a_machine
+from tests.unit.machines import facts as made_up
 
 STEP_MS = 10.0
 HALF = Makeup(100, step_s=STEP_MS / 1e3, library_s=0.35 * STEP_MS / 1e3, other_s=0.38 * STEP_MS / 1e3)
@@ -145,6 +147,16 @@ def test_only_what_can_be_run_is_tried() -> None:
     assert {"optimizer": "fused"} in changes
     assert {"threads": 1} not in changes  # as it is anyway
     assert compiled_changes(facts, replace(hardware, compiler=None), Plan()) == []
+
+
+def test_on_cuda_several_steps_are_recorded_at_once_where_the_data_lies_there() -> None:
+    """With a compiler first; whether they win and come to the same, race and proof tell."""
+    for residency, recorded in ("stream", ["step"]), ("device", [8, "step"]):
+        ways = compiled_changes(made_up(), a_machine(A_GPU), Plan(device="cuda:0", residency=residency))
+        graphs = [(way.get("compile", "none"), way["graphs"]) for way in ways if "graphs" in way]
+        assert graphs == [(how, one) for how in ("step", "none") for one in recorded]
+        assert ways[: len(recorded)] == [{"compile": "step", "graphs": one} for one in recorded]
+        assert {"compile": "step"} in ways
 
 
 def test_samples_of_one_epoch_are_not_read_first() -> None:
