@@ -23,7 +23,7 @@ from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.rules import Choice, left_open, passed_over, ranked, unrolled
 from hotloop.task import Task
-from hotloop.tuning.candidates import rewriting_changes, without
+from hotloop.tuning.candidates import recorded_changes, rewriting_changes, without
 from hotloop.verdicts import Verdict
 from hotloop.view import Callback
 from hotloop.wanted import Wanted
@@ -201,12 +201,16 @@ def _unsettled(facts: TaskFacts, plan: Plan) -> str:
 
 
 def _ways(compiled: list[Plan], facts: TaskFacts, wanted: Wanted) -> list[Plan]:
-    """The first of the compiled plans, with its step rewritten and without; a compiler writes the update its own way."""
+    """The first of the compiled plans, with its step rewritten or recorded, and as it is.
+
+    A compiler writes the update its own way.
+    """
     if not compiled:
         return []
     plan = compiled[0].with_axes(optimizer=wanted.plan.optimizer)
-    changes = without(rewriting_changes(facts, here(plan.device), plan), wanted.plan.model_fields_set)
-    return [*(plan.with_axes(**change) for change in changes), plan]
+    machine = here(plan.device)
+    changes = [*recorded_changes(facts, machine, plan), *rewriting_changes(facts, machine, plan)]
+    return [*(plan.with_axes(**change) for change in without(changes, wanted.plan.model_fields_set)), plan]
 
 
 def _settled(

@@ -27,6 +27,9 @@ from hotloop.verdicts import TRUSTED, Timing, Verdict
 _DOUBT = 1.5
 """Times what a compilation should take, which nobody asked to wait for: machines may be slow, or busy."""
 
+_IN_VAIN = 2
+"""Times what compiling, race and proof cost: so much must be hoped for, since a race may be lost, and a proof fail."""
+
 _RACING_STEPS = 2 * LEAST_PAIRS
 """Of each plan in a race, the baseline and the eager one among them; how long they take counts as compiling."""
 
@@ -82,8 +85,8 @@ class Hope:
         return compilations * _DOUBT * self.compile_s + racing_s + proving_s(self.step_s + self.load_s, self.copying_s)
 
     def pays(self, compilations: int = 1) -> bool:
-        """Whether they save more than they cost, and leave time to train."""
-        return self.costs_s(compilations) < min(self.wins_s, SEARCHED * self.limit_s)
+        """Whether they should save clearly more than they cost, and leave time to train."""
+        return self.costs_s(compilations) < min(self.wins_s / _IN_VAIN, SEARCHED * self.limit_s)
 
     @property
     def compilations(self) -> int:
@@ -96,9 +99,10 @@ class Hope:
         long = self.costs_s() >= SEARCHED * self.limit_s
         limit = f", more than a third of the {max(0.0, self.limit_s):.0f} s until stop-after" if long else ""
         looking = f" with {self.looks:,} looks for what callbacks change" if self.looks else ""
+        lost = ", which a lost race would waste" if self.costs_s() < self.wins_s <= _IN_VAIN * self.costs_s() else ""
         return (
             f"a step takes {milliseconds(self.step_s)}{loading}, so compiling {most} {self.wins_s:,.0f} s"
-            f" of the {self.steps:,} steps left{looking}, and with a proof it may take {self.costs_s():.0f} s{limit}"
+            f" of the {self.steps:,} steps left{looking}, and with a proof it may take {self.costs_s():.0f} s{limit}{lost}"
         )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental import symbolic_shapes
 
 import hotloop
 from hotloop.lowering import packages
@@ -68,6 +70,26 @@ def test_a_package_that_can_t_be_loaded_is_made_anew(tmp_path: Path, monkeypatch
             path.write_bytes(made[0][: len(made[0]) // 2])
     assert path.read_bytes() == made[0]
     assert len([line for line in said if line.startswith("the kept package can't be loaded, and is made anew: ")]) == 1
+
+
+def test_a_package_that_is_kept_is_loaded_without_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose import takes longer than all else of a start: for embeddings of several threads, and for rewritten products, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
+    task = a_task(model=lambda: torch.nn.Linear(128, 128), data=(x, x.argmax(1)), batch_size=128)
+    plan = PACKAGE.with_axes(threads=2, rewrites="mm_by_onednn")
+    hotloop.lower(task, plan).close()
+    (kept,) = packages.folder().iterdir()
+    for compiler in ("compile_fx", "decomposition", "lowering", "package"):
+        monkeypatch.setitem(sys.modules, f"torch._inductor.{compiler}", None)  # an import of it fails
+    imports_more = lambda: pytest.fail("torch imports its exporter to find the user's lines")  # noqa: E731
+    monkeypatch.setattr(symbolic_shapes, "uninteresting_files", imports_more)
+    said: list[str] = []
+    program = hotloop.lower(task, plan, said.append)
+    advance(program, 2)
+    program.close()
+    assert program.compiled_steps and not any("made anew" in line for line in said)
+    assert list(packages.folder().iterdir()) == [kept]
 
 
 def test_a_package_of_other_options_or_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from hotloop.verdicts import Timing
 from tests.cpu.families import family
 from tests.cpu.pretended_races import Doubtful, searching, told
 from tests.cpu.programs import a_task
+from tests.unit.machines import A_GPU, a_machine
+from tests.unit.machines import facts as made_up
 
 
 def test_only_what_can_be_run_is_tried() -> None:
@@ -29,6 +31,16 @@ def test_only_what_can_be_run_is_tried() -> None:
     assert {"optimizer": "fused"} in changes
     assert {"threads": 1} not in changes  # as it is anyway
     assert compiled_changes(facts, replace(hardware, compiler=None), Plan()) == []
+
+
+def test_on_cuda_several_steps_are_recorded_at_once_where_the_data_lies_there() -> None:
+    """With a compiler first; whether they win and come to the same, race and proof tell."""
+    for residency, recorded in ("stream", ["step"]), ("device", [8, "step"]):
+        ways = compiled_changes(made_up(), a_machine(A_GPU), Plan(device="cuda:0", residency=residency))
+        graphs = [(way.get("compile", "none"), way["graphs"]) for way in ways if "graphs" in way]
+        assert graphs == [(how, one) for how in ("step", "none") for one in recorded]
+        assert ways[: len(recorded)] == [{"compile": "step", "graphs": one} for one in recorded]
+        assert {"compile": "step"} in ways
 
 
 def test_samples_of_one_epoch_are_not_read_first() -> None:

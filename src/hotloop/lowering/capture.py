@@ -23,7 +23,6 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 
 from hotloop.data.tree import flatten
@@ -36,6 +35,7 @@ from hotloop.lowering.hyper import held_by, hyper_of, put
 from hotloop.lowering.rewound import no_rewound_draws
 from hotloop.lowering.side_effects import no_side_effects, no_side_effects_of_update, refused
 from hotloop.lowering.step import EagerStep
+from hotloop.lowering.symbols import Symbols
 from hotloop.task import Computed, hooked_parameter
 
 
@@ -119,7 +119,7 @@ class _Tracer:
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         if others:
             raise refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
-        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+        mode = FakeTensorMode(shape_env=Symbols(), static_shapes=True, allow_non_fake_inputs=True)
         # Each leaf is an input of its own, also where this batch holds one tensor twice.
         examples = [mode.from_tensor(_another(leaf), static_shapes=True) for leaf in leaves]
         drawn = _drawn()

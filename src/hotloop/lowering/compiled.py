@@ -20,11 +20,11 @@ from hotloop.lowering.capture import Capture, Captured, apart
 from hotloop.lowering.hosted import host
 from hotloop.lowering.hyper import Hyper, Moved, hyper_of
 from hotloop.lowering.indices import Indices
+from hotloop.lowering.inductor import ready_to_compile
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.packages import packaged
 from hotloop.lowering.rewrites import rewrite
 from hotloop.lowering.step import EagerStep
-from hotloop.lowering.threads import embeddings_in_parallel
 
 Runner = Callable[[list[Tensor]], Any]
 
@@ -303,11 +303,11 @@ def built(captured: Captured, parts: Ingredients) -> Runner:
 def _compiled(captured: Captured, parts: Ingredients) -> Runner:
     options = _OPTIONS | _known_to_compilers()
     try:
-        with warnings.catch_warnings(), embeddings_in_parallel(parts.device):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own parts to each other
             if parts.plan.compile == "package":
                 return packaged(captured, parts.device, options, parts.say)
-            return _called(captured, options)
+            return _called(captured, parts.device, options)
     except Exception as error:
         raise PlanError(
             f"the captured step can't be compiled: {blame(error)}",
@@ -322,9 +322,9 @@ def _known_to_compilers() -> dict[str, Any]:
     return {"cpp.vec_isa_ok": True} if plain else {}
 
 
-def _called(captured: Captured, options: dict[str, Any]) -> Runner:
+def _called(captured: Captured, device: torch.device, options: dict[str, Any]) -> Runner:
     from torch._inductor.compile_fx import compile_fx
 
-    with torch.no_grad():
+    with torch.no_grad(), ready_to_compile(device):
         compiled: Any = compile_fx(captured.graph, captured.examples, config_patches=options)
     return lambda flat: compiled(*flat)

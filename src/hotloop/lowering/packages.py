@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pooch
@@ -19,6 +20,7 @@ from hotloop.errors import HotloopError, blame
 from hotloop.files import write_atomic
 from hotloop.lowering.capture import Captured
 from hotloop.lowering.constants import contents_of
+from hotloop.lowering.inductor import ready_to_compile
 from hotloop.lowering.telling import Say
 from hotloop.probe import machine
 
@@ -33,24 +35,25 @@ def packaged(
 
     One that can't be kept serves this time alone, and one that can't be loaded is made anew; either is said.
     """
-    from torch._inductor.package import load_package
-
     path = folder() / f"{_key(captured, device, options)}.pt2"
     if os.path.isfile(path):  # False, too, where nobody may look
         with suppress(OSError):  # somebody else's folder
             os.utime(path)
         try:
-            return load_package(str(path)).loader.run
+            return _loaded(path)
         except Exception as error:
             say(f"the kept package can't be loaded, and is made anew: {blame(error)}")
-    content = _made(captured, options)
+    content = _made(captured, device, options)
     try:
         write_atomic(path, content)
     except HotloopError as error:
         say(f"the package isn't kept for later runs: {error.given}")
-        return load_package(io.BytesIO(content)).loader.run
+        with TemporaryDirectory() as elsewhere:
+            path = Path(elsewhere) / path.name
+            path.write_bytes(content)
+            return _loaded(path)
     _forget_oldest(path.parent)
-    return load_package(str(path)).loader.run
+    return _loaded(path)
 
 
 def folder() -> Path:
@@ -58,10 +61,15 @@ def folder() -> Path:
     return Path(pooch.os_cache("hotloop")) / "packages"
 
 
-def _made(captured: Captured, options: dict[str, Any]) -> bytes:
+def _loaded(path: Path) -> Callable[[list[Tensor]], Any]:
+    """The program in a package, which holds all that it needs: torch's own `load_package` would import the compiler first."""
+    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1).run
+
+
+def _made(captured: Captured, device: torch.device, options: dict[str, Any]) -> bytes:
     from torch._inductor.package import package_aoti
 
-    with redirect_stdout(io.StringIO()):
+    with redirect_stdout(io.StringIO()), ready_to_compile(device):
         files: Any = torch._inductor.aot_compile(
             captured.graph, tuple(captured.examples), options={**options, "aot_inductor.package": True}
         )

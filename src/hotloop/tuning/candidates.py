@@ -17,6 +17,9 @@ Change = dict[str, Any]
 """Axes and the values that they get."""
 
 
+_RECORDED: Sequence[Change] = ({"graphs": 8}, {"graphs": "step"})
+"""A step as a CUDA graph, likeliest best first: several in one replay need the host less often."""
+
 SOUGHT = ("optimizer", "residency", "allocator", "layout", "threads", "compile", "graphs", "rewrites")
 """Axes that a search changes."""
 
@@ -42,8 +45,14 @@ def compiled_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[C
     device = device_of(base, hardware)
     ways: Sequence[Change] = [{"compile": "package"}, {"compile": "step"}, {"compile": "forward"}]
     if device is not None and device.kind == "cuda":
-        ways = [{"compile": "step", "graphs": "step"}, {"graphs": "step"}, {"compile": "step"}, {"compile": "forward"}]
+        compiled = ({"compile": "step", **recorded} for recorded in _RECORDED)
+        ways = [*compiled, *_RECORDED, {"compile": "step"}, {"compile": "forward"}]
     return _feasible(ways, facts, hardware, base)
+
+
+def recorded_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
+    """A compiled step as a CUDA graph, likeliest best first: several in one replay where the data lies on the device."""
+    return _feasible(_RECORDED, facts, hardware, base)
 
 
 def rewriting_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:

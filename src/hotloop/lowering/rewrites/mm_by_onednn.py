@@ -23,8 +23,10 @@ LEAST_FLOP = 2e6
 
 def product_by_onednn(graph: GraphModule) -> int:
     """Wherever two matrices in fp32 are multiplied that aren't small; returns how often."""
-    product = _operator()
     found = [node for target in (aten.mm.default, aten.addmm.default) for node in calls(graph, target) if _fits(node)]
+    if not found:
+        return 0
+    product = _operator()
     for node in found:
         added = [operand(node)] if node.target is aten.addmm.default else []
         given = [*node.args[len(added) :], *added]
@@ -66,8 +68,7 @@ def _fits(node: Node) -> bool:
 
 @cache
 def _operator() -> Any:
-    """`(input (m, k), weight (n, k), bias (n) or none) -> (m, n)`, which compilers know by the time that it is there."""
-    from torch._inductor.lowering import register_lowering
+    """`(input (m, k), weight (n, k), bias (n) or none) -> (m, n)`; see `known_to_inductor`."""
 
     @torch.library.custom_op("hotloop::product", mutates_args=())
     def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,9 +78,15 @@ def _operator() -> Any:
     def _(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return input.new_empty(input.shape[0], weight.shape[0])
 
-    known = torch.ops.hotloop.product.default
-    register_lowering(known, type_promotion_kind=None)(_lowered)
-    return known
+    return torch.ops.hotloop.product.default
+
+
+@cache
+def known_to_inductor() -> None:
+    """Has Inductor know the product, before it compiles a graph that may have some."""
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(_operator(), type_promotion_kind=None)(_lowered)
 
 
 def _lowered(input: Any, weight: Any, bias: Any = None) -> Any:

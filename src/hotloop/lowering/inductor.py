@@ -1,0 +1,19 @@
+"""What torch's compiler, Inductor, has to know of captured steps. Its import takes seconds, which a kept package does without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hotloop.lowering.rewrites.mm_by_onednn import known_to_inductor
+from hotloop.lowering.threads import embeddings_in_parallel
+
+
+@contextmanager
+def ready_to_compile(device: torch.device) -> Iterator[None]:
+    """Around whatever is compiled for a device."""
+    known_to_inductor()
+    with embeddings_in_parallel(device):
+        yield
