@@ -59,13 +59,17 @@ def test_what_is_planted_is_named_with_its_place(case: str, hotloop: Hotloop) ->
     assert found["step_ms"] > 0 and 0 < found["attributed"] <= 1 and found["bound"]
 
 
+IN_GRAPHS = ("opened_each_step", "unused_gradients", "repeated_forward", "shared_trunk")
 WITHOUT = {
     "clean": ("slow_samples", "through_numpy"),
     "decoy": ("retained_graph", "time_steps"),
 }
+LATER = [pytest.param(case, variant, marks=pytest.mark.more) for case in IN_GRAPHS for variant in ("clean", "decoy")]
 
 
-@pytest.mark.parametrize(("case", "variant"), [(case, variant) for variant in WITHOUT for case in WITHOUT[variant]])
+@pytest.mark.parametrize(
+    ("case", "variant"), [*((case, variant) for variant in WITHOUT for case in WITHOUT[variant]), *LATER]
+)
 def test_what_is_not_planted_is_not_named(case: str, variant: str, hotloop: Hotloop) -> None:
     remedies = profiled(hotloop, case, variant)["remedies"]
     assert [one for one in remedies if CASES[case].is_named(one)] == []

@@ -56,6 +56,10 @@ CASES = {
     "collating": Planted("slow samples: it takes long to put"),
     "large_blocks": Planted("memory is given back", anywhere=True),
     "through_numpy": Planted("moved back and forth|in the loop"),
+    "opened_each_step": Planted("opened anew"),
+    "unused_gradients": Planted("gradients that nobody uses"),
+    "repeated_forward": Planted("a repeated forward"),
+    "shared_trunk": Planted("two backwards"),
 }
 
 
