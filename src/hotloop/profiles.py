@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from hotloop.habit import Habit as Habit
 from hotloop.phases import Bound as Bound
 from hotloop.phases import Phase as Phase
 from hotloop.records import Record
@@ -60,6 +61,7 @@ class OperatorTime(Record):
         line_runs: how often that line ran in a step, as Python ran it; None where that wasn't seen.
         used: whether its result took part in a backward; None where that doesn't matter or isn't known.
         copies: from and to which device, such as `cpu>cuda:0`, for copies between devices; empty otherwise.
+        within: an optimizer's `step` or `zero_grad` that called it; empty if neither did.
         alike: how many modules like this one, or like one that it is in, were given the same input or slices of it; or 0.
     """
 
@@ -78,6 +80,7 @@ class OperatorTime(Record):
     line_runs: float | None = None
     used: bool | None = None
     copies: str = ""
+    within: Literal["", "step", "zero_grad"] = ""
     alike: int = 0
 
 
@@ -145,6 +148,12 @@ class LoaderUse(Record):
         sample_ms: of one call of the data set, which makes one sample or a whole batch, where that is done in this process.
         at_once: whether one call makes a whole batch.
         share: of the steps, for each that draws from the loader used most, how many draw from this one.
+        draws: batches in a step that draws any.
+        batches: until it begins anew; None where that isn't known.
+        opened: times in a step that it begins anew, at the line `opened_where`.
+        drawing_ms: in a step, as the loader was seen to take; None where nobody looked.
+        opening_ms: of that, until the first sample is asked for, with workers until they gave the first batch.
+        evaluating_ms: of that, where the network is in evaluation mode or gradients don't count.
     """
 
     where: str
@@ -158,41 +167,13 @@ class LoaderUse(Record):
     sample_ms: float | None = None
     at_once: bool = False
     share: float = 1.0
-
-
-class Habit(Record):
-    """Something that the loop does again and again, as it was seen to happen; not what its text says.
-
-    Attributes:
-        what: `kept graph`: a loss whose graph is alive steps later, `bytes` of memory growing by it each step;
-            `carried graph`: such a one that later backwards go through as well, and so have more to do each time;
-            `retained graph`: a backward that keeps a graph that nobody walks again;
-            `wasted forward`: a forward whose graph no backward walked, of a network that is trained on the same inputs;
-            `unused graph`: such a one of other inputs, or of a network that isn't trained;
-            `evaluation`: a forward without a graph, as under `no_grad`, of a network that is trained in the step: in evaluation
-            mode, or of inputs that it is trained on;
-            `autograd in evaluation`: a forward in evaluation that builds graphs which no backward walks;
-            `hook`: torch's anomaly detection or a profiler left on.
-        where: the line.
-        per_step: times in a step.
-        ms: what it takes per step, where it can be told.
-        bytes: per step.
-    """
-
-    what: Literal[
-        "kept graph",
-        "carried graph",
-        "retained graph",
-        "wasted forward",
-        "unused graph",
-        "evaluation",
-        "autograd in evaluation",
-        "hook",
-    ]
-    where: str
-    per_step: float
-    ms: float | None = None
-    bytes: float | None = None
+    draws: float = 1.0
+    batches: int | None = None
+    opened: float = 0.0
+    opened_where: str = ""
+    drawing_ms: float | None = None
+    opening_ms: float = 0.0
+    evaluating_ms: float = 0.0
 
 
 class Apart(Record):

@@ -43,7 +43,10 @@ def profiled(hotloop: Hotloop, case: str, variant: str) -> dict[str, Any]:
     return done.document
 
 
-MORE = ("layers_watched", "several_lines", "weights_read")
+MORE = (
+    *("layers_watched", "several_lines", "weights_read"),
+    *("opened_each_step", "unused_gradients", "repeated_forward", "shared_trunk"),
+)
 """Of which the variants are tried here as well."""
 
 PLANTS = [
@@ -68,6 +71,7 @@ def test_what_is_planted_is_named_with_its_place(case: str, variant: str, hotloo
     assert found["step_ms"] > 0 and 0 < found["attributed"] <= 1 and found["bound"]
 
 
+IN_GRAPHS = ("opened_each_step", "unused_gradients", "repeated_forward", "shared_trunk")
 WITHOUT = {
     "clean": ("slow_samples", "through_numpy"),
     "decoy": ("retained_graph", "time_steps"),

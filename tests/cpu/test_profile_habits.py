@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hotloop.probe.limits import CgroupLimits
-from hotloop.profiling import habits, usage
+from hotloop.profiling import habits, tensors, usage
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.watcher import Watch
 from tests.cpu.watching import watched
@@ -131,7 +131,7 @@ def test_taking_every_such_forward_for_one_is_seen(monkeypatch: pytest.MonkeyPat
 
 
 def test_telling_inputs_by_their_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(habits, "_known_by", lambda value: (value.data_ptr(),))
+    monkeypatch.setattr(tensors, "_known_by", lambda value: (value.data_ptr(),))
     assert "evaluation" in seen(of_overwritten_memory)
 
 
@@ -367,7 +367,7 @@ def test_an_error_in_the_midst_of_an_evaluation_is_none_of_the_loops(monkeypatch
     def broken(value: object) -> None:
         raise ValueError("planted")
 
-    monkeypatch.setattr(habits, "_tensors", broken)
+    monkeypatch.setattr(habits, "tensors_in", broken)
     watch = Watch(24, Sites(), lambda facts: None, lambda watch: [])
     watch.install()
     net = ActorCritic()

@@ -107,6 +107,45 @@ def test_what_makes_the_samples_is_known_and_timed(kind: str) -> None:
     assert use.sample_ms is not None and use.sample_ms > 0
 
 
+def begun_anew(loader: DataLoader) -> Callable[[], None]:
+    def loop() -> None:
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(80):
+            inputs = next(iter(loader))
+            net(inputs).pow(2).mean().backward()
+            optimizer.step()
+
+    return loop
+
+
+@pytest.mark.parametrize(("begun", "opened"), [(begun_anew, 1.0), (training, BATCH / COUNT)])
+def test_how_often_a_loader_begins_anew_is_counted(begun: Callable[[DataLoader], Any], opened: float) -> None:
+    (use,) = watched(begun(DataLoader(Single(), BATCH))).loaders
+    assert use.opened == pytest.approx(opened, abs=0.15) and (use.draws, use.batches) == (1, COUNT // BATCH)
+    assert use.opened_where.startswith("tests/cpu/test_profile_loaders.py:") or use.opened_where.startswith("test_")
+    assert use.evaluating_ms == 0
+
+
+def test_what_an_evaluation_draws_is_told_apart() -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    loader, held = DataLoader(Single(), BATCH), DataLoader(Many(), BATCH)
+
+    def loop() -> None:
+        for _ in range(20):
+            for inputs in loader:
+                net(inputs).pow(2).mean().backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for batch in held:
+                        net(batch)
+
+    uses = {use.dataset: use for use in watched(loop).loaders}
+    assert uses["Many"].evaluating_ms > 0 == uses["Single"].evaluating_ms
+    assert (uses["Many"].draws, uses["Single"].draws) == (COUNT // BATCH, 1)
+
+
 def drawn_from(one: Loaders, asked: dict[str, Any], rounds: int) -> list[list[str]]:
     """By which loaders each step was fed: the first in each of them, the second in every other."""
     sets = [TensorDataset(torch.ones(count, 4)) for count in (rounds, rounds + 1)]

@@ -30,6 +30,7 @@ from hotloop.profiling.operators import Tracer
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.trail import Trail
 from hotloop.profiling.watcher import Watch
+from tests.cpu import watching
 
 
 class Scatter(torch.autograd.Function):
@@ -266,6 +267,27 @@ def leavings() -> list[str]:
     if any(ref() is not None for ref in dead):
         left.append("tensors")
     return left
+
+
+@pytest.mark.parametrize(("average", "named"), [(None, False), (lambda old, new, many: old + 0.1 * (new - old), True)])
+def test_what_an_optimizer_does_is_told_from_what_is_done_beside_it(average: Any, named: bool) -> None:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    averaged = torch.optim.swa_utils.AveragedModel(net, avg_fn=average)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, foreach=False)
+
+    def loop() -> None:
+        for _ in range(60):
+            optimizer.zero_grad(set_to_none=False)
+            net(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+            averaged.update_parameters(net)
+
+    profile = watching.watched(loop, observers=lambda watch: observers(watch, None))
+    ones = [one for one in profile.operators if one.phase == "update"]
+    assert any(one.within == "step" and one.name == "aten::add_" for one in ones)
+    assert any(one.within == "zero_grad" and one.name.endswith("zero_") for one in ones)
+    beside = {one.name for one in ones if not one.within}
+    assert ("aten::mul" in beside) is named
 
 
 def test_nothing_is_left_after_a_step() -> None:

@@ -45,6 +45,15 @@ def two_optimizers() -> None:
         second.step()  # two optimizers
 
 
+def many_optimizers() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(16)))
+    optimizers = [torch.optim.SGD([value], lr=0.01) for value in model.parameters()]
+    for _ in range(120):
+        model(torch.randn(8, 4)).pow(2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()  # many optimizers
+
+
 def one_more_often() -> None:
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other))
@@ -118,6 +127,7 @@ def optimizers_made_anew() -> None:
 
 LOOPS = [
     two_optimizers,
+    many_optimizers,
     one_more_often,
     closure,
     accumulated,

@@ -59,6 +59,10 @@ CASES = {
     "several_lines": Planted("metrics at each step|in the loop"),
     "weights_read": Planted("loop over parameters"),
     "through_numpy": Planted("moved back and forth|in the loop"),
+    "opened_each_step": Planted("opened anew"),
+    "unused_gradients": Planted("gradients that nobody uses"),
+    "repeated_forward": Planted("a repeated forward"),
+    "shared_trunk": Planted("two backwards"),
 }
 
 

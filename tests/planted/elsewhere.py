@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 
 class Scribbles(Dataset):
@@ -153,3 +153,23 @@ def length_of_gradients(net: nn.Module) -> Tensor:
         assert parameter.grad is not None
         total += parameter.grad.norm() ** 2  # other: weights_read
     return total.sqrt()
+
+
+def some_batch(data: Dataset) -> list[Tensor]:
+    loader = DataLoader(data, 16, shuffle=True)
+    return next(iter(loader))  # other: opened_each_step
+
+
+def described(body: nn.Module, inputs: Tensor) -> Tensor:
+    return body(inputs)  # other: unused_gradients
+
+
+def doubt(net: nn.Module, batch: Tensor) -> Tensor:
+    """How unsure the network is."""
+    chances = net(batch).softmax(1)  # other: repeated_forward
+    return -(chances * chances.log()).sum(1).mean()
+
+
+def descend(losses: list[Tensor]) -> None:
+    for loss in losses:
+        loss.backward(retain_graph=loss is not losses[-1])  # other: shared_trunk

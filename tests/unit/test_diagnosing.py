@@ -71,6 +71,21 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "anomaly detection",
         "train.py:2",
     ),
+    "a profiler": (
+        seen(habits=[Habit(what="profiler", where="train.py:2", per_step=1.0, calls=200.0, call_us=18.0)]),
+        "profiler of the script's own",
+        "train.py:2",
+    ),
+    "garbage collection": (
+        seen(habits=[Habit(what="garbage collection", where="train.py:2", per_step=1.0, ms=4.0)]),
+        "garbage collection",
+        "train.py:2",
+    ),
+    "gradients in vain": (
+        seen(habits=[Habit(what="unused gradients", where="train.py:2", per_step=6.0, ms=4.0)]),
+        "gradients that nobody uses",
+        "train.py:2",
+    ),
     "a graph that is carried over": (
         seen({"backward": 8.0}, habits=[Habit(what="carried graph", where="t.py:1", per_step=1.0, ms=6.0)]),
         "carried over steps",
@@ -296,6 +311,18 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "train.py:10",
     ),
 }
+
+
+def test_of_a_line_with_a_scatter_its_arithmetic_stays() -> None:
+    """As in `torch.zeros(n, d).index_add(0, to, lin(x[at]))`."""
+    fields = dict(phase="forward", where="net.py:30", bytes=1e6, flops=0.0)
+    ones = [
+        operator("index_add", 3.0, **fields),
+        operator("addmm", 4.0, **fields),
+        operator("add", 1.0, dtype="", **fields),
+    ]
+    found = [one for one in remedies(seen({"forward": 8.0}, operators=ones)) if "by index" in one.cause]
+    assert [one.gain for one in found] == [pytest.approx(0.39, abs=0.02)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.profiles import Threads
+from hotloop.profiles import Habit, Threads
 from tests.unit.made_steps import first, line, loader, loop, operator, product, remedies, seen
 
 
@@ -157,3 +157,42 @@ def test_no_more_workers_than_cores_are_proposed(workers: int) -> None:
         "more workers than cores don't help"
         in first(seen({"data": 6.0}, loaders=[loader(workers=workers)], threads=threads)).remedy
     )
+
+
+ANEW = dict(opened=1.0, opening_ms=5.0, opened_where="train.py:7", batches=100)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_each_step_opens_is_named_and_nothing_else_of_it(workers: int) -> None:
+    found = remedies(seen({"data": 5.2}, loaders=[loader(workers=workers, **ANEW)]))
+    assert [(one.cause, one.where) for one in found] == [("a DataLoader is opened anew at each step", "train.py:7")]
+    assert found[0].gain == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"opened": 0.1}, {"batches": 1}, {"draws": 60.0}, {"batches": 2, "opened": 0.5}, {"batches": 1, "draws": 1.0}],
+)
+def test_an_epoch_that_a_step_or_two_take_in_is_none_that_is_opened_in_vain(fields: dict[str, Any]) -> None:
+    found = remedies(seen({"data": 5.2}, loaders=[loader(**ANEW | fields)]))
+    assert found and not any("opened anew" in one.cause for one in found)
+
+
+def test_what_opening_leaves_of_the_wait_is_told_as_well() -> None:
+    causes = [one.cause for one in remedies(seen({"data": 8.0}, loaders=[loader(sample_ms=0.04, **ANEW)]))]
+    assert causes[0].startswith("a DataLoader is opened") and causes[1].startswith("slow samples")
+
+
+def test_of_several_loaders_what_counts_is_how_many_batches_a_step_draws() -> None:
+    often = loader(sample_ms=0.05, sample_where="often.py:1", batch_size=16, draws=8.0)
+    large = loader(sample_ms=0.05, sample_where="large.py:1", batch_size=32)
+    assert first(seen({"data": 6.0}, loaders=[large, often])).where == "often.py:1"
+
+
+def test_what_an_evaluation_waits_for_is_no_wait_of_the_training() -> None:
+    training = loader(sample_ms=0.001)
+    held = loader(sample_ms=0.06, sample_where="held.py:1", evaluating_ms=4.0)
+    habit = Habit(what="evaluation", where="train.py:18", per_step=4.0, ms=1.0)
+    found = remedies(seen({"data": 4.2}, loaders=[training, held], habits=[habit]))
+    assert [one.where for one in found] == ["train.py:18"] and found[0].gain == pytest.approx(0.5)
+    assert first(seen({"data": 4.2}, loaders=[training, held])).where == "held.py:1"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 
-from hotloop.profiles import Remedy
+from hotloop.profiles import GroupTime, Remedy
 from tests.unit.made_steps import adam, as_task, operator, remedies, seen, table
 
 
@@ -37,11 +38,55 @@ def test_of_an_update_that_nobody_knows_its_arithmetic_is_not_won() -> None:
 def test_two_optimizers_of_one_class_share_what_its_lines_take() -> None:
     """As a generator's and a discriminator's do, which run the same lines."""
     ones = [operator("add_", 3.0, 200, phase="update", where="mine.py:7", line_runs=200.0, flops=1e2, bytes=1e3)]
-    uses = [adam(ms, "", tensors=50, kind="Mine") for ms in (4.5, 1.5)]
+    uses = [adam(ms, "", tensors=50, kind="Mine", where=f"gan.py:{ms}") for ms in (4.5, 1.5)]
     found = [one for one in remedies(seen({"update": 6.0}, optimizers=uses, operators=ones)) if "for-loop" in one.cause]
     told = [re.findall(r"([\d.]+) ms|starting (\d+)", one.evidence) for one in found]
     (whole, _), (won, _), (_, calls) = told[0]
     assert float(won) <= float(whole) == 4.5 and calls == "150"
+
+
+def test_optimizers_that_step_at_one_line_count_together() -> None:
+    """2 % each is nothing, 40 % is much."""
+
+    def found(where: Callable[[int], str]) -> list[Remedy]:
+        uses = [adam(0.2, tensors=1, numbers=100, where=where(n)) for n in range(20)]
+        return [one for one in remedies(seen({"update": 4.0}, optimizers=uses)) if "for-loop" in one.cause]
+
+    (one,) = found(lambda n: "train.py:13")
+    assert one.gain == pytest.approx(0.4, abs=0.01) and "updates 20 parameters" in one.cause
+    assert "one group" in one.remedy and not found(lambda n: f"train.py:{n}")
+
+
+@pytest.mark.parametrize(("groups", "ms", "named"), [(40, 3.0, True), (2, 3.0, False), (40, 0.3, False)])
+def test_a_kernel_for_each_group_is_told_by_the_python_between_them(groups: int, ms: float, named: bool) -> None:
+    group = GroupTime(name="0", tensors=1, numbers=100, ms=None)
+    kernel = operator("_fused_adam_", 0.2, groups, phase="update", where="train.py:13")
+    uses = [adam(ms, "fused", groups=[group] * groups)]
+    found = remedies(seen({"update": ms}, optimizers=uses, operators=[kernel]))
+    assert any("groups, one after the other" in one.cause for one in found) is named
+
+
+@pytest.mark.parametrize(
+    ("within", "name", "named"), [("", "mul_", True), ("step", "mul_", False), ("", "linalg_vector_norm", False)]
+)
+def test_what_goes_from_tensor_to_tensor_beside_the_optimizer_is_the_loops_own(
+    within: str, name: str, named: bool
+) -> None:
+    """But for clipping, which torch does so itself."""
+    fields = dict(phase="update", bytes=1e3, flops=1e2)
+    ones = [
+        operator("_fused_adam_", 0.1, where="train.py:13", within="step", **fields),
+        operator(name, 0.5, 100, where="train.py:14", within=within, **fields),
+    ]
+    found = remedies(seen({"update": 3.0}, optimizers=[adam(0.2, "fused")], operators=ones))
+    assert [one.where for one in found if "beside the optimizer" in one.cause] == ["train.py:14"] * named
+
+
+@pytest.mark.parametrize(("name", "named"), [("zero_", True), ("_foreach_zero_", True), ("detach_", False)])
+def test_gradients_that_are_zeroed_in_place_are_named(name: str, named: bool) -> None:
+    one = operator(name, 0.9, 10, phase="update", where="train.py:9", within="zero_grad")
+    found = remedies(seen({"update": 1.0}, optimizers=[adam(0.1, "fused")], operators=[one]))
+    assert [one.where for one in found if "zeroed in place" in one.cause] == ["train.py:9"] * named
 
 
 @pytest.mark.parametrize(("kind", "name"), [("Mine", "_foreach_add_"), ("LBFGS", "add_"), ("Muon", "mm")])

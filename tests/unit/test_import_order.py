@@ -29,6 +29,7 @@ ORDER = (
     "records",
     "verdicts",
     "phases",
+    "habit",
     "profiles",
     "explanations",
     "counting/",

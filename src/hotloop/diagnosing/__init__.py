@@ -33,6 +33,7 @@ __all__ = ["diagnose"]
 SPECIFIC: tuple[Detector, ...] = (
     habits.habitual,
     habits.in_vain,
+    feeding.opened,
     feeding.waiting,
     feeding.unpinned,
     waits.reading,
@@ -42,6 +43,8 @@ SPECIFIC: tuple[Detector, ...] = (
     operators.double_precision,
     operators.unsupported,
     updating.one_by_one,
+    updating.beside,
+    updating.zeroing,
     updating.dense_tables,
     lines.measuring,
     parameters.read_one_by_one,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import inf
 
+from hotloop.diagnosing.feeding import waited_ms
 from hotloop.diagnosing.step import COMPUTING, Step
 from hotloop.profiles import Remedy
 
@@ -70,4 +71,4 @@ def _fetching(step: Step, samples: float) -> float:
     if samples >= _AMORTISED or any(use.sample_ms is None for use in loaders):
         return 0.0
     made = sum((1.0 if use.at_once else samples) * (use.sample_ms or 0.0) for use in loaders)
-    return max(0.0, step.phase("data") - made)
+    return max(0.0, waited_ms(step) - made)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hotloop.diagnosing.step import Step, percent
+from hotloop.diagnosing.step import COUNTS, OFTEN, Step, percent
 from hotloop.profiles import LineTime, LoaderUse, Remedy
 
 _MOSTLY = 0.5
@@ -15,9 +15,13 @@ _HANDED_MS = 2.0
 
 
 def waiting(step: Step) -> Iterator[Remedy]:
-    """Waiting for data: the samples themselves, or putting them together."""
-    waited = step.phase("data")
-    lines = sorted(step.lines("data"), key=lambda line: -line.own_ms)
+    """Waiting for data: the samples themselves, or putting them together.
+
+    What goes into opening a loader, and what an evaluation waits for, is told elsewhere.
+    """
+    waited = waited_ms(step)
+    told = [] if _opened_anew(step) else step.lines("data")  # nobody knows which of them opens
+    lines = sorted(told, key=lambda line: -line.own_ms)
     loader = _slowest(step, waited)
     where = lines[0].where if lines else ""
     if not waited:
@@ -34,9 +38,15 @@ def waiting(step: Step) -> Iterator[Remedy]:
         yield _of_loader(step, loader, waited, lines)
 
 
+def waited_ms(step: Step) -> float:
+    """Milliseconds of a step that the training waits for data, from loaders that are open."""
+    opening = sum(_opening_ms(step, use) for use in _opened_anew(step))
+    return max(0.0, step.phase("data") - step.evaluating_ms - opening)
+
+
 def _slowest(step: Step, waited: float) -> LoaderUse | None:
     """The loader whose samples take longest; one whose samples nobody timed, if the others explain little of the wait."""
-    loaders = [use for use in step.profile.loaders if use.share >= _MOSTLY]
+    loaders = [use for use in step.profile.loaders if use.share >= _MOSTLY and use not in step.evaluated]
     loader = max(loaders, key=lambda use: use.share * _timed(step, use), default=None)
     if loader is None or _timed(step, loader) >= _MOSTLY * waited:
         return loader
@@ -46,8 +56,42 @@ def _slowest(step: Step, waited: float) -> LoaderUse | None:
 def _timed(step: Step, loader: LoaderUse) -> float:
     """Milliseconds that a loader's samples take in a step, as far as they were timed."""
     samples = step.profile.samples_per_step if len(step.profile.loaders) == 1 else None
-    calls = 1.0 if loader.at_once else samples or loader.batch_size or step.profile.samples_per_step or 1.0
+    each = loader.batch_size or step.profile.samples_per_step or 1.0
+    calls = loader.draws if loader.at_once else samples or loader.draws * each
     return calls * (loader.sample_ms or 0.0)
+
+
+def opened(step: Step) -> Iterator[Remedy]:
+    """Loaders of which each step asks for a first batch."""
+    for use in _opened_anew(step):
+        spent = _opening_ms(step, use)
+        starting = "starting its workers and waiting for their first batch" if use.workers else "beginning it"
+        yield Remedy(
+            cause="a DataLoader is opened anew at each step",
+            where=use.opened_where or use.where,
+            remedy="make the loader and its iterator once, before the loop, and ask that for the next batch at each step; make "
+            "another one when it has no more: for batch in loader does that",
+            gain=step.share(spent),
+            evidence=f"{starting} takes {spent:.2f} ms of each step of {step.ms:.2f} ms, for {use.draws:.0f} of its "
+            f"{'' if use.batches is None else f'{use.batches} '}batches",
+            note=step.share(spent) < COUNTS,
+        )
+
+
+def _opened_anew(step: Step) -> list[LoaderUse]:
+    """Loaders that steps begin again and again, and leave most of their batches; a full batch is all that there is."""
+    return [
+        use
+        for use in step.profile.loaders
+        if use.opened >= OFTEN
+        and (use.batches is None or use.draws <= _MOSTLY * use.opened * use.batches)
+        and use not in step.evaluated
+    ]
+
+
+def _opening_ms(step: Step, loader: LoaderUse) -> float:
+    """Milliseconds of a step in which a loader begins anew."""
+    return step.drawn_ms(loader, loader.opening_ms)
 
 
 def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:

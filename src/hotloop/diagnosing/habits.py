@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hotloop.diagnosing.step import COMPUTING, COUNTS, PLAIN, Step, grouped, heaviest, percent
+from hotloop.diagnosing.step import COMPUTING, COUNTS, OFTEN, PLAIN, Step, grouped, heaviest, percent
 from hotloop.profiles import Habit, Remedy
 
 _SAID = {
@@ -37,30 +37,59 @@ _SAID = {
         "evaluation builds graphs that nobody uses",
         "evaluate within torch.no_grad() or torch.inference_mode()",
     ),
+    "repeated forward": (
+        "a repeated forward: the network is asked twice about the same inputs, and gives the same",
+        "keep the outputs of the first: out = net(x), and use them in all terms of the loss",
+    ),
+    "shared graph": (
+        "two backwards go through one graph: what their losses share is gone through by each",
+        "one backward of the sum, (a + b).backward(), which adds up the same gradients",
+    ),
+    "unused gradients": (
+        "gradients that nobody uses: no optimizer updates these parameters",
+        "requires_grad_(False) for what isn't trained, before the loop; or call it within torch.no_grad()",
+    ),
+    "input gradients": (
+        "gradients of the inputs are computed, as requires_grad on them asks for",
+        "leave out requires_grad if nobody looks at their .grad",
+    ),
+    "profiler": (
+        "a profiler of the script's own is on",
+        "profile a few steps alone, with torch.profiler.schedule, and leave it out when all is well",
+    ),
+    "garbage collection": (
+        "Python's garbage collection at each step",
+        "leave out gc.collect() in the loop; gc.freeze() after setting up spares collections what is there to stay",
+    ),
     "hook": (
         "torch's anomaly detection is on",
         "leave out torch.autograd.set_detect_anomaly(True) when all is well",
     ),
 }
 
-_OFTEN = 0.5
-"""Times in a step from which on it's a habit of the step."""
+_MAY_BE_MEANT = ("input gradients",)
+"""What may well be a part of the method, and stays a note."""
+
+_IF_IT_COUNTS = ("garbage collection",)
+"""What any loop has a little of."""
 
 
 def habitual(step: Step) -> Iterator[Remedy]:
     """What was seen to happen at each step, or nearly."""
     for habit in step.profile.habits:
-        if habit.per_step < _OFTEN and habit.what != "autograd in evaluation":
+        if habit.per_step < OFTEN and habit.what != "autograd in evaluation":
             continue
         cause, remedy = _SAID[habit.what]
         gain = step.share(_won(step, habit))
+        if habit.what in _IF_IT_COUNTS and gain < COUNTS:
+            continue
         yield Remedy(
             cause=cause,
             where=habit.where,
             remedy=remedy,
             gain=gain,
             evidence=_evidence(step, habit),
-            note=gain < COUNTS,
+            note=gain < COUNTS or habit.what in _MAY_BE_MEANT,
         )
 
 
@@ -71,12 +100,22 @@ def _won(step: Step, habit: Habit) -> float:
     if habit.what == "hook":  # at each operation of a graph, beside what it does
         ones = step.operators(lambda one: one.phase in COMPUTING and one.phase != "update")
         return sum(one.calls * step.between_ms(one.phase) for one in ones)
+    if habit.what == "profiler":
+        each_ms = (habit.call_us or 0.0) / 1e3 - step.launch_ms
+        return max(0.0, (habit.calls or 0.0) * each_ms)
+    if habit.what == "evaluation" and habit == _longest(step, "evaluation"):
+        return (habit.ms or 0.0) + step.evaluating_ms
     return habit.ms or 0.0
+
+
+def _longest(step: Step, what: str) -> Habit:
+    """Of several evaluations nobody knows whose batches a loader gave."""
+    return max((one for one in step.profile.habits if one.what == what), key=lambda one: one.ms or 0.0)
 
 
 def _evidence(step: Step, habit: Habit) -> str:
     often = f"{habit.per_step:.0f} times in a step" if habit.per_step >= 1.5 else "at each step"
-    parts = [f"seen {often if habit.per_step >= _OFTEN else 'now and then'}"]
+    parts = [f"seen {often if habit.per_step >= OFTEN else 'now and then'}"]
     if _won(step, habit):
         parts.append(f"{_won(step, habit):.2f} ms, {percent(step.share(_won(step, habit)))} of it")
     else:
@@ -96,7 +135,7 @@ def in_vain(step: Step) -> Iterator[Remedy]:
     ones = step.operators(lambda one: one.used is not None and bool(one.where) and one.module in PLAIN)
     same = grouped(ones, lambda one: (one.where, one.name, tuple(one.shapes))).values()
     twice = [one for calls in same if {one.used for one in calls} == {True, False} for one in calls]
-    unused = [one for one in twice if not one.used and one.calls >= _OFTEN]
+    unused = [one for one in twice if not one.used and one.calls >= OFTEN]
     gain = step.share(sum(step.cost(one) for one in unused))
     if gain < COUNTS:
         return

@@ -32,6 +32,7 @@ def by_index(step: Step) -> Iterator[Remedy]:
             scatters = [one for one in same if any(part in one.name for part in _BY_INDEX)]
             spent, scattering = (sum(step.cost(one) for one in ones) for ones in (same, scatters))
             floating = sum(step.cost(one) for one in same if one.dtype and one not in scatters)
+            needed = spent - floating  # what else the line calculates with stays as it is
             if not (where and scatters) or scattering < max(_MAINLY * (floating + scattering), _AT_LEAST * spent):
                 continue
             least = sum(least_of(one, step.profile) for one in scatters)
@@ -40,8 +41,8 @@ def by_index(step: Step) -> Iterator[Remedy]:
                 cause=f"a scatter by index in the {phase}: {worst.name}",
                 where=where,
                 remedy=_instead(worst.name),
-                gain=step.share(spent - least),
-                evidence=f"{worst.name} and what it needs take {spent:.2f} ms of each step of {step.ms:.2f} ms, "
+                gain=step.share(needed - least),
+                evidence=f"{worst.name} and what it needs take {needed:.2f} ms of each step of {step.ms:.2f} ms, "
                 f"where reading and writing as much takes {least:.2f} ms",
             )
 

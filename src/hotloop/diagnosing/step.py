@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from hotloop.counting import Counts, least_ms, precision_of
-from hotloop.profiles import LineTime, OperatorTime, Phase, Profile, Remedy
+from hotloop.profiles import LineTime, LoaderUse, OperatorTime, Phase, Profile, Remedy
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -21,6 +21,9 @@ COMPUTING: tuple[Phase, ...] = ("forward", "loss", "backward", "update")
 
 ASIDE: tuple[Phase, ...] = ("python", "logging", "batch", "synchronisation", "copy", "unattributed")
 """Phases whose lines are the user's own work between the parts of training."""
+
+OFTEN = 0.5
+"""Times in a step from which on something is a habit of the step."""
 
 DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
 """Phases that a step is in where nothing else is seen; while the thread doesn't run in them, time is unattributed."""
@@ -140,6 +143,26 @@ class Step:
         if phase not in DEDUCED or not sampled or self._sampled("unattributed"):
             return 0.0
         return self.phase("unattributed") * self._sampled(phase) / sampled
+
+    @cached_property
+    def evaluated(self) -> list[LoaderUse]:
+        """Loaders that feed an evaluation which is a habit of the step, beside one that feeds the training."""
+        if not any(habit.what == "evaluation" and habit.per_step >= OFTEN for habit in self.profile.habits):
+            return []
+        found = [use for use in self.profile.loaders if use.evaluating_ms]
+        return found if len(found) < len(self.profile.loaders) else []
+
+    @cached_property
+    def evaluating_ms(self) -> float:
+        """Milliseconds of a step in which an evaluation that is a habit waits for its own loaders."""
+        return sum(self.drawn_ms(use, use.evaluating_ms) for use in self.evaluated)
+
+    def drawn_ms(self, loader: LoaderUse, ms: float) -> float:
+        """Milliseconds of the step's wait for data that go with so many of a loader's own, as it was seen to take."""
+        waited = self.phase("data")
+        seen = sum(use.share * (use.drawing_ms or 0.0) for use in self.profile.loaders)
+        ms *= loader.share
+        return waited * ms / seen if seen >= ms and seen else min(waited, ms)
 
     def worked_at(self, where: str, phase: Phase) -> float:
         """Milliseconds of the operators that a line calls in a phase."""

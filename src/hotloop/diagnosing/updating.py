@@ -37,12 +37,47 @@ _A_LOOP = 8
 
 
 def one_by_one(step: Step) -> Iterator[Remedy]:
-    """Updates in a loop over parameters."""
-    for use in step.profile.optimizers:
+    """Updates in a loop over parameters, and what goes from group to group, or from optimizer to optimizer."""
+    for use in _together(step):
         if use.implementation == "forloop":
             yield from _by_torch(step, use)
-        elif not use.implementation:
+        elif use.implementation:
+            yield from _in_groups(step, use)
+        else:
             yield from _unknown(step, use)
+
+
+def _together(step: Step) -> list[OptimizerUse]:
+    """Optimizers that are alike and step at one line, as one whose `steps` are those of each."""
+    alike = grouped(step.profile.optimizers, lambda one: (one.kind, one.where, one.implementation))
+    return [_as_one(ones) if len(ones) > 1 else ones[0] for ones in alike.values()]
+
+
+def _as_one(uses: Sequence[OptimizerUse]) -> OptimizerUse:
+    together = {
+        "groups": [group for one in uses for group in one.groups],
+        "steps": sum(one.steps for one in uses) / len(uses),
+        "ms": sum(one.ms for one in uses),
+    }
+    return uses[0].model_copy(update=together)
+
+
+def _in_groups(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
+    """A kernel for each group or optimizer: what is won is the Python between them, as far as it isn't asked for each tensor."""
+    groups, tensors = len(use.groups), sum(group.tensors for group in use.groups)
+    if groups < _A_LOOP:
+        return
+    part = use.ms / whole if (whole := step.phase("update")) else 0.0
+    calls = part * sum(one.calls for one in step.operators(lambda one: one.phase == "update"))
+    won = (1 - 1 / groups) * (calls * step.between_ms("update") - use.steps * _asking_ms(step, use))
+    yield Remedy(
+        cause=f"{use.kind} updates {tensors} parameters in {groups} groups, one after the other",
+        where=use.where,
+        remedy="one optimizer, and one group for all parameters that have the same settings",
+        gain=step.share(won),
+        evidence=f"the update takes {use.ms:.2f} ms, {percent(step.share(use.ms))} of the step; {won:.2f} ms of that go into "
+        "Python between the groups",
+    )
 
 
 def _by_torch(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
@@ -58,8 +93,9 @@ def _by_torch(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
         remedy = f"fused=True for {use.kind} of what has dense gradients, and an optimizer of its own for what has sparse ones"
         yield _one_by_one(step, use, cause=cause, where=use.where, remedy=remedy)
     else:
-        fields = dict(remedy=f"give {use.kind} fused=True", axes={"optimizer": "fused"})
-        yield _one_by_one(step, use, cause=cause, where=use.where, **fields)
+        groups = ", and all parameters with the same settings in one group" if len(use.groups) >= _A_LOOP else ""
+        remedy, axes = f"give {use.kind} fused=True{groups}", {"optimizer": "fused"}
+        yield _one_by_one(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
 
 
 def _cause(use: OptimizerUse) -> str:
@@ -127,7 +163,7 @@ def _loops(step: Step, tensors: float) -> dict[str, list[OperatorTime]]:
 
 def _of_each(there: Sequence[OperatorTime], tensors: float) -> list[OperatorTime]:
     """A line's operators in the update, if there is one for each tensor."""
-    ones = [one for one in there if one.phase == "update"]
+    ones = [one for one in there if one.phase == "update" and one.within != "zero_grad"]
     if any(one.name.startswith(_AT_ONCE) for one in ones) and not any((one.line_runs or 0) >= tensors for one in ones):
         return []  # on a CPU torch itself takes these apart
     calls = (sum(one.calls for one in same) for same in grouped(ones, lambda one: one.name).values())
@@ -146,11 +182,53 @@ def _one_by_one(step: Step, use: OptimizerUse, **fields: Any) -> Remedy:
 
 
 def _least_ms(step: Step, use: OptimizerUse) -> float:
-    """Of the update as one kernel: its memory traffic, a launch for each group, and what is asked of each tensor before."""
-    numbers, tensors = (sum(getattr(group, what) for group in use.groups) for what in ("numbers", "tensors"))
+    """Of the update as one kernel: its memory traffic, a launch, and what is asked of each tensor before."""
+    numbers = sum(group.numbers for group in use.groups)
     rate = step.profile.limits.bytes_per_s
     moved = 4.0 * numbers * _TRAFFIC.get(use.kind, _MOST_TRAFFIC)
-    return (1e3 * moved / rate if rate else 0.0) + use.steps * (len(use.groups) + _ASKED * tensors) * step.launch_ms
+    return (1e3 * moved / rate if rate else 0.0) + use.steps * (step.launch_ms + _asking_ms(step, use))
+
+
+def _asking_ms(step: Step, use: OptimizerUse) -> float:
+    """What a fused optimizer's own Python takes for the tensors of an update."""
+    return _ASKED * sum(group.tensors for group in use.groups) * step.launch_ms
+
+
+def beside(step: Step) -> Iterator[Remedy]:
+    """What goes from tensor to tensor in the update, outside of any optimizer, as averages of weights do; clipping is torch's own.
+
+    Nothing is said where it isn't known what lies in an optimizer's step.
+    """
+    if not step.operators(lambda one: one.within == "step"):
+        return
+    others = step.operators(lambda one: one.phase == "update" and not one.within and bool(one.where))
+    for where, ones in grouped(others, lambda one: one.where).items():
+        if any("norm" in one.name for one in ones) or not (there := _of_each(ones, _A_LOOP)):
+            continue
+        won = sum(step.around(one) if step.on_cpu else step.reclaimable(one) for one in there)
+        calls = sum(one.calls for one in there)
+        yield Remedy(
+            cause=f"an update beside the optimizer's, tensor by tensor: {calls:.0f} operations",
+            where=where,
+            remedy="torch._foreach_ operations over the lists of parameters; for an average of weights AveragedModel with "
+            "multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay), or an average every few steps",
+            gain=step.share(won),
+            evidence=f"{won:.2f} ms of each step of {step.ms:.2f} ms go into {'Python around' if step.on_cpu else 'starting'} them",
+        )
+
+
+def zeroing(step: Step) -> Iterator[Remedy]:
+    """Gradients that are filled with zeros, and added to."""
+    ones = step.operators(lambda one: one.within == "zero_grad" and one.name.endswith("zero_"))
+    for where, there in grouped(ones, lambda one: one.where).items():
+        spent = sum(step.cost(one) for one in there)
+        yield Remedy(
+            cause="gradients are zeroed in place",
+            where=where or step.profile.step_where,
+            remedy="zero_grad(set_to_none=True), torch's default: the backward makes new ones, in place of adding to zeros",
+            gain=step.share(spent),
+            evidence=f"filling them with zeros takes {spent:.2f} ms of each step of {step.ms:.2f} ms, adding to them not counted",
+        )
 
 
 def dense_tables(step: Step) -> Iterator[Remedy]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.profiles import Phase
-from hotloop.profiling.habits import has_gradient, is_loss
 from hotloop.profiling.phases import Timeline
+from hotloop.profiling.tensors import has_gradient
 
 _MOST = 4
 """Of one network in a step, on average, if what it is given counts as samples."""
@@ -77,7 +77,7 @@ class Calls:
             return
         if not again and self.called(id(args[0])):
             timeline.unless("loss", "python")  # the same network is called again before any backward
-        timeline.enter("loss" if is_loss(args[0]) else "forward")
+        timeline.enter("loss" if _is_loss(args[0]) else "forward")
 
     def ended(self, args: tuple, kwargs: dict, result: Any) -> Given | None:
         """It is over and has left its phase; what it was given, if it is a part of the training."""
@@ -92,7 +92,7 @@ class Calls:
         seen = torch.is_grad_enabled() and graded is not False  # what has no tensors to be seen may hold some
         given = Given(_tensors(args[1:], kwargs), seen, self.drawn)
         self.drawn = False
-        if given.inputs and not is_loss(module):
+        if given.inputs and not _is_loss(module):
             self._count(id(module), given)
         return given
 
@@ -139,4 +139,12 @@ def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def _may_learn(module: nn.Module) -> bool:
-    return is_loss(module) or next(module.parameters(), None) is not None
+    return _is_loss(module) or next(module.parameters(), None) is not None
+
+
+def _is_loss(module: nn.Module) -> bool:
+    """Whether a module called by the loop itself says how wrong a result is."""
+    if isinstance(module, nn.modules.loss._Loss):
+        return True
+    name = type(module).__name__.lower()
+    return ("loss" in name or "criterion" in name) and next(module.parameters(), None) is None

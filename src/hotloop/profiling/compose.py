@@ -64,7 +64,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         functions=[LineTime.model_validate(one) for one in facts.functions],
         optimizers=[OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)],
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
-        habits=[_habit(one, measured, phases) for one in facts.habits],
+        habits=[_habit(one, measured, phases) for one in [*facts.habits, *facts.collections]],
         apart=_apart(facts, measured, usual, step_ms),
         threads=Threads.model_validate(facts.threads) if facts.threads else None,
         paging=_paging(clean),
@@ -127,7 +127,7 @@ def _habit(seen: dict, steps: Sequence[StepFact], phases: dict[Phase, float]) ->
     """With what it costs as far as only all steps tell: memory, and the part of the backward that it has."""
     known = {name: value for name, value in seen.items() if name != "part"}
     if part := seen.get("part"):
-        known["ms"] = part * phases.get("backward", 0.0)
+        known["ms"] = (seen["ms"] or 0.0) + part * phases.get("backward", 0.0)
     return Habit.model_validate({**known, "bytes": _growth(seen["what"], steps)})
 
 

@@ -20,7 +20,7 @@ from hotloop.profiling.phases import HostClock, Timeline
 from hotloop.profiling.protocols import Observer, Stage
 from hotloop.profiling.schedule import CLOSE, DEFAULT_STEPS, DISTURBING, Kind, order
 from hotloop.profiling.seldom import Seldom
-from hotloop.profiling.steps import Event, Finder, ends_step
+from hotloop.profiling.steps import Event, Finder, Tally, ends_step
 from hotloop.profiling.stretch import Stretch, until_settled
 from hotloop.profiling.unread import Unread
 from hotloop.profiling.usage import Cores, held_memory
@@ -37,7 +37,7 @@ _MOST_WHOLE = 200
 """How long, and for how many updates and backwards at most."""
 
 _STRAYED = 10
-"""So many updates elsewhere since the last step, and the script has gone on to another loop."""
+"""So often an update elsewhere since the last step, and the script has gone on to another loop."""
 
 _AWAITED = 400
 """Backwards by which more updates are awaited, where an optimizer steps after all, or may."""
@@ -93,13 +93,13 @@ class Course:
         self.observers = ObserverGroup()
         self.cores, self.stretch, self.seldom = Cores(), Stretch(), Seldom()
         self._stage, self._observers_of, self._unread = stage, observers, Unread()
-        self._finder, self._updates = Finder(), Awaited()
+        self._finder, self._sought, self._strays, self._updates = Finder(), Tally(), Tally(), Awaited()
         self._steps, self._limited = steps or DEFAULT_STEPS, steps is None and not in_step
         self._anchor = None if found else Event("update", "")
         self._found, self._in_step, self._left = found, in_step, order(self._steps)
         self._began: Any = None
         self._first_s: float | None = None
-        self._warm = self._strayed = self._awaited = self._steps_sought = 0
+        self._warm = self._awaited = 0
         self._since = self._step_since = 0.0
         self._first: Event | None = None
         self._early: list[tuple[Event, StepFact]] = []
@@ -131,14 +131,15 @@ class Course:
                 self._give_up()
                 self._begin_measuring()
             else:
-                self._watch_whole()
+                self._watch_whole(event)
                 self._begin_early()
         elif not ends_step(self._anchor, event):
             self._stray(event)
         else:
             self.seldom.steps += 1
-            self._alone = not self._strayed
-            self._strayed = 0 if self._anchor.what == "update" else self._strayed
+            self._alone = not self._strays.most
+            if self._anchor.what == "update":
+                self._strays.clear()
             self.boundary(at)
 
     @property
@@ -169,15 +170,15 @@ class Course:
             self.facts.ends_at(found[0])
             self.facts.steps = found[1]
 
-    def _watch_whole(self) -> None:
+    def _watch_whole(self, event: Event) -> None:
         """Watches a while of training where no step is found for long."""
-        self._steps_sought += 1
-        if self.step is None and self._steps_sought == _HOPELESS:
+        self._sought.saw(Event(event.what, "", event.which))
+        if self.step is None and self._sought.most == _HOPELESS:
             self._since = time.perf_counter()
             self.observers = ObserverGroup(self._observers_of())
             self._next_step("whole")
         elif self.step is not None and (
-            time.perf_counter() - self._since > _WHOLE_S or self._steps_sought > _MOST_WHOLE
+            time.perf_counter() - self._since > _WHOLE_S or self._sought.most > _MOST_WHOLE
         ):
             self.end_whole()
             self.over = True
@@ -206,22 +207,22 @@ class Course:
         if self.step is not None and not by_hand:
             self.seldom.saw(event, self.step, self.stretch.passed)
         if self.measured() >= SETTLED and not by_hand:
-            self._strayed += 1
-            self.over = self._limited and self._strayed >= _STRAYED
+            self._strays.saw(event)
+            self.over = self._limited and self._strays.most >= _STRAYED
             return
-        if not self._strayed and not by_hand:
+        if not self._strays.most and not by_hand:
             self._finder = Finder()
-        self._strayed += 1
+        self._strays.saw(event)
         self._finder.saw(event)
         found = self._finder.anchor()
-        if found is not None and ends_step(found, event) and (by_hand or self._strayed >= _STRAYED):
+        if found is not None and ends_step(found, event) and (by_hand or self._strays.most >= _STRAYED):
             self._anchor = found
             self._start_anew()
 
     def _start_anew(self) -> None:
         """Nothing is kept of the loop before."""
         self._give_up()
-        self._left, self._strayed, self._awaited = order(self._steps), 0, 0
+        self._left, self._strays, self._awaited = order(self._steps), Tally(), 0
         self._finder, self._updates, self.cores, self._first_s = Finder(), Awaited(), Cores(), time.perf_counter()
         self._stage.anew()
         self._begin_measuring()
@@ -286,7 +287,7 @@ class Course:
     def _awaits_updates(self) -> bool:
         """Whether a backward ends a step as far as is known, and updates may show yet that it is a piece of one."""
         facts = self.facts
-        facts.awaited = facts.by_hand and bool(self._strayed or self._updates.still())
+        facts.awaited = facts.by_hand and bool(self._strays.most or self._updates.still())
         return facts.awaited
 
     def _rehearse(self) -> None:
@@ -318,7 +319,7 @@ class Course:
         """Whether the step that is watched closely will hardly end any more: the script has gone on to something else."""
         if self.step is None or self.step.kind not in DISTURBING or self._anchor is None:
             return False
-        strays = self._anchor.what == "update" and self._strayed >= _STRAYED
+        strays = self._anchor.what == "update" and self._strays.most >= _STRAYED
         passed_s = time.perf_counter() - self._step_since
         return strays or (passed_s > _LOST_S and not self._in_step and self._is_held_up(_LOST))
 
@@ -369,9 +370,8 @@ class Course:
 
     def _is_usual(self, step: StepFact) -> bool:
         """Whether nothing happened in it but what happens in half of the steps or more."""
-        before, held_up = self.facts.steps, step.kind in _LIKE_CLEAN and self._is_held_up(SEVERAL)
-        seldom = [flag for flag in step.flags if 2 * sum(flag in other.flags for other in before) < len(before)]
-        return not seldom and not held_up
+        held_up = step.kind in _LIKE_CLEAN and self._is_held_up(SEVERAL)
+        return self.facts.has_usual_flags(step) and not held_up
 
     def end_close_watch(self, *, drop: bool = True) -> None:
         """Ends what watches the step that is on, and forgets what it saw of it if asked to."""

@@ -19,10 +19,12 @@ from typing import Any
 from hotloop.counting import Counts
 from hotloop.profiles import Phase
 from hotloop.profiling.compiled import GRAPH, Launch
+from hotloop.profiling.traced import Within
 from hotloop.profiling.trail import MARK, Mark
 
 ENGINE = "autograd::engine::evaluate_function: "
-_UPDATES = ("Optimizer.step#", "Optimizer.zero_grad#")
+_WITHIN: dict[str, Within] = {"Optimizer.step#": "step", "Optimizer.zero_grad#": "zero_grad"}
+_UPDATES = tuple(_WITHIN)
 _LOADING = "enumerate(DataLoader)#"
 _WAITING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 _NOT_SHOWN = (MARK, GRAPH, ENGINE, _LOADING, "ProfilerStep#", "## Call CompiledFxGraph", "Pregraph", "AOTDispatcher")
@@ -66,6 +68,7 @@ class Operator:
         kernels: on a device, with their ns.
         made: numbers of the nodes that it made, first and one past the last.
         outer: the operator inside of which it ran.
+        within: what of an optimizer's it lies in.
     """
 
     event: Event
@@ -78,6 +81,7 @@ class Operator:
     kernels: list[Event] = field(default_factory=list)
     made: tuple[int, int] = (0, 0)
     outer: Operator | None = None
+    within: Within = ""
 
 
 class Reader:
@@ -168,17 +172,21 @@ class Reader:
         if mark is None and context.node is None:
             return None
         counts, launch = self._counts(event), context.launch(event.name)
-        return Operator(event, self._phase(event, mark, context), mark, line, counts, launch)
+        return Operator(event, self._phase(event, mark, context), mark, line, counts, launch, within=context.within)
 
     def _context(self, event: Event, outer: _Context) -> _Context:
         if event.name.startswith(ENGINE):
             # A parameter's gradient is accumulated right after the node that made it.
             self._node = event if event.number >= 0 or self._node is None else self._node
-            return _Context(self._node, outer.update)
+            return _Context(self._node, outer.update, within=outer.within)
         if event.name.startswith(GRAPH):
             number = int(event.name.removeprefix(GRAPH))
-            return _Context(outer.node, outer.update, list(self._graphs[number]) if number < len(self._graphs) else [])
-        return _Context(outer.node, event.start if _is_update(event) else outer.update, outer.launches)
+            launches = list(self._graphs[number]) if number < len(self._graphs) else []
+            return _Context(outer.node, outer.update, launches, outer.within)
+        if _is_update(event):
+            within = next(within for name, within in _WITHIN.items() if event.name.startswith(name))
+            return _Context(outer.node, event.start, outer.launches, within)
+        return outer
 
     def _whose(self, event: Event, context: _Context) -> tuple[Mark | None, tuple[str, int] | None]:
         """The mark that an event belongs to, and the user's line."""
@@ -255,6 +263,7 @@ class _Context:
     node: Event | None = None
     update: int | None = None
     launches: list[Launch] = field(default_factory=list)
+    within: Within = ""
 
     def launch(self, name: str) -> Launch | None:
         """The next kernel of that name that the graph runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -54,6 +55,7 @@ class Facts:
         warm_up_s: from the first thing that trains to the first step that counts.
         between_ms: time of what isn't done in every step, in those that went by between the ones that are kept.
         modules, operators, lines, functions, loaders, optimizers, habits: records, dumped.
+        collections: habits as well, of garbage.
         seldom: optimizers that step beside the one that ends a step, each with the flag of a step that has it.
         children: processes of Python that it started.
         closed: why watching ended; empty as long as it goes on.
@@ -84,6 +86,7 @@ class Facts:
     loaders: list[dict[str, Any]] = field(default_factory=list)
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     habits: list[dict[str, Any]] = field(default_factory=list)
+    collections: list[dict[str, Any]] = field(default_factory=list)
     seldom: list[dict[str, Any]] = field(default_factory=list)
     threads: dict[str, Any] | None = None
     peak_memory_bytes: int | None = None
@@ -96,6 +99,11 @@ class Facts:
     def ends_at(self, event: Event) -> None:
         """A step ends there; a backward does where updates are written out, or run inside of it."""
         self.anchor, self.by_hand = event.where, event.what == "backward" and not self.updates_inside
+
+    def has_usual_flags(self, step: StepFact) -> bool:
+        """Whether nothing happened in a step but what happens in half of those so far or more."""
+        often = Counter(flag for other in self.steps for flag in other.flags)
+        return all(2 * often[flag] >= len(self.steps) for flag in step.flags)
 
     def went_by(self, step: StepFact) -> None:
         """Keeps of what happened in a step what it took, and has the step begin anew."""

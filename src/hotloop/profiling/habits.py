@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from statistics import median_low
-from types import ModuleType
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -23,18 +21,21 @@ from hotloop.patches import Patches
 from hotloop.profiling.hooks import around, safe
 from hotloop.profiling.room import Room
 from hotloop.profiling.sites import Sites
+from hotloop.profiling.tensors import known_again, tensors_in
+from hotloop.profiling.walks import Walks, walk
 
 _FORWARD, _RETAINED, _LOSS = "hotloop forward", "hotloop retained", "hotloop loss"
 _AFTERWARDS = "late "
 """Before what can only be told of a step by the one before."""
 
-_MOST_NODES = 20_000
+_CARRIED = {"kept graph": "carried graph"}
+"""What is called another way if backwards go through it."""
+
 _LATER = 2
 """Steps after which a loss should be gone."""
 
 _MOST_EVALUATED = 50
-_NUMBERS = 64
-"""Of a tensor, by which it is told from others."""
+_TINY = 20
 
 
 @dataclass
@@ -44,12 +45,14 @@ class Mark:
     Attributes:
         step: in which it happened.
         walked: whether another backward came by.
+        updates: of optimizers that were done before.
     """
 
     where: str
     step: int
     seconds: float = 0.0
     walked: bool = False
+    updates: int = 0
 
 
 @dataclass
@@ -58,11 +61,12 @@ class _Forward:
 
     Attributes:
         lines: of the user's that called it, from inside out.
-        inputs: which tensors it got, see `_inputs_of`.
+        inputs: which tensors it got, see `known_again`.
         graded: whether it built a graph.
         training: whether the module was in training mode.
         rows: samples in the inputs, as far as that is known.
         drawn: whether a loader gave something since the forward before.
+        outputs: which tensors it gave, as a network whose forward is worth while.
     """
 
     module: int
@@ -73,6 +77,7 @@ class _Forward:
     training: bool
     rows: int | None = None
     drawn: bool = False
+    outputs: tuple[bool, frozenset[tuple]] | None = None
 
 
 class Graphs:
@@ -80,12 +85,15 @@ class Graphs:
 
     Args:
         fail: is told of an error of its own in the midst of the script's evaluation.
+        parameters: gives those of all optimizers that have stepped.
 
     Attributes:
         on: whether the step that is on is looked at.
     """
 
-    def __init__(self, sites: Sites, fail: Callable[[Exception], Any]) -> None:
+    def __init__(
+        self, sites: Sites, fail: Callable[[Exception], Any], parameters: Callable[[], Iterable[Tensor]] = tuple
+    ) -> None:
         self.on, self.fail = False, fail
         self._sites = sites
         self._step = self._around = 0
@@ -98,7 +106,9 @@ class Graphs:
         self._before: list[_Forward] | None = None
         self._retained: list[Mark] = []
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
-        self._walks: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._walks, self._asked = Walks(parameters), -1
+        self._trained_s: dict[int, float] = {}
+        self._profiled: list[tuple[int, float]] = []
         self._found: defaultdict[tuple[Any, str], Counter[int]] = defaultdict(Counter)
         self._seconds: defaultdict[tuple[Any, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._evaluating, self._room = Patches(), Room()
@@ -118,9 +128,11 @@ class Graphs:
     ) -> None:
         """An outermost forward is done; the first argument is the module. For the rest see `_Forward`."""
         mark = Mark(lines[0], self._step, seconds)
-        nodes: list[Any] = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
-        inputs = _inputs_of(args[1:], kwargs)
+        nodes: list[Any] = [value.grad_fn for value in tensors_in(result) if value.grad_fn is not None]
+        inputs = known_again(args[1:], kwargs)
         one = _Forward(id(args[0]), mark, lines, inputs, bool(nodes), args[0].training, rows, drawn)
+        if nodes and next(args[0].parameters(), None) is not None:
+            one.outputs = any(value.requires_grad for value in tensors_in(args[1:])), known_again(result)
         for node in nodes:
             node.metadata[_FORWARD] = mark
         if nodes:
@@ -128,29 +140,46 @@ class Graphs:
         elif not torch.is_grad_enabled():
             self._ungraded.append(one)
 
-    def backward(self, args: tuple, where: str) -> None:
-        """A backward begins, with the arguments of `torch.autograd._engine_run_backward`."""
-        retained = len(args) > 3 and bool(args[2]) and not args[3]
-        mark = Mark(where, self._step)
+    def backward(self, args: tuple, where: str, updates: int = 0) -> None:
+        """A backward begins, with the arguments of `torch.autograd._engine_run_backward`, after so many updates."""
+        creates, asks = (len(args) > at and bool(args[at]) for at in (3, 4))  # a graph; for some gradients alone
+        retained = len(args) > 3 and bool(args[2]) and not creates
+        mark, loss = Mark(where, self._step, updates=updates), Mark(where, self._step)
         roots: list[Any] = [
             value.grad_fn for value in args[0] if isinstance(value, Tensor) and value.grad_fn is not None
         ]
-        loss, made = Mark(where, self._step), Counter[bool]()
-        for node in _walk(roots):
+        nodes, again = list(walk(roots)), []
+        for node in nodes:
             seen = node.metadata
             for kind in (_FORWARD, _RETAINED):
                 if kind in seen:
                     seen[kind].walked = True
+            before = seen.get(_RETAINED)
+            if before is not None and (before.step, before.updates) == (self._step, updates):
+                again.append(node)
             if retained and node.next_functions:
                 seen[_RETAINED] = mark
             if self._is_new(node):  # alive as long as any part of the graph is: a term of the loss, an output
                 seen[_LOSS] = loss
-            if node.next_functions:
-                made[self._is_new(node)] += 1
-        self._walks[where].append((made[False], made.total()))
+        self._look_for_needless(nodes, again, where, asks=asks or creates)
         if retained:
             self._retained.append(mark)
         self._losses.append((self._step, where, weakref.ref(loss)))
+
+    def _look_for_needless(self, nodes: list[Any], again: list[Any], where: str, *, asks: bool) -> None:
+        """What a backward goes through that it needn't; `asks` says whether it gives gradients rather than adding to them."""
+        older = sum(bool(node.next_functions) and not self._is_new(node) for node in nodes)
+        self._walks.saw(nodes, where, self._step, older)
+        if asks:
+            self._asked = self._step
+            return
+        found = [
+            *self._walks.shared(again, where, self._step),
+            *self._walks.in_vain(nodes, _forward_of, where, self._step),
+        ]
+        for one in found:
+            if one.what != "input gradients" or self._asked != self._step:
+                self._found[one.what, one.where][self._step] += one.many
 
     def _is_new(self, node: Any) -> bool:
         """Whether a node was made in this step; what was made before may be shared by all, and parameters are."""
@@ -178,6 +207,10 @@ class Graphs:
                 if not one.mark.walked and (what := self._in_vain(one, trained)):
                     one.mark.where = _apart(one, known)
                     self._count(what, [one.mark])
+            for one, first in _repeated(trained):
+                one.mark.where = _apart(one, [first])
+                self._count("repeated forward", [one.mark])
+            self._trained_s[self._step] = sum([one.mark.seconds for one in trained])
             self._before = trained
         else:
             self._before = None
@@ -213,6 +246,9 @@ class Graphs:
         self._around += 1
         if torch.is_anomaly_enabled():
             self._found["hook", where][self._around] += 1
+        if torch.autograd.profiler._is_profiler_enabled:
+            self._found["profiler", where][self._around] += 1
+            self._profiled.append((2 * self._walks.latest, _tiny_us()))  # each node is made by one, and runs one
 
     def begin_evaluation(self) -> None:
         """The network was put into evaluation mode: are graphs built for it?"""
@@ -238,7 +274,7 @@ class Graphs:
         if self._depth:
             return
         self._evaluated += 1
-        nodes: list[Any] = [value.grad_fn for value in _tensors(result) if value.grad_fn is not None]
+        nodes: list[Any] = [value.grad_fn for value in tensors_in(result) if value.grad_fn is not None]
         if args[0].training or not nodes:
             return
         mark = Mark(self._sites.caller(3), self._step, time.perf_counter() - began)
@@ -255,20 +291,31 @@ class Graphs:
         """As `profiles.Habit`: what happens in more than half of the steps that were looked at.
 
         A validation of many batches that one of them holds is none of every step; evaluation with graphs is told anyway.
-        Of a carried graph its part of the backward is given.
+        Of what a backward goes through that it needn't, and of forwards that are repeated, the part of it is given.
         """
         steps: dict[str, Sequence[int]] = {
             "hook": range(1, self._around + 1),
+            "profiler": range(1, self._around + 1),
             "kept graph": [step for step in self._looked if step < self._step - _LATER],
+            "unused gradients": self._looked[1:],  # the first tells what a parameter was before
         }
         found = []
         for (what, where), counts in self._found.items():
             over = steps.get(what, self._followed if what.startswith(_AFTERWARDS) else self._looked)
             seconds = self._seconds[what, where]
             found.append(_habit(what, where, _usual(counts, over), _usual(seconds, over)))
-            if what == "kept graph" and (part := _carried(self._walks[where])):
-                found[-1] |= {"what": "carried graph", "part": part}
+            if what == "profiler":
+                found[-1] |= {"calls": _middle(self._profiled, 0), "call_us": _middle(self._profiled, 1)}
+            if part := self._part(what, where, seconds):
+                found[-1] |= {"what": _CARRIED.get(what, what), "part": part}
         return [habit for habit in found if habit["per_step"]] + self._with_graphs()
+
+    def _part(self, what: str, where: str, seconds: Mapping[int, float]) -> float:
+        """Of the backward, that which goes with a habit; backwards take as their forwards do."""
+        if what != "repeated forward":
+            return self._walks.part(what, where)
+        trained_s = sum(self._trained_s[step] for step in seconds)
+        return sum(seconds.values()) / trained_s if trained_s else 0.0
 
     def _with_graphs(self) -> list[dict[str, Any]]:
         """Evaluations that built graphs nobody went through, in all steps."""
@@ -286,27 +333,21 @@ def _habit(what: str, where: str, per_step: float, seconds: float) -> dict[str, 
     return {"what": what.removeprefix(_AFTERWARDS), "where": where, "per_step": per_step, "ms": ms}
 
 
-def _carried(walks: Sequence[tuple[int, int]]) -> float:
-    """The part of backwards' nodes that earlier steps made, given both numbers, if these become more; else 0."""
-    earlier, walked = (sum(numbers) for numbers in zip(*walks, strict=True))
-    return earlier / walked if walks[-1][0] > walks[0][0] else 0.0
+def _tiny_us() -> float:
+    """What an operator of next to no work takes now."""
+    tiny, began = torch.zeros(1), time.perf_counter()
+    for _ in range(_TINY):
+        tiny.neg()
+    return (time.perf_counter() - began) / _TINY * 1e6
+
+
+def _middle(pairs: Sequence[tuple[float, float]], at: int) -> float:
+    return median(pair[at] for pair in pairs)
 
 
 def _usual(amounts: Mapping[int, float], steps: Sequence[int]) -> float:
     """The middle one of the amounts in some steps, the lower one of two."""
     return float(median_low([amounts.get(step, 0) for step in steps])) if steps else 0.0
-
-
-def _walk(roots: list[Any]) -> Iterator[Any]:
-    """The nodes of a graph, from its outputs on."""
-    seen, ahead = set(roots), deque(roots)
-    while ahead and len(seen) < _MOST_NODES:
-        node = ahead.popleft()
-        yield node
-        for after, _ in node.next_functions:
-            if after is not None and after not in seen:
-                seen.add(after)
-                ahead.append(after)
 
 
 def _walked(mark: Mark, gradients: Any) -> None:
@@ -330,6 +371,21 @@ def _is_again(one: _Forward, trained: Sequence[_Forward]) -> bool:
     return bool(one.inputs) and any(other.module == one.module and other.inputs == one.inputs for other in trained)
 
 
+def _repeated(trained: Sequence[_Forward]) -> Iterator[tuple[_Forward, _Forward]]:
+    """Forwards of a network on the same inputs that gave the same, each with the first; dropout gives something else."""
+    seen: dict[tuple, _Forward] = {}
+    for one in trained:
+        first = seen.setdefault((one.module, one.inputs, one.outputs), one)
+        if first is not one and one.inputs and one.outputs is not None:
+            yield one, first
+
+
+def _forward_of(node: Any) -> str:
+    """The line of the forward that a node ended; empty if it ended none."""
+    mark = node.metadata.get(_FORWARD)
+    return mark.where if mark is not None else ""
+
+
 def _given(trained: Sequence[_Forward]) -> set[tuple]:
     return {(one.module, one.inputs) for one in trained if one.inputs}
 
@@ -341,58 +397,3 @@ def _apart(one: _Forward, known: Sequence[_Forward]) -> str:
         (here for here, there in zip(one.lines, others[0], strict=False) if here != there) if others else iter(())
     )
     return next(differing, one.lines[0])
-
-
-def _inputs_of(args: tuple, kwargs: dict) -> frozenset[tuple]:
-    """By what the same inputs are known when they are given again, be it in a copy: shapes, sums and some numbers."""
-    return frozenset(_known_by(value) for value in (*_tensors(args), *_tensors(kwargs)))
-
-
-def _known_by(value: Tensor) -> tuple:
-    if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # its numbers may lie elsewhere
-        return value.shape, id(value)
-    try:
-        with torch._C._DisableTorchDispatch():  # the script's modes hear nothing
-            few = value.detach().reshape(-1)[:: max(1, value.numel() // _NUMBERS)]
-            return value.shape, value.detach().sum().item(), *few.tolist()
-    except RuntimeError:  # there are no numbers to look at, as under torch.func
-        return value.shape, id(value)
-
-
-def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part, depth - 1)
-    elif depth and isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part, depth - 1)
-    elif depth:
-        held = (part for part in _attributes(value) if isinstance(part, Tensor | list | tuple | Mapping))
-        for part in held:  # not objects in objects, which may lead anywhere
-            yield from _tensors(part, depth - 1)
-
-
-def _attributes(value: Any) -> Iterable[Any]:
-    """What an object holds, as a batch that is one; nothing is called for it. Modules and classes hold no batch."""
-    if isinstance(value, nn.Module | type | ModuleType):
-        return ()
-    with suppress(AttributeError):  # it may have slots alone
-        return object.__getattribute__(value, "__dict__").values()
-    slots = getattr(type(value), "__slots__", ())
-    return [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
-
-
-def has_gradient(result: Any) -> bool | None:
-    """Whether a backward can come back to what made a result; None where there are no tensors to be seen in it."""
-    found = [value.requires_grad for value in _tensors(result)]
-    return any(found) if found else None
-
-
-def is_loss(module: nn.Module) -> bool:
-    """Whether a module called by the loop itself says how wrong a result is."""
-    if isinstance(module, nn.modules.loss._Loss):
-        return True
-    name = type(module).__name__.lower()
-    return ("loss" in name or "criterion" in name) and next(module.parameters(), None) is None

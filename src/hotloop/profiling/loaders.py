@@ -6,6 +6,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from types import FunctionType
@@ -25,6 +26,22 @@ _MOST_LOADERS = 20
 _TORCHS = TensorDataset.__getitem__.__code__.co_filename
 
 
+@dataclass
+class _Opening:
+    """A loader begins anew, until its first batch is drawn.
+
+    Attributes:
+        iterator: gives the iterator that was made.
+        seconds: that it took to make.
+        index_s: until that knew which samples to ask for; as far as it was timed.
+    """
+
+    iterator: Callable[[], Any]
+    where: str
+    seconds: float
+    index_s: float = 0.0
+
+
 class _Loader:
     """What is known of one loader.
 
@@ -34,6 +51,9 @@ class _Loader:
         makes: its method that does.
         drawn, row_sum: batches, and samples in them, in the step that is on.
         steps, rows: how many steps drew from it, and samples in each.
+        drawing_s, evaluating_s, opening_s: of the step that is on, and of that in evaluations, and until samples are asked for.
+        draws, drawings, evaluations: of steps that drew, how many batches, and these seconds.
+        opened, openings: how often it began anew, and of steps that were looked at for it what that took of their drawing.
     """
 
     def __init__(self, iterator: Any, where: str, sites: Sites) -> None:
@@ -42,7 +62,12 @@ class _Loader:
         together = iterator._auto_collation
         whole = together and hasattr(dataset, "__getitems__") and _gives_batches(iterator._dataset)
         self.makes = "__getitems__" if whole else "__getitem__"
-        self.drawn = self.row_sum = self.steps = 0
+        self.drawn = self.row_sum = self.steps = self.opened = 0
+        self.drawing_s = self.evaluating_s = self.opening_s = 0.0
+        self.draws: deque[int] = deque(maxlen=_MOST_SAMPLES)
+        self.drawings: deque[float] = deque(maxlen=_MOST_SAMPLES)
+        self.evaluations: deque[float] = deque(maxlen=_MOST_SAMPLES)
+        self.openings: deque[tuple[float, float]] = deque(maxlen=_MOST_SAMPLES)
         self.rows: deque[int] = deque(maxlen=_MOST_SAMPLES)
         self.sample_s: list[float] = []
         self.record: dict[str, Any] = {
@@ -56,7 +81,35 @@ class _Loader:
             "pinned": bool(iterator._pin_memory),
             "sample_ms": None,
             "at_once": whole or not together,
+            "batches": _length(iterator._index_sampler),
         }
+
+    def forget_step(self) -> None:
+        self.drawn = self.row_sum = 0
+        self.drawing_s = self.evaluating_s = self.opening_s = 0.0
+
+    def end_step(self, *, counted: bool, timed: bool) -> None:
+        self.steps += bool(self.drawn)
+        if self.row_sum:
+            self.rows.append(self.row_sum)
+        if counted and self.drawn:
+            self.draws.append(self.drawn)
+            self.drawings.append(self.drawing_s)
+            self.evaluations.append(self.evaluating_s)
+            if timed or self.record["workers"]:
+                self.openings.append((self.opening_s, self.drawing_s))
+
+    def recorded(self, most: int, counted: int) -> dict[str, Any]:
+        """As `profiles.LoaderUse`, where one fed so many steps at most, and so many were counted."""
+        self.record |= {"share": self.steps / max(1, most), "opened": self.opened / max(1, counted)}
+        if self.sample_s:
+            self.record["sample_ms"] = median(self.sample_s) * 1e3
+        if self.draws:
+            self.record |= {"draws": median(self.draws), "evaluating_ms": median(self.evaluations) * 1e3}
+            self.record["drawing_ms"] = median(self.drawings) * 1e3
+        if self.openings and (drawing_s := sum(pair[1] for pair in self.openings)):
+            self.record["opening_ms"] = sum(pair[0] for pair in self.openings) / drawing_s * self.record["drawing_ms"]
+        return self.record
 
 
 class Loaders:
@@ -74,7 +127,8 @@ class Loaders:
         self._loaders: dict[tuple[Any, ...], _Loader] = {}
         self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._patches = Patches()
-        self._counted = True
+        self._counted, self._timed, self._many = True, False, 0
+        self._opening: _Opening | None = None
         self._unheard: list[tuple[ref, int]] | None = None
         self._latest: tuple[Callable[[], Any], _Loader | None] = lambda: None, None
 
@@ -85,7 +139,7 @@ class Loaders:
             timed: whether samples are timed in it.
             counted: whether they are counted.
         """
-        self._counted = counted
+        self._counted, self._timed = counted, timed
         self.forget()
         if timed:
             self._time_samples()
@@ -93,19 +147,20 @@ class Loaders:
     def forget(self) -> None:
         """The step draws anew."""
         for loader in self._loaders.values():
-            loader.drawn = loader.row_sum = 0
+            loader.forget_step()
 
     def look(self) -> None:
         """What is drawn from here on isn't told, but found by `catch_up`."""
         self._unheard = [(ref(one), one._num_yielded) for one in self._iterators]
 
-    def opened_again(self, iterator: Any) -> bool:
-        """Whether an iterator that was made begins another epoch of the loader that was drawn from last.
+    def opened_again(self, iterator: Any, seconds: float = 0.0) -> bool:
+        """Whether an iterator that was made, in so many seconds, begins another epoch of the loader that was drawn from last.
 
         So its data set says; the line that will draw isn't known yet.
         """
         if not isinstance(iterator, _BaseDataLoaderIter):  # a library's own
             return False
+        self._opening = _Opening(ref(iterator), self._sites.caller(4), seconds) if self._counted else None
         same = [loader for loader in self._loaders.values() if loader.data() is iterator._dataset]
         if len(same) != 1 or same[0] is not self._latest[1]:
             return False
@@ -134,13 +189,12 @@ class Loaders:
         """A step ends."""
         self.remove()
         for loader in self._loaders.values():
-            loader.steps += bool(loader.drawn)
-            if loader.row_sum:
-                loader.rows.append(loader.row_sum)
+            loader.end_step(counted=self._counted, timed=self._timed)
+        self._many += self._counted
         self.used = bool(self.drawn())
 
-    def drew(self, loader: Any, batch: Any) -> bool:
-        """Something was asked of a loader or of its iterator; whether that was a batch."""
+    def drew(self, loader: Any, batch: Any, seconds: float = 0.0, *, evaluates: bool = False) -> bool:
+        """Something was asked of a loader or of its iterator, for so many seconds; whether that was a batch."""
         latest, known = self._latest
         if latest() is not loader:
             if isinstance(loader, DataLoader):
@@ -149,8 +203,25 @@ class Loaders:
             self._latest = ref(loader), known
         if known is not None:
             known.drawn += 1
-            known.row_sum += (_rows(batch) or 0) if self._counted else 0
+            if self._counted:
+                known.row_sum += _rows(batch) or 0
+                spent = seconds + self._opened(loader, known, seconds)
+                known.drawing_s += spent
+                known.evaluating_s += spent if evaluates else 0.0
         return True
+
+    def _opened(self, iterator: Any, loader: _Loader, seconds: float) -> float:
+        """Notes what it took to begin anew, if this is the first batch since; gives the seconds before that was asked for.
+
+        Of workers it is the wait for the first batch, which they make while others are trained on later.
+        """
+        opening, self._opening = self._opening, None
+        if opening is None or opening.iterator() is not iterator:
+            return 0.0
+        loader.opened += 1
+        loader.record["opened_where"] = opening.where
+        loader.opening_s += opening.seconds + (seconds if loader.record["workers"] else opening.index_s)
+        return opening.seconds
 
     def samples_per_step(self) -> float | None:
         """From the loader that most steps drew from; else what the network is given at a time."""
@@ -160,11 +231,7 @@ class Loaders:
     def records(self) -> list[dict[str, Any]]:
         """As `profiles.LoaderUse`, those that trained the most first."""
         used = sorted(self._loaders.values(), key=lambda loader: -loader.steps)
-        for loader in used:
-            loader.record["share"] = loader.steps / max(1, used[0].steps)
-            if loader.sample_s:
-                loader.record["sample_ms"] = median(loader.sample_s) * 1e3
-        return [loader.record for loader in used if loader.steps]
+        return [loader.recorded(used[0].steps, self._many) for loader in used if loader.steps]
 
     def _known(self, iterator: Any) -> _Loader | None:
         """Loaders count as one if they are drawn from at the same line and have data sets of a kind and length."""
@@ -180,12 +247,20 @@ class Loaders:
         return known
 
     def _time_samples(self) -> None:
-        """Times the calls of data sets that are read in this process."""
+        """Times the calls of data sets that are read in this process, and until one that is opened asks for its samples."""
+        self._patches.put(_BaseDataLoaderIter, "_next_index", self._timing_index())
         for loader in self._loaders.values():
             # What isn't written in Python, as that of a list, can't be replaced.
             here = loader.record["workers"] == 0 and isinstance(getattr(loader.inner, loader.makes, None), FunctionType)
             if here and len(loader.sample_s) < _MOST_SAMPLES:
                 self._patches.put(loader.inner, loader.makes, self._timing(loader))
+
+    def _timing_index(self) -> Callable[[Any], Any]:
+        def ended(token: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+            if self._opening is not None and self._opening.iterator() is args[0]:
+                self._opening.index_s += time.perf_counter() - token
+
+        return around(lambda: self._opening is not None, lambda args, kwargs: time.perf_counter(), ended)
 
     def _timing(self, loader: _Loader) -> Callable[[Any], Any]:
         def ended(token: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:

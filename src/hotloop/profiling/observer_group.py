@@ -40,5 +40,5 @@ class ObserverGroup:
     def drop_modules(self) -> None:
         """In a forked child, where the threads and locks of a profiler and a sampler are missing: ends the others alone."""
         for observer in self._observers:
-            if "clocked" in observer.kinds:
+            if not {"traced", "sampled"}.intersection(observer.kinds):
                 observer.drop()

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from hotloop.profiles import Phase
+from hotloop.profiling.collecting import Collections
 from hotloop.profiling.lines import StackSampler
 from hotloop.profiling.matching import fitting, on_device, scaled, with_compiled, with_counts, with_fused, with_shares
 from hotloop.profiling.middle import middle_mean
@@ -23,7 +24,7 @@ from hotloop.profiling.watcher import Watch
 
 
 def observers(watch: Watch, trace: str | Path | None, model: nn.Module | None = None) -> list[Observer]:
-    """What watches modules, operators and lines, for one watch.
+    """What watches garbage collections, modules, operators and lines, for one watch.
 
     Args:
         trace: file for the Chrome trace of the traced steps.
@@ -31,7 +32,7 @@ def observers(watch: Watch, trace: str | Path | None, model: nn.Module | None = 
     """
     lines = Lines(watch)
     inside = _Inside(watch, None if trace is None else Path(trace), model, lines.sampler)
-    return [lines, inside.modules, inside]
+    return [Collections(watch.sites), lines, inside.modules, inside]
 
 
 class Lines:

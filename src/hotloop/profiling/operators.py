@@ -173,6 +173,7 @@ class Tracer:
                 line_runs=self._runs_of(key.line),
                 used=key.used,
                 copies=key.copies,
+                within=key.within,
                 alike=self._alike_of(key.module),
             )
             for key, total in self._all.sums.items()
@@ -247,6 +248,7 @@ class Tracer:
             kernels[0].device if kernels else "cpu",
             next(filter(None, map(copied, kernels)), ""),
             used,
+            operator.within,
         )
         ns = sum(kernel.end - kernel.start for kernel in kernels) if kernels else max(0, operator.ns)
         counts = operator.counts

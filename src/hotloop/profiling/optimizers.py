@@ -17,13 +17,14 @@ from hotloop.profiling.groups import GroupClock
 from hotloop.profiling.sites import Sites
 
 _MOST = 20
+"""So many are recorded one by one; of more, those that are alike and step at one line are one record."""
 
 
 class _Used:
-    """What is known of one optimizer."""
+    """What is known of one optimizer; `latest` gives it, or the one that was made anew in its place."""
 
     def __init__(self, optimizer: Optimizer, number: int, where: str) -> None:
-        self.optimizer, self.number, self.where = weakref.ref(optimizer), number, where
+        self.latest, self.number, self.where = weakref.ref(optimizer), number, where
         self.kind, self.implementation = type(optimizer).__name__, _implementation(optimizer)
         self.groups = [_group(group, number) for number, group in enumerate(optimizer.param_groups)]
         self.spent: list[float] = []
@@ -43,6 +44,7 @@ class Optimizers:
         self.on = self.nests = False
         self._sites = sites
         self._used: list[_Used] = []
+        self._by_id: dict[int, _Used] = {}
         self._open: list[tuple[int, float]] = []
         self._nested = 0.0
         self._groups = GroupClock()
@@ -90,29 +92,33 @@ class Optimizers:
         """By which it is told from others; one that is made anew again and again takes its predecessor's."""
         used = self._known(optimizer)
         if used is None:
-            used = next((one for one in self._used if one.where == where and one.optimizer() is None), None)
+            used = next((one for one in self._used if one.where == where and one.latest() is None), None)
             if used is not None:
-                used.optimizer = weakref.ref(optimizer)
-        if used is None and len(self._used) < _MOST:
-            used = _Used(optimizer, len(self._used), where)
-            self._used.append(used)
-        if used is None:
-            return -2
+                used.latest = weakref.ref(optimizer)
+            else:
+                used = _Used(optimizer, len(self._used), where)
+                self._used.append(used)
+            self._by_id = {id(one.latest()): one for one in self._used if one.latest() is not None}
         used.where = used.where or where
         return used.number
 
-    def known_as(self, number: int) -> dict[str, str] | None:
-        """Its class and line; None of one that was too many to be kept."""
-        used = next((used for used in self._used if used.number == number), None)
-        return {"kind": used.kind, "where": used.where} if used is not None else None
+    def known_as(self, number: int) -> dict[str, str]:
+        """Its class and line."""
+        return {"kind": self._used[number].kind, "where": self._used[number].where}
 
     def _known(self, optimizer: Optimizer) -> _Used | None:
-        return next((used for used in self._used if used.optimizer() is optimizer), None)
+        used = self._by_id.get(id(optimizer))
+        return used if used is not None and used.latest() is optimizer else None
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Of all that have stepped."""
+        alive = (one for used in self._used if (one := used.latest()) is not None)
+        return (value for one in alive for group in one.param_groups for value in group["params"])
 
     def records(self, steps: int) -> list[dict[str, Any]]:
         """As `profiles.OptimizerUse`."""
         instrumented = max(1, steps // 2)
-        return [
+        records = [
             {
                 "kind": used.kind,
                 "where": used.where,
@@ -127,6 +133,7 @@ class Optimizers:
             for used in self._used
             if used.spent
         ]
+        return records if len(records) <= _MOST else _joined(records)
 
 
 class Awaited:
@@ -153,6 +160,23 @@ def _with_gradients() -> Iterator[Tensor]:
     made = (one for one in gc.get_objects() if issubclass(type(one), Optimizer))
     groups = (group for one in made for group in getattr(one, "param_groups", ()))
     return (value for group in groups for value in group["params"] if value.grad is not None)
+
+
+def _joined(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that are alike and step at one line as one, whose `steps` are those of each; the longest of them."""
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for one in records:
+        alike.setdefault((one["kind"], one["where"], one["implementation"]), []).append(one)
+    joined = [
+        ones[0]
+        | {
+            "groups": [group for one in ones for group in one["groups"]],
+            "steps": sum(one["steps"] for one in ones) / len(ones),
+            "ms": sum(one["ms"] for one in ones),
+        }
+        for ones in alike.values()
+    ]
+    return sorted(joined, key=lambda one: -one["ms"])[:_MOST]
 
 
 def _per_step(seconds: list[float], steps: int) -> float | None:

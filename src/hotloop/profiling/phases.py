@@ -131,10 +131,11 @@ class Timeline:
 
     Attributes:
         on: whether a step is being watched.
+        device: whose clock it goes by.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+        self.clock, self.device = clock, "cpu"
         self.on = False
         self._stack: list[Phase] = ["python"]
         self._loading = 0
@@ -160,6 +161,13 @@ class Timeline:
         self._stack, self._marks, self._grounds, self.on = [ground], [], [], True
         self._loading = 0
         self._mark(ground)
+
+    def follow(self, outputs: Any) -> str:
+        """Goes by the clock of the device that outputs are on from here on; says which one that is."""
+        device = outputs[0].device if outputs and isinstance(outputs[0], torch.Tensor) else None
+        if device is not None and self.device != str(device):
+            self.device, self.clock = str(device), clock_for(device)
+        return self.device
 
     def load(self) -> None:
         """A loader begins to make samples: the phase is "data" until this is left."""

@@ -23,10 +23,10 @@ class Seldom:
 
     def saw(self, event: Event, step: StepFact, uncounted: int) -> None:
         """Another optimizer has stepped in the step that is on, after so many that aren't counted yet."""
-        flag = _flag(event.which)
-        if flag not in step.flags:
-            step.flags.append(flag)
-            self._with[event.which].append(self.steps + uncounted)
+        seen, now = self._with[event.which], self.steps + uncounted
+        if not seen or seen[-1] != now:
+            step.flags.append(_flag(event.which))
+            seen.append(now)
 
     def shift(self, measured: int) -> int:
         """How many steps go by beside those that must, so that steps watched alike aren't all those with an update, or without.
@@ -39,9 +39,9 @@ class Seldom:
         """Each with its flag, and every how many steps it comes."""
         known = {which: optimizers.known_as(which) for which in self._with}
         return [
-            {**one, "flag": _flag(which), "every": (at[-1] - at[0]) / (len(at) - 1)}
+            {**known[which], "flag": _flag(which), "every": (at[-1] - at[0]) / (len(at) - 1)}
             for which, at in self._with.items()
-            if len(at) > 1 and (one := known[which]) is not None
+            if len(at) > 1
         ]
 
 

@@ -30,17 +30,22 @@ class Finder:
     """Sees events, and says which of them ends a step: the most frequent, and of equals the last.
 
     An optimizer's update ends a step; a backward does where no optimizer is used. Optimizers that are made anew again
-    and again count by their line.
+    and again count by their line, once for each backward: many of them may step there one after the other.
     """
 
     def __init__(self) -> None:
         self._seen: Counter[Event] = Counter()
         self._at: Counter[Event] = Counter()
+        self._backwards, self._counted_at = 0, dict[Event, int]()
 
     def saw(self, event: Event) -> None:
         if len(self._seen) < _FEW:
             self._seen[event] += 1
-        self._at[Event(event.what, event.where, -1)] += 1
+        self._backwards += event.what == "backward"
+        place = Event(event.what, event.where, -1)
+        if not self._backwards or self._counted_at.get(place) != self._backwards:
+            self._at[place] += 1
+        self._counted_at[place] = self._backwards
 
     def anchor(self) -> Event | None:
         """The event that ends a step; None as long as nothing is regular. A `which` of -1 stands for any."""
@@ -61,6 +66,27 @@ class Finder:
 
     def _what(self) -> str:
         return "update" if any(event.what == "update" for event in self._seen) else "backward"
+
+
+class Tally:
+    """How often events come; many optimizers that step once each in a step tell no more of a loop than one.
+
+    Attributes:
+        most: times that the most frequent of them was seen.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._seen: Counter[Event] = Counter()
+
+    def saw(self, event: Event) -> None:
+        self._seen[event] += 1
+        self.most = max(self.most, self._seen[event])
+
+    def clear(self) -> None:
+        if self.most:
+            self.most = 0
+            self._seen.clear()
 
 
 def _most_frequent(seen: Counter[Event], what: str, least: int) -> Event | None:

@@ -115,7 +115,7 @@ def _profile(
         in_step=not world.alone,
         compilations=compilations,
     )
-    watch.facts.device = str(program.device)
+    watch.facts.device = watch.timeline.device = str(program.device)
     watch.timeline.clock = clock_for(program.device)
     watch.install()
     try:

@@ -6,12 +6,15 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from hotloop.profiles import Phase
 from hotloop.profiling.following import Line
 from hotloop.profiling.middle import SEVERAL
 from hotloop.profiling.naming import Name
+
+Within = Literal["", "step", "zero_grad"]
+"""What of an optimizer's an operator lies in."""
 
 
 class Key(NamedTuple):
@@ -26,6 +29,7 @@ class Key(NamedTuple):
     device: str
     copies: str
     used: bool | None
+    within: Within = ""
 
 
 class Sum:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -25,7 +26,6 @@ from hotloop.profiling.hooks import Always, Listener, mark_ms, safe
 from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
 from hotloop.profiling.pauses import Pauses
-from hotloop.profiling.phases import clock_for
 from hotloop.profiling.protocols import Observer
 from hotloop.profiling.schedule import CLOSE, Kind
 from hotloop.profiling.sites import Sites
@@ -74,7 +74,8 @@ class Watch(Listener):
         self._always, self._closely = Always(self, self._course.stretch), Closely(self, self.timeline)
         self._sparing = Sparing(self._course, self._always, sites)
         self._compiling = Compiling(self._closely.away, self._closely.back)
-        self._loaders, self._optimizers, self._graphs = Loaders(sites), Optimizers(sites), Graphs(sites, self.fail)
+        self._loaders, self._optimizers = Loaders(sites), Optimizers(sites)
+        self._graphs = Graphs(sites, self.fail, self._optimizers.parameters)
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
         self._thread: int | None = None
         self._backwards = self._forwards = 0
@@ -211,7 +212,8 @@ class Watch(Listener):
         """The script trains in another loop."""
         self.facts.batch, self.facts.notes, self.facts.trace = [], [], None
         self._optimizers.forget()
-        self._loaders, self._graphs = Loaders(self.sites), Graphs(self.sites, self.fail)
+        self._loaders = Loaders(self.sites)
+        self._graphs = Graphs(self.sites, self.fail, self._optimizers.parameters)
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
 
     def between(self) -> None:
@@ -265,7 +267,7 @@ class Watch(Listener):
         if self._backwards == 1 and not self._optimizers.inside:
             self._calls.backward()
         if self._graphs.on and self._backwards == 1:
-            self._graphs.backward(args, self.sites.caller(4))
+            self._graphs.backward(args, self.sites.caller(4), self.facts.updates)
             self._graphs.look_around(self.facts.anchor)
         return time.perf_counter()
 
@@ -279,7 +281,8 @@ class Watch(Listener):
         updates_now = self.facts.by_hand or self._optimizers.inside
         creates_graph = len(args) > 3 and bool(args[3])
         self.timeline.turn("loss" if creates_graph else "update" if updates_now else "python")
-        self._on_device_of(args[0])
+        if self._course.step is None:  # before the first one is timed
+            self.facts.device = self.timeline.follow(args[0])
 
     @safe
     def backward_over(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
@@ -316,13 +319,16 @@ class Watch(Listener):
     @safe
     def loading_began(self, args: tuple, kwargs: dict) -> Any:
         self.timeline.load()
+        return time.perf_counter()
 
     @safe
     def loading_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self.timeline.leave()
-        if isinstance(args[0], DataLoader) and not (done and self._loaders.opened_again(result)):
+        spent = time.perf_counter() - (token or 0.0)
+        if isinstance(args[0], DataLoader) and not (done and self._loaders.opened_again(result, spent)):
             self._sparing.unusual()
-        if done and self._loaders.drew(args[0], result) and self.timeline.on:
+        evaluates = self._pauses.evaluating or not torch.is_grad_enabled()
+        if done and self._loaders.drew(args[0], result, spent, evaluates=evaluates) and self.timeline.on:
             self._calls.drawn = True
             self.timeline.turn(self._making())
 
@@ -392,9 +398,3 @@ class Watch(Listener):
     def _note_batch(self, given: Given) -> None:
         if not self.facts.batch and self.timeline.on:
             self.facts.batch, self._loaders.rows = given.shapes, given.rows
-
-    def _on_device_of(self, outputs: Any) -> None:
-        """Learns on which device the script trains, before the first step is timed."""
-        device = outputs[0].device if outputs and isinstance(outputs[0], Tensor) else None
-        if device is not None and self.facts.device != str(device) and self._course.step is None:
-            self.facts.device, self.timeline.clock = str(device), clock_for(device)

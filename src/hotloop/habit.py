@@ -1,0 +1,57 @@
+"""What a training loop does again and again that costs more than it gives."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hotloop.records import Record
+
+
+class Habit(Record):
+    """Something that the loop does again and again, as it was seen to happen; not what its text says.
+
+    Attributes:
+        what: `kept graph`: a loss whose graph is alive steps later, `bytes` of memory growing by it each step;
+            `carried graph`: such a one that later backwards go through as well, and so have more to do each time;
+            `retained graph`: a backward that keeps a graph that nobody walks again;
+            `wasted forward`: a forward whose graph no backward walked, of a network that is trained on the same inputs;
+            `unused graph`: such a one of other inputs, or of a network that isn't trained;
+            `evaluation`: a forward without a graph, as under `no_grad`, of a network that is trained in the step: in evaluation
+            mode, or of inputs that it is trained on;
+            `autograd in evaluation`: a forward in evaluation that builds graphs which no backward walks;
+            `repeated forward`: a forward of the same network on the same inputs with the same outputs, both trained on;
+            `shared graph`: a backward that walks nodes of an earlier one of the same step, and adds to its gradients;
+            `unused gradients`: of parameters that no optimizer steps, and that stay as they are;
+            `input gradients`: of other tensors, which nobody asked for by `torch.autograd.grad`;
+            `hook`: torch's anomaly detection;
+            `profiler`: a profiler of the script's own;
+            `garbage collection`: of Python's.
+        where: the line.
+        per_step: times in a step; gradients, of which some are unused.
+        call_us: what a tiny operator takes meanwhile, and `calls`, how many operators there are; for `profiler` alone.
+        ms: what it takes per step, where it can be told.
+        bytes: per step.
+    """
+
+    what: Literal[
+        "kept graph",
+        "carried graph",
+        "retained graph",
+        "wasted forward",
+        "unused graph",
+        "evaluation",
+        "autograd in evaluation",
+        "repeated forward",
+        "shared graph",
+        "unused gradients",
+        "input gradients",
+        "hook",
+        "profiler",
+        "garbage collection",
+    ]
+    where: str
+    per_step: float
+    ms: float | None = None
+    bytes: float | None = None
+    calls: float | None = None
+    call_us: float | None = None
