@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hotloop
-from hotloop import rules
+from hotloop import rules, weighing
 from hotloop.choosing import lowered
 from hotloop.errors import PlanError, TaskError
 from hotloop.lowering import Program, graphs
@@ -205,13 +205,9 @@ def test_hotloops_own_hooks_of_fused_updates_are_none_of_the_users() -> None:
 def test_auto_goes_on_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run has steps enough, and a compilation takes nothing."""
     monkeypatch.setattr(rules, "COMPILED_FROM_STEPS", 1)
-    for name in (
-        "weighing._DOUBT",
-        "weighing._RACING_STEPS",
-        "tuning.budget.PROVING_STEPS",
-        "tuning.budget.PROVING_COPIES",
-    ):
-        monkeypatch.setattr(f"hotloop.{name}", 0)
+    for name in ("_DOUBT", "_RACING_STEPS"):
+        monkeypatch.setattr(weighing, name, 0)
+    monkeypatch.setattr(weighing, "proving_s", lambda step_s, copying_s: 0.0)
     said: list[str] = []
     program = lowered(with_clamps(AROUND["after"][0]), Wanted(Plan(device="cpu"), auto=True), said.append)
     assert program.parts.plan.compile == "none"

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hotloop
 from hotloop.lowering import Program
 from hotloop.parity import prove, prove_programs
 from hotloop.parity.path import stops
+from hotloop.parity.seen import one_step
 from hotloop.parity.witnesses import Truth
 from hotloop.plan import BASELINE, Plan
 from hotloop.verdicts import TRUSTED
@@ -49,6 +51,35 @@ def masked_twice(x: Tensor) -> Tensor:
     return F.relu(x * mask, inplace=True) + (1.0 - mask.float())
 
 
+def counted(x: Tensor) -> Tensor:
+    counts = torch.tensor([0.0] * 6, dtype=torch.float32)
+    counts.index_add_(0, x.argmax(1), torch.ones(len(x), dtype=torch.float32))
+    return x + counts / len(x)
+
+
+def overwritten(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[x > 1] = WEIGHTS[0]
+    return y.index_add(0, torch.tensor([0, 1]), MIXED[:2])
+
+
+def recomputed(x: Tensor) -> Tensor:
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        return (x * mask.float()).tanh()
+
+    return checkpoint(masked, x, (x > 0).float(), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+KEPT: dict[int, Tensor] = {}
+
+
+def kept(x: Tensor) -> Tensor:
+    """A constant for each length, which is made where it is needed first."""
+    if len(x) not in KEPT:
+        KEPT[len(x)] = torch.arange(len(x), dtype=torch.float32)[:, None] / len(x)
+    return x + KEPT[len(x)].float()
+
+
 def pixels() -> tuple[Tensor, Tensor]:
     x, y = labelled()
     return (x.abs() * 80).clamp(max=255).to(torch.uint8), y
@@ -61,6 +92,11 @@ SAYS_FP32: dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = {
     "a sum that it begins": (summed, {}),
     "a mask, said twice": (masked_twice, {}),
     "classes": (lambda x: x, {"loss": lambda scores, y: F.cross_entropy(scores, y, weight=WEIGHTS)}),
+    "a count in place": (counted, {}),
+    "elements that are overwritten": (overwritten, {}),
+    "a tensor of its own": (lambda x: x * torch.tensor([0.3] * 6).float(), {}),
+    "what is computed again": (recomputed, {}),
+    "what is kept": (kept, {}),
     "one of many": (lambda x: x + F.one_hot(x.argmax(1), 6).float() @ MIXED, {}),
 }
 
@@ -74,6 +110,59 @@ def test_what_the_task_calls_fp32_is_what_it_computes_with(name: str) -> None:
     honest, broken = prove_programs(task, [hotloop.lower(task), faulty])
     assert honest.parity == "bitwise", honest.reason
     assert broken.parity == "broken"
+
+
+COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a constant outside": lambda x: x @ MIXED.to(x.dtype),
+    "computed of constants": lambda x: x * (MIXED.to(x.dtype)[0] / MIXED.to(x.dtype).sum()),
+    "summed up": lambda x: x + MIXED.to(x.dtype).cumsum(0)[5],
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_the_truth_is_what_float64_comes_to(name: str) -> None:
+    """As it is written here, with all numbers in float64; the same in the Task with constants in fp32."""
+    said: dict[str, Callable[[Tensor], Tensor]] = {
+        "a constant outside": lambda x: x @ MIXED,
+        "computed of constants": lambda x: x * (MIXED[0] / MIXED.sum()),
+        "summed up": lambda x: x + MIXED.cumsum(0)[5],
+    }
+    task = a_task(model=lambda: Still(said[name]))
+    program = hotloop.lower(task)
+    (x, y), _ = next(iter(program.feed.epoch(0)))
+    weights = {key: value.double() for key, value in program.state().parameters.items()}
+    scores = F.linear(COMPUTED[name](x.double()), weights["layer.weight"], weights["layer.bias"])
+    exact = Truth(task, torch.device("cpu")).step(program.state(), (x, y))["loss", "loss"]
+    assert float(exact) == pytest.approx(float(F.cross_entropy(scores, y, reduction="sum")), rel=1e-13)
+
+
+class Still(Through):
+    """Without dropout."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(function)
+        self.drop = nn.Identity()  # type: ignore[assignment]
+
+
+def test_whole_numbers_are_cut_off_as_fp32_cuts_them_off() -> None:
+    """100 * 0.29 is 29 in fp32, and a hair less in float64."""
+
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.layer = nn.Embedding(30, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            at = (torch.arange(101, dtype=torch.float32) * 0.29).long()
+            return self.layer(x + self.places(at).mean(0))  # type: ignore[no-any-return]
+
+    task = a_task(model=Places)
+    program = hotloop.lower(task)
+    batch, _ = next(iter(program.feed.epoch(0)))
+    start = program.state()
+    exact, plain = Truth(task, torch.device("cpu")).step(start, batch), one_step(program, start, batch)[0]
+    key = ("gradient", "places.weight")
+    assert float((exact[key] - plain[key]).norm() / exact[key].norm()) < 1e-6
 
 
 def written_to(x: Tensor) -> Tensor:
@@ -196,3 +285,10 @@ def test_a_compiled_step_that_few_batches_take_is_unproven() -> None:
     task = a_task(model=Mean, data=loader, batch_size=None, epochs=2)
     found = prove(task, Plan(device="cpu", compile="step"))
     assert found.parity == "unproven" and "took its compiled program" in found.reason
+
+
+def test_one_full_batch_of_two_in_an_epoch_is_enough_for_a_compiled_step() -> None:
+    """The first step makes the optimizer's state, and is eager as every second batch is."""
+    task = a_task(batch_size=13, epochs=40, optimizer=lambda parameters: torch.optim.Adam(parameters))
+    found = prove(task, Plan(device="cpu", compile="step"))
+    assert found.parity in TRUSTED, found.reason

@@ -7,7 +7,7 @@ than float64, it is no truth any more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -38,6 +38,15 @@ _WIDE = {
 }
 _SINGLE = (torch.float32, torch.complex64)
 """What a Task may ask for by name and mean the numbers that it computes with."""
+
+_MADE = (torch.ops.aten.lift_fresh.default,)
+"""Gives the tensor of `torch.tensor(...)` as it is."""
+
+_CUT_OFF = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("floor", "ceil", "round", "trunc", "frac", "sign", "floor_divide", "remainder", "fmod")
+)
+"""Operations that jump where rounding moves a number over a whole one."""
 
 _DRAWS_WITHIN = ("rrelu", "_scaled_dot_product", "_fused", "_cudnn", "miopen", "mkldnn")
 """Operations that compute with what they draw."""
@@ -88,8 +97,21 @@ def _wide(value: Tensor) -> Tensor:
     return value.to(_WIDE.get(value.dtype, value.dtype))
 
 
+def _narrow(value: Tensor) -> Tensor:
+    return value.to(_NARROW.get(value.dtype, value.dtype))
+
+
+def _wide_single(value: Tensor) -> Tensor:
+    return _wide(value) if value.dtype in _SINGLE else value
+
+
 def _single_widened(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda value: _wide(value) if value.dtype in _SINGLE else value, tree)
+    return tree_map_only(Tensor, _wide_single, tree)
+
+
+def _but(kept: Sequence[Tensor], change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The tree with all tensors changed but these."""
+    return tree_map_only(Tensor, lambda value: value if any(value is one for one in kept) else change(value), tree)
 
 
 def _widened(tree: Any) -> Any:
@@ -175,7 +197,7 @@ class Watch(Onlooker):
                 del self._inside[depth:]
                 self._updating = before
                 if not depth:
-                    self._constants.clear()
+                    self._constants = {key: known for key, known in self._constants.items() if known() is not None}
 
     def _enter(self, name: str, module: nn.Module) -> Callable:
         where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
@@ -193,11 +215,11 @@ class Watch(Onlooker):
             if not name.startswith(_DRAWS_WITHIN):
                 return _drawn(function, args, kwargs)
             self._note(f"draws inside of {name}, which float64 can't repeat")
-        follows = self._follows(args)
-        if self._updating or function._schema.is_mutable:
+        follows = function not in _MADE and self._follows(args)
+        if self._updating:
             result = function(*args, **kwargs)
-            if follows and self._constants:
-                self._written(function, args)
+        elif function._schema.is_mutable:
+            result = self._write(function, args, kwargs, follows)
         elif follows:
             result = function(*(_single_widened(args) if _first_of(_SINGLE, args) else args), **kwargs)
         else:
@@ -216,34 +238,62 @@ class Watch(Onlooker):
         known = self._constants.get(id(value)) if self._constants else None
         return known is not None and known() is value
 
-    def _written(self, function: Any, args: Any) -> None:
-        """Constants that something was written to which follows from float64 are none any more."""
-        arguments = zip(function._schema.arguments, args, strict=False)
-        targets = [value for argument, value in arguments if argument.alias_info and argument.alias_info.is_write]
-        places = {value.untyped_storage().data_ptr() for value in tree_leaves(targets) if _is_strided(value)}
-        for key, known in list(self._constants.items()):
-            value = known()
-            if value is None or not _is_strided(value) or value.untyped_storage().data_ptr() in places:
-                del self._constants[key]
-
     def _constant(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What follows from whole numbers or constants alone: where the Task says fp32, it means what it computes with."""
-        if _first_of(_NARROW, args) and _first_of(_SINGLE, args):
+        """What follows from whole numbers or constants alone: where the Task says fp32, it means what it computes with.
+
+        But what is cut off to whole numbers, or compared, is so as fp32 has it: rounding would choose others.
+        """
+        if function.is_view and function not in _MADE:  # a widened one would be no view
+            return self._noted(function(*args, **kwargs))
+        if _first_of(_SINGLE, args):
             args = _single_widened(args)
         result = function(*args, **kwargs)
-        if not function.is_view:  # which else would be one no more
-            result = _single_widened(result)
+        cuts_off = function.overloadpacket in _CUT_OFF or kwargs.get("rounding_mode") or _has_whole(result)
+        if cuts_off and _first_of(_NARROW, args) is not None:
+            result = function(*tree_map_only(Tensor, _narrow, args), **kwargs)
+        return self._noted(_single_widened(result))
+
+    def _noted(self, result: Any) -> Any:
         for value in result if isinstance(result, list | tuple) else (result,):
             if isinstance(value, Tensor) and value.dtype in _NARROW:
                 self._constants[id(value)] = weakref.ref(value)
         return result
 
+    def _write(self, function: Any, args: Any, kwargs: Any, follows: bool) -> Any:
+        """In place: constants become what they are written to, and that is none any more if something else is written too."""
+        targets = _targets(function, args, kwargs)
+        if not follows and _first_of(_SINGLE, targets) is not None:
+            args = _but(targets, _narrow, args)
+        elif _first_of(_NARROW, targets) is not None:
+            args = _but(targets, _wide_single, args)
+        result = function(*args, **kwargs)
+        if follows and self._constants:
+            self._forget(targets)
+        return result
+
+    def _forget(self, targets: Sequence[Tensor]) -> None:
+        places = {value.untyped_storage().data_ptr() for value in targets if value.layout == torch.strided}
+        for key, known in list(self._constants.items()):
+            value = known()
+            if value is None or value.layout != torch.strided or value.untyped_storage().data_ptr() in places:
+                del self._constants[key]
+
     def _note(self, what: str) -> None:
         self.narrowed = self.narrowed or f"{self._inside[-1]} {what}"
 
 
-def _is_strided(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided
+def _targets(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """What an operation writes to."""
+    arguments = function._schema.arguments
+    written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return [one for name in written for one in tree_leaves(given.get(name)) if isinstance(one, Tensor)]
+
+
+def _has_whole(result: Any) -> bool:
+    """Whether there are whole numbers or answers in what an operation gives."""
+    given = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    return any(not (one.is_floating_point() or one.is_complex()) for one in given)
 
 
 def _first_of(dtypes: Collection[torch.dtype], tree: Any) -> torch.dtype | None:
@@ -278,7 +328,7 @@ def _drawn(function: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {**kwargs, "dtype": _NARROW[given]}
     elif given is None and named and function.overloadpacket.__name__ in _FACTORIES:
         kwargs = {**kwargs, "dtype": torch.float32}
-    narrow = tree_map_only(Tensor, lambda value: value.to(_NARROW.get(value.dtype, value.dtype)), args)
+    narrow = tree_map_only(Tensor, _narrow, args)
     result = function(*narrow, **kwargs)
     if function._schema.is_mutable:
         args[0].copy_(narrow[0])

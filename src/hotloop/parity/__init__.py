@@ -195,9 +195,12 @@ def _compared(
 
 
 def _hardly_compiled(account: Account) -> str:
-    """Why a compiled plan can't be judged: half of the single steps are the least; empty where there are as many."""
+    """Why a compiled plan can't be judged: about half of the single steps are the least; empty where there are as many.
+
+    The very first makes the optimizer's state, and is eager, as the epoch's last batch is where it is smaller.
+    """
     states, own = len(account.errors), len(account.errors) - len(account.eagerly)
-    if 2 * own >= min(states, STATES):
+    if own and 2 * (own + 1) >= min(states, STATES):
         return ""
     taken = f"{own} of the {states} steps that were compared" if own else "no step that was compared"
     return f"{taken} took its compiled program: such batches run eagerly"

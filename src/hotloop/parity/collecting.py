@@ -61,19 +61,18 @@ class Collector:
     def _compare(self, stop: Stop, number: int) -> str | None:
         """One step with everyone; a reason if that shows that nothing can be proven."""
         evidence = self.evidence
+        plain, after = self._baseline(stop, number)  # first: what the Task keeps for later steps is the baseline's then
         try:
             true = self.truth.step(stop.state, stop.batch)
         except Exception as error:
             if out_of_memory(error):
                 raise
-            self._baseline(stop, number)  # what it can't run either is not float64's fault
             return f"the step can't be run in float64: {told(error)[0]}"
         if self.truth.watch.narrowed:
             return f"there is no float64 truth to compare with: {self.truth.watch.narrowed}"
         if not number and len(self.witnesses) > 1 and not self.truth.watch.draws:
             self.witnesses.append(in_another_order(self.walker))
         sizes = scales(true, stop.state)
-        plain, after = self._baseline(stop, number)
         found = errors(plain, true, sizes)
         if _off(found) > _ALIKE:
             # Two steps may have been alike by chance.
