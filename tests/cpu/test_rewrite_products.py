@@ -67,6 +67,7 @@ def test_products_of_all_kinds_are_found_and_come_to_the_same() -> None:
     assert prove(task(), NAMED).parity in TRUSTED
 
 
+@pytest.mark.more
 def test_a_package_has_them_too() -> None:
     assert prove(task(), NAMED.with_axes(compile="package")).parity in TRUSTED
 

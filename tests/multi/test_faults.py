@@ -157,7 +157,7 @@ def test_the_time_before_a_rank_was_killed_counts_for_stop_after(tmp_path: Path)
     assert run.journal()[-1]["reason"] == "stop-after"
 
 
-@pytest.mark.parametrize("culprit", [CULPRIT, 0])
+@pytest.mark.parametrize("culprit", [pytest.param(CULPRIT, marks=pytest.mark.more), 0])
 def test_a_stopped_rank_is_waited_for_and_named(
     whole: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], culprit: int
 ) -> None:

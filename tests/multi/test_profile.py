@@ -121,7 +121,7 @@ CASES: dict[str, tuple[Callable[[], hotloop.Task], dict[str, Any], Plant]] = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Profile]]:
     """By case, what each rank has."""
 
