@@ -62,6 +62,7 @@ class OperatorTime(Record):
         used: whether its result took part in a backward; None where that doesn't matter or isn't known.
         copies: from and to which device, such as `cpu>cuda:0`, for copies between devices; empty otherwise.
         within: an optimizer's `step` or `zero_grad` that called it; empty if neither did.
+        outer: the outermost of torch's own operators, such as `aten::one_hot`, inside of which it ran; empty for none.
         alike: how many modules like this one, or like one that it is in, were given the same input or slices of it; or 0.
     """
 
@@ -81,6 +82,7 @@ class OperatorTime(Record):
     used: bool | None = None
     copies: str = ""
     within: Literal["", "step", "zero_grad"] = ""
+    outer: str = ""
     alike: int = 0
 
 

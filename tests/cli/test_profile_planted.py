@@ -71,7 +71,6 @@ def test_what_is_planted_is_named_with_its_place(case: str, variant: str, hotloo
     assert found["step_ms"] > 0 and 0 < found["attributed"] <= 1 and found["bound"]
 
 
-IN_GRAPHS = ("opened_each_step", "unused_gradients", "repeated_forward", "shared_trunk")
 WITHOUT = {
     "clean": ("slow_samples", "through_numpy"),
     "decoy": ("retained_graph", "time_steps"),

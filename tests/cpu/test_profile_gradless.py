@@ -57,6 +57,20 @@ def centred(x: Tensor) -> Tensor:
     return x - middle
 
 
+def steadied(x: Tensor) -> Tensor:
+    middle = x.mean(1, keepdim=True).detach()
+    width = x.var(1, keepdim=True).sqrt().detach()
+    return (x - middle) / width
+
+
+LABELS = torch.arange(ROWS) % WIDTH
+
+
+def labelled(x: Tensor) -> Tensor:
+    label = F.one_hot(LABELS, WIDTH).float()
+    return x + label
+
+
 class Headed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -118,6 +132,8 @@ NEEDED = {
     "a function of one's own": layers(Scaled.apply),
     "what is worked out again": layers(lambda x: checkpoint(centred, x, use_reentrant=False)),
     "a frozen part": half_frozen,
+    "what is normalised": layers(steadied),
+    "labels": layers(labelled),
 }
 
 

@@ -58,13 +58,7 @@ def measuring(step: Step) -> Iterator[Remedy]:
 
     A loss compares and counts as well, for its masks, but it seldom chooses an answer for that.
     """
-    used = {one.where for one in step.operators(lambda one: one.phase == "backward" or one.used is True)}
-    aside = step.operators(lambda one: one.phase == "loss" and bool(one.where) and one.where not in used)
-    for ones in grouped(aside, lambda one: one.where.rpartition(":")[0]).values():
-        if not counts_right(ones):
-            continue
-        there = {one.where for one in ones if one.name in _MEASURING}
-        lines = [one for one in ones if one.where in there]
+    for lines in metrics(step):
         spent = sum(step.cost(one) for one in lines)
         yield Remedy(
             cause="metrics at each step, between forward and backward",
@@ -74,6 +68,20 @@ def measuring(step: Step) -> Iterator[Remedy]:
             evidence=f"choosing and counting answers takes {spent:.2f} ms of each step of {step.ms:.2f} ms, "
             "and no backward comes back to it",
         )
+
+
+def metrics(step: Step) -> Iterator[list[OperatorTime]]:
+    """Of each file, what runs at lines of metrics between forward and backward."""
+    used = {one.where for one in step.operators(lambda one: one.phase == "backward" or one.used is True)}
+    aside = step.operators(lambda one: one.phase == "loss" and bool(one.where) and one.where not in used)
+    for ones in grouped(aside, lambda one: one.where.rpartition(":")[0]).values():
+        if there := where_counted(ones):
+            yield [one for one in ones if one.where in there]
+
+
+def where_counted(ones: Sequence[OperatorTime]) -> set[str]:
+    """Lines at which answers are chosen and counted; none where it isn't counted which are right."""
+    return {one.where for one in ones if one.name in _MEASURING} if counts_right(ones) else set()
 
 
 def counts_right(ones: Sequence[OperatorTime]) -> bool:

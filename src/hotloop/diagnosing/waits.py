@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hotloop.diagnosing.step import COUNTS, Step, grouped
+from hotloop.diagnosing.step import COUNTS, OFTEN, Step, grouped
 from hotloop.profiles import OperatorTime, Remedy
 
-_READS = (
-    "aten::item",
-    "aten::_local_scalar_dense",
-    "aten::is_nonzero",
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
-)
+_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
 _LOOP = ("python", "batch", "copy", "logging", "unattributed")
 """Phases in which the loop itself calls torch; elsewhere torch's own layers and losses do."""
-
-
-_OFTEN = 0.5
-"""Times in a step from which on it's a habit of the step."""
 
 
 def reading(step: Step) -> Iterator[Remedy]:
@@ -27,7 +18,7 @@ def reading(step: Step) -> Iterator[Remedy]:
     found = step.operators(lambda one: _reads(one) and bool(one.where) and not _is_others(step, one))
     for where, ones in grouped(found, lambda one: one.where).items():
         calls = max(one.calls for one in ones)
-        if calls < _OFTEN:
+        if calls < OFTEN:
             continue
         waited = step.phase("synchronisation") * _part(ones, found)
         spent = max(sum(one.ms for one in ones), waited)
@@ -50,8 +41,12 @@ def _is_others(step: Step, one: OperatorTime) -> bool:
 
 
 def _reads(one: OperatorTime) -> bool:
-    """On a CPU `.tolist()` and `.numpy()` show only by what they make sure of; of a whole tensor they are another matter."""
-    return one.name in _READS or (one.name == "aten::resolve_neg" and _is_single(one))
+    """On a CPU `.tolist()` and `.numpy()` show only by what they make sure of; of a whole tensor they are another matter.
+
+    What torch's own operators read inside, as one_hot does, no line of the user's asks for.
+    """
+    asked = one.name in _READS and one.outer in ("", *_READS)
+    return asked or one.name in _WAITS or (one.name == "aten::resolve_neg" and _is_single(one))
 
 
 def _is_single(one: OperatorTime) -> bool:
@@ -61,7 +56,7 @@ def _is_single(one: OperatorTime) -> bool:
 
 def copying(step: Step) -> Iterator[Remedy]:
     """Copies between devices at each step."""
-    found = step.operators(lambda one: bool(one.copies) and one.calls >= _OFTEN)
+    found = step.operators(lambda one: bool(one.copies) and one.calls >= OFTEN)
     for where, ones in grouped(found, lambda one: one.where).items():
         spent = max(sum(one.ms for one in ones), step.phase("copy") * _part(ones, found))
         ways = {one.copies for one in ones}
@@ -85,7 +80,7 @@ def pointless(step: Step) -> Iterator[Remedy]:
     if not step.on_cpu:
         return
     asked = step.operators(
-        lambda one: one.name == "aten::to" and one.calls >= _OFTEN and one.phase in _LOOP and bool(one.where)
+        lambda one: one.name == "aten::to" and one.calls >= OFTEN and one.phase in _LOOP and bool(one.where)
     )
     for where, ones in grouped(asked, lambda one: one.where).items():
         if _leaves(ones, step.spots[where]):
@@ -120,7 +115,7 @@ def _leaves(ones: Sequence[OperatorTime], there: Sequence[OperatorTime]) -> bool
     reads = [one for one in there if brings_back([one])]
     return any(
         sum(one.calls for one in ones if one.shapes == read.shapes)
-        > sum(one.calls for one in reads if one.shapes == read.shapes) + _OFTEN
+        > sum(one.calls for one in reads if one.shapes == read.shapes) + OFTEN
         for read in reads
     )
 

@@ -83,6 +83,14 @@ class Operator:
     outer: Operator | None = None
     within: Within = ""
 
+    @property
+    def outermost(self) -> str:
+        """The name of the outermost of torch's own operators inside of which it ran; empty for none."""
+        around = self.outer
+        if around is None:
+            return ""
+        return around.outermost or (around.event.name if around.event.name.startswith("aten::") else "")
+
 
 class Reader:
     """Reads the events of one step.

@@ -174,6 +174,7 @@ class Tracer:
                 used=key.used,
                 copies=key.copies,
                 within=key.within,
+                outer=key.outer,
                 alike=self._alike_of(key.module),
             )
             for key, total in self._all.sums.items()
@@ -249,6 +250,7 @@ class Tracer:
             next(filter(None, map(copied, kernels)), ""),
             used,
             operator.within,
+            operator.outermost,
         )
         ns = sum(kernel.end - kernel.start for kernel in kernels) if kernels else max(0, operator.ns)
         counts = operator.counts

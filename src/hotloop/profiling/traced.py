@@ -30,6 +30,7 @@ class Key(NamedTuple):
     copies: str
     used: bool | None
     within: Within = ""
+    outer: str = ""
 
 
 class Sum:
