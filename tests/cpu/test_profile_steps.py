@@ -54,6 +54,11 @@ def many_optimizers() -> None:
             optimizer.step()  # many optimizers
 
 
+def test_many_optimizers_that_step_at_one_line_are_one_record() -> None:
+    (use,) = watched(many_optimizers).optimizers
+    assert len(use.groups) == 32 and {group.settings for group in use.groups} == {0} and use.steps == 1
+
+
 def one_more_often() -> None:
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     first, second = (torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other))
