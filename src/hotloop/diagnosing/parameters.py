@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from math import prod
 
 from hotloop.diagnosing.rounds import is_view, rounds_of
@@ -86,7 +85,7 @@ def _given_anyway(step: Step, lines: Sequence[str]) -> tuple[str, float]:
 
 def _in_lists(step: Step, lines: Sequence[str]) -> tuple[str, float]:
     """What to do, and milliseconds that it wins: the work itself stays."""
-    return _LISTS, sum(map(partial(_between_ms, step), lines))
+    return _LISTS, sum(_between_ms(step, where) for where in lines)
 
 
 def _between_ms(step: Step, where: str) -> float:
