@@ -109,11 +109,15 @@ class LineTime(Record):
 
 
 class GroupTime(Record):
-    """A parameter group; `ms` of its update is None where torch updates all groups in one go."""
+    """A parameter group; `ms` of its update is None where torch updates all groups in one go.
+
+    Groups with the same number of `settings` are updated in the same way, whichever optimizer of a kind they belong to.
+    """
 
     name: str
     tensors: int
     numbers: int
+    settings: int = 0
     ms: float | None
 
 

@@ -80,3 +80,18 @@ def test_torchs_own_take_their_groups_one_by_one_and_give_the_same_result(kind: 
     (use,) = records
     assert all(group["ms"] > 0 for group in use["groups"])
     assert sum(group["ms"] for group in use["groups"]) < 2 * use["ms"]
+
+
+def test_groups_of_alike_settings_are_told_across_optimizers() -> None:
+    rates, values = (0.1, 0.2, 0.1), [torch.nn.Parameter(torch.ones(2)) for _ in range(6)]
+    seen = Optimizers(Sites())
+    seen.on = True
+    made = [
+        torch.optim.Adam([{"params": [value], "lr": rate} for value, rate in zip(part, rates, strict=True)])
+        for part in (values[:3], values[3:])
+    ]
+    for optimizer in made:
+        seen.number(optimizer, "a.py:1")
+        seen.began(optimizer)
+        seen.ended(optimizer)
+    assert [[group["settings"] for group in use["groups"]] for use in seen.records(2)] == [[0, 1, 0], [0, 1, 0]]

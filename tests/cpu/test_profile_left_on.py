@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hotloop.profiles import Habit
+from hotloop.profiling.collecting import Collections
 from hotloop.profiling.observing import observers
+from hotloop.profiling.sites import Sites
 from tests.cpu.watching import watched
 
 
@@ -52,3 +55,18 @@ def test_a_profiler_of_the_scripts_own_is_seen(profiles: bool) -> None:
     found = seen(profiles=profiles)
     assert ("profiler" in found) is profiles
     assert not profiles or (found["profiler"].calls and found["profiler"].call_us)
+
+
+def test_collections_that_end_are_told_no_more() -> None:
+    """What was said earlier in the run is taken back."""
+    collections = Collections(Sites())
+
+    def stepped(times: int, collects: bool) -> list[dict[str, Any]]:
+        for _ in range(times):
+            collections.begin()
+            if collects:
+                gc.collect()
+            collections.end()
+        return collections.records()["collections"]
+
+    assert stepped(0, False) == [] and len(stepped(3, True)) == 1 and stepped(4, False) == []

@@ -127,6 +127,21 @@ def test_how_often_a_loader_begins_anew_is_counted(begun: Callable[[DataLoader],
     assert use.evaluating_ms == 0
 
 
+def test_of_loaders_that_are_opened_together_each_is_counted() -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    one, other = DataLoader(Single(), BATCH), DataLoader(Many(), BATCH)
+
+    def loop() -> None:
+        for _ in range(80):
+            inputs, more = next(iter(zip(one, other, strict=True)))
+            net(inputs + more).pow(2).mean().backward()
+            optimizer.step()
+
+    uses = watched(loop).loaders
+    assert len(uses) == 2 and all(use.opened == pytest.approx(1.0, abs=0.15) and use.opening_ms > 0 for use in uses)
+
+
 def test_what_an_evaluation_draws_is_told_apart() -> None:
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

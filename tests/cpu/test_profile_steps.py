@@ -288,3 +288,8 @@ def test_nothing_remains_of_a_loop_that_the_script_has_left() -> None:
     assert [use.kind for use in profile.optimizers] == ["SGD"]
     assert (profile.batch, profile.samples_per_step) == (["3x1x16"], 3)
     assert [use.batch_size for use in profile.loaders] == [3]
+
+
+def test_many_optimizers_that_step_at_one_line_are_one_record() -> None:
+    (use,) = watched(many_optimizers).optimizers
+    assert len(use.groups) == 32 and {group.settings for group in use.groups} == {0} and use.steps == 1

@@ -138,13 +138,25 @@ def each_by_itself(network: Network, batch: Tensor) -> None:
         value.grad += gradient
 
 
+def cleared_between(network: Network, batch: Tensor) -> None:
+    """As a critic's gradients are, while those of the trunk that it shares with an actor stay."""
+    body, head = network
+    answers = head(body(batch))
+    answers.pow(2).mean().backward(retain_graph=True)
+    for value in head.parameters():
+        value.grad = None
+    answers.abs().mean().backward()
+
+
 def apart(network: Network, batch: Tensor) -> None:
     body, head = network
     body(batch).pow(2).mean().backward()
     head(batch).pow(2).mean().backward()
 
 
-@pytest.mark.parametrize(("step", "named"), [(two_backwards, True), (each_by_itself, False), (apart, False)])
+@pytest.mark.parametrize(
+    ("step", "named"), [(two_backwards, True), (each_by_itself, False), (cleared_between, False), (apart, False)]
+)
 def test_two_backwards_that_add_up_go_through_what_they_share_twice(
     step: Callable[[Network, Tensor], None], named: bool
 ) -> None:

@@ -110,3 +110,42 @@ def test_between_forward_and_backward_the_loop_does_what_it_likes(case: str) -> 
     profile: Profile = seen(phases, lines=[*trained(), line("loss", 2.0, "train.py:23", library=library)])
     found = first(profile)
     assert found.cause.startswith(cause) and found.where == "train.py:23"
+
+
+def test_a_line_of_the_loop_that_counts_by_itself_stands_alone() -> None:
+    """As a schedule's step beside a progress bar; what is left beside them is one part."""
+    counting = [line("python", 0.6, "train.py:32"), line("python", 0.8, "train.py:35", library="tqdm")]
+    found = remedies(seen({"python": 2.2}, lines=[*trained(), *counting, *aside((31, 33, 34, 36))]))
+    assert {one.where: round(one.gain, 2) for one in found} == {
+        "train.py:32": 0.06,
+        "train.py:35": 0.08,
+        "train.py:36": 0.08,
+    }
+    assert [one.where for one in found if "tqdm" in one.cause] == ["train.py:35"]
+
+
+def test_a_tensor_leaves_at_a_line_that_takes_too_little_to_be_seen() -> None:
+    leaving = operator("resolve_neg", 0.001, phase="python", where="log.py:4", function="keep")
+    hot = line("python", 3.0, "log.py:5", library="numpy", function="keep", within="train.py:33")
+    assert "moved back and forth" in first(seen({"python": 3.0}, lines=[hot], operators=[leaving])).cause
+    elsewhere = leaving.model_copy(update={"function": "other", "where": "log.py:9"})
+    assert "numpy is called" in first(seen({"python": 3.0}, lines=[hot], operators=[elsewhere])).cause
+
+
+def within(found: list[Remedy]) -> list[Remedy]:
+    return [one for one in found if one.cause.startswith("Python code within the forward")]
+
+
+def test_lines_that_their_operators_explain_are_no_plain_python() -> None:
+    """Samples put some of a long forward's lines higher than their operators, and others lower."""
+    numbers = range(10, 50)
+    ones = [operator("tanh", 0.1, where=f"net.py:{n}") for n in numbers]
+    lines = [line("forward", 0.15 if n % 2 else 0.05, f"net.py:{n}", function="forward") for n in numbers]
+    profile = seen({"forward": 4.0, "backward": 6.0}, lines=lines, operators=ones)
+    assert within(remedies(profile)) == []
+
+
+def test_a_function_that_is_called_in_two_phases_counts_in_both() -> None:
+    lines = [line(phase, ms, "net.py:9", function="scaled") for phase, ms in (("forward", 0.8), ("loss", 0.1))]
+    (found,) = within(remedies(seen({"forward": 0.8, "loss": 0.1}, lines=lines)))
+    assert found.gain == pytest.approx(0.09)

@@ -63,3 +63,28 @@ NOT_READ: dict[str, list[OperatorTime]] = {
 def test_what_is_no_loop_over_parameters(case: str) -> None:
     ones = NOT_READ[case]
     assert not [one for one in found(ones, SMALL, ones[0].phase) if "over parameters" in one.cause]
+
+
+def worked(name: str, *shapes: str, device: str = "cpu") -> Remedy | None:
+    """What is said of a loop whose operators take most of its time, one of them so called, on tensors of these shapes."""
+    given = dict(where="train.py:22", phase="loss", bytes=1e3, flops=1e3, line_runs=2.0)
+    ones = [operator(name, 0.9, 1, shapes=[shape, *(other or shape for other in shapes)], **given) for shape in LARGE]
+    optimizer = adam(0.1, "fused", tensors=2, numbers=numbers(LARGE))
+    told = remedies(seen({"loss": 2.0}, operators=ones, optimizers=[optimizer], device=device))
+    return next((one for one in told if "over parameters" in one.cause), None)
+
+
+@pytest.mark.parametrize(("name", "shapes"), [("pow", ()), ("mul", ("",)), ("linalg_vector_norm", ())])
+def test_what_weight_decay_or_clipping_gives_is_won_as_a_whole(name: str, shapes: tuple[str, ...]) -> None:
+    one = worked(name, *shapes)
+    assert one is not None and one.gain == pytest.approx(0.2) and "weight_decay=" in one.remedy
+
+
+@pytest.mark.parametrize(("name", "shapes"), [("abs", ()), ("sub", ("",)), ("mul", ("1000",))])
+def test_of_other_penalties_a_cpu_wins_the_python_alone(name: str, shapes: tuple[str, ...]) -> None:
+    """Such as an absolute value, or how far weights are from earlier ones."""
+    assert worked(name, *shapes) is None
+    many = read(SMALL, line_runs=20.0, ms=0.4)
+    others = [one.model_copy(update={"name": f"aten::{name}"}) for one in many if one.name == "aten::pow"]
+    (found_,) = (one for one in found([*many, *others], SMALL) if "over parameters" in one.cause)
+    assert 0.05 < found_.gain < 0.16 and "weight_decay=" not in found_.remedy

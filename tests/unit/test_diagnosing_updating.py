@@ -66,6 +66,20 @@ def test_a_kernel_for_each_group_is_told_by_the_python_between_them(groups: int,
     assert any("groups, one after the other" in one.cause for one in found) is named
 
 
+@pytest.mark.parametrize(("settings", "part"), [(1, 39 / 40), (20, 20 / 40), (33, 0.0), (40, 0.0)])
+def test_groups_of_different_settings_stay_apart(settings: int, part: float) -> None:
+    """As where each layer has its own learning rate; those of several optimizers are told apart as well."""
+
+    def gain(many: int) -> float:
+        groups = [GroupTime(name="0", tensors=1, numbers=100, settings=n % many, ms=None) for n in range(40)]
+        uses = [adam(1.5, "fused", groups=groups[:20]), adam(1.5, "fused", groups=groups[20:])]
+        kernel = operator("_fused_adam_", 0.2, 40, phase="update", where="train.py:13")
+        found = remedies(seen({"update": 3.0}, optimizers=uses, operators=[kernel]))
+        return sum(one.gain for one in found if "groups, one after the other" in one.cause)
+
+    assert gain(settings) == pytest.approx(gain(1) * part * 40 / 39)
+
+
 @pytest.mark.parametrize(
     ("within", "name", "named"), [("", "mul_", True), ("step", "mul_", False), ("", "linalg_vector_norm", False)]
 )

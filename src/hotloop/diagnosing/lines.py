@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from hotloop.diagnosing.parameters import over_parameters
-from hotloop.diagnosing.parts import part_of
+from hotloop.diagnosing.parts import part_of, parts
 from hotloop.diagnosing.rounds import rounds_of
 from hotloop.diagnosing.spread import Spread, spread
-from hotloop.diagnosing.step import ASIDE, COMPUTING, COUNTS, DEDUCED, Step, grouped, heaviest
+from hotloop.diagnosing.step import ASIDE, COMPUTING, COUNTS, DEDUCED, IN_PYTHON, Step, grouped, heaviest
 from hotloop.diagnosing.waits import brings_back
 from hotloop.profiles import LineTime, OperatorTime, Remedy
 
@@ -35,12 +35,10 @@ _ARRAYS = ("numpy", "scipy", "cupy", "pandas")
 def aside(step: Step) -> Iterator[Remedy]:
     """What the loop does beside training: logging, pictures, work in NumPy or in plain Python."""
     small: Counter[str] = Counter()
-    for ones in grouped(_users(step, step.lines(*ASIDE)), part_of(step)).values():
+    for ones in parts(step, _users(step, step.lines(*ASIDE)), lambda line: line.own_ms):
         spent = sum(line.own_ms for line in ones)
         if step.share(spent) < COUNTS:
-            small.update(
-                {where: sum(one.own_ms for one in at) for where, at in grouped(ones, lambda line: line.where).items()}
-            )
+            small.update(_by_place(ones))
         hottest = max(ones, key=lambda line: line.own_ms)
         cause, remedy = _named(step, ones, hottest)
         yield Remedy(
@@ -94,14 +92,12 @@ def counts_right(ones: Sequence[OperatorTime]) -> bool:
 
 def inside(step: Step) -> Iterator[Remedy]:
     """Plain Python within the network's forward, a loss or the update: what operators don't explain of a line's time."""
-    lines = [line for line in step.lines(*COMPUTING) if line.library != "torch"]
-    small: Counter[str] = Counter()
-    for ones in grouped(lines, part_of(step)).values():
-        spent = {line.where: line.own_ms - step.worked_at(line.where, line.phase) for line in ones}
-        hottest = max(ones, key=lambda line: spent[line.where])
-        plain = sum(ms for ms in spent.values() if ms > 0)
+    lines, small = _plain(step), Counter[str]()
+    for ones in parts(step, lines, lambda line: line.own_ms):
+        plain = sum(line.own_ms for line in ones)
+        hottest = max(ones, key=lambda line: line.own_ms)
         if step.share(plain) < COUNTS:
-            small.update({where: ms for where, ms in spent.items() if ms > 0})
+            small.update(_by_place(ones))
         cause, remedy = _named_within(step, ones, hottest)
         yield Remedy(
             cause=cause,
@@ -112,6 +108,25 @@ def inside(step: Step) -> Iterator[Remedy]:
         )
     cause = "Python code within the network, the loss or the update"
     yield from _together(step, spread(step, small, past_torch=False), cause, _WHOLE)
+
+
+def _plain(step: Step) -> list[LineTime]:
+    """Lines that take over twice as long as their operators, each with what it takes beside these.
+
+    Less says nothing: how a phase's time is divided is known from samples.
+    """
+    lines = [line for line in step.lines(*COMPUTING) if line.library != "torch"]
+    found = []
+    for (where, phase), ones in grouped(lines, lambda line: (line.where, line.phase)).items():
+        own, worked = sum(line.own_ms for line in ones), step.worked_at(where, phase)
+        if own > IN_PYTHON * worked:
+            found += [one.model_copy(update={"own_ms": one.own_ms * (1 - worked / own)}) for one in ones]
+    return found
+
+
+def _by_place(ones: Sequence[LineTime]) -> dict[str, float]:
+    """Milliseconds of each line."""
+    return {where: sum(one.own_ms for one in at) for where, at in grouped(ones, lambda line: line.where).items()}
 
 
 def _named_within(step: Step, ones: Sequence[LineTime], hottest: LineTime) -> tuple[str, str]:
@@ -230,9 +245,14 @@ def _library(ones: Sequence[LineTime]) -> str:
 
 
 def _crosses(step: Step, ones: Sequence[LineTime]) -> bool:
-    """Whether a whole tensor is brought to the host at one of the lines, or where their function is called."""
+    """Whether a whole tensor is brought to the host in the lines' part of the script, or where their function is called.
+
+    The line that does so takes next to nothing, so that it may be none of those that were seen.
+    """
+    part = part_of(step)
+    own = {part(line) for line in ones}
     places = {place for line in ones for place in (line.where, line.within)} - {""}
-    return any(brings_back(step.spots.get(place, [])) for place in places)
+    return brings_back(step.operators(lambda one: one.where in places or (bool(one.where) and part(one) in own)))
 
 
 def _over_parameters(step: Step, line: LineTime) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from hotloop.diagnosing.rounds import is_view, rounds_of
-from hotloop.diagnosing.step import Step, grouped, heaviest
+from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest
 from hotloop.profiles import OperatorTime, Remedy
 
 _WITH_BUFFERS = 2.0
@@ -17,6 +17,11 @@ _ALL = (0.9, 1.1)
 
 _BETWEEN = ("loss", "python", "batch")
 """Phases in which the loop itself calculates."""
+
+_SQUARING = frozenset({"aten::pow", "aten::square", "aten::sum"})
+"""What a sum of squares is made of, beside products of tensors with themselves."""
+
+_LISTS = "torch._foreach_ operations over the list of parameters; what only measures: every hundred steps"
 
 
 def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:
@@ -45,20 +50,50 @@ def read_one_by_one(step: Step) -> Iterator[Remedy]:
     """Loops that only read parameters or their gradients, however few tensors these are: large ones take their traffic."""
     for lines in reading(step):
         ones = [one for where in lines for one in step.spots[where]]
-        spent = sum(
-            max(sum(step.cost(one) for one in step.spots[where]), step.aside.get(where, 0.0)) for where in lines
-        )
+        remedy, won = _given_anyway(step, lines) if _are_squares(ones) else _in_lists(step, lines)
         tensors = max(_tensors(step, step.spots[where]) for where in lines)
         yield Remedy(
             cause=f"a Python loop over parameters, outside of the optimizer: {tensors:.0f} tensors are read one by one",
             where=heaviest(ones, step),
-            remedy="for a penalty on weights weight_decay= of the optimizer; for a norm of gradients what "
-            "torch.nn.utils.clip_grad_norm_ returns, or torch.nn.utils.get_total_norm; else torch._foreach_ operations over the "
-            "list of parameters; what only measures: every hundred steps",
-            gain=step.share(spent),
-            evidence=f"{sum(one.calls for one in ones):.0f} operations take {spent:.2f} ms of each step of {step.ms:.2f} ms "
-            "to go over as many numbers as the optimizer updates",
+            remedy=remedy,
+            gain=step.share(won),
+            evidence=f"{sum(one.calls for one in ones):.0f} operations go over as many numbers as the optimizer updates; "
+            f"{won:.2f} ms of each step of {step.ms:.2f} ms are to be won",
         )
+
+
+def _are_squares(ones: Sequence[OperatorTime]) -> bool:
+    """Whether all that is done with tensors on the way to the backward is to add up their squares."""
+    working = [one for one in ones if one.phase in _BETWEEN and not is_view(one) and _numbers(one) > 1]
+    return all(
+        one.name in _SQUARING
+        or "norm" in one.name
+        or (one.name == "aten::mul" and len(one.shapes) > 1 == len({*one.shapes}))
+        for one in working
+    )
+
+
+def _given_anyway(step: Step, lines: Sequence[str]) -> tuple[str, float]:
+    """What to do, and milliseconds of all that the loop takes, traffic and backward included."""
+    won = sum(max(sum(step.cost(one) for one in step.spots[where]), step.aside.get(where, 0.0)) for where in lines)
+    return (
+        "for a penalty on weights weight_decay= of the optimizer; for a norm of gradients what "
+        f"torch.nn.utils.clip_grad_norm_ returns, or torch.nn.utils.get_total_norm; else {_LISTS}",
+        won,
+    )
+
+
+def _in_lists(step: Step, lines: Sequence[str]) -> tuple[str, float]:
+    """What to do, and milliseconds that it wins: the work itself stays."""
+    return _LISTS, sum(_between_ms(step, where) for where in lines)
+
+
+def _between_ms(step: Step, where: str) -> float:
+    """Milliseconds that a line takes for going from tensor to tensor; a CPU does so in lists of tensors, too."""
+    ones = step.spots[where]
+    worked = sum(step.cost(one) for one in ones if one.phase not in COMPUTING)
+    called = sum(step.around(one) if step.on_cpu else step.reclaimable(one) for one in ones)
+    return called + max(0.0, step.aside.get(where, 0.0) - worked)
 
 
 def reading(step: Step) -> list[list[str]]:

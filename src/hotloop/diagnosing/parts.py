@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
-from hotloop.diagnosing.step import Step
+from hotloop.diagnosing.step import COUNTS, Step, grouped
 from hotloop.profiles import LineTime, OperatorTime, Phase
 
 _TRAINING: tuple[Phase, ...] = ("forward", "backward", "update")
@@ -14,10 +14,24 @@ Place = LineTime | OperatorTime
 """What has a line, its function and a phase."""
 
 
-def part_of(step: Step) -> Callable[[Place], tuple[str, ...]]:
+def parts(step: Step, lines: Iterable[LineTime], spent: Callable[[LineTime], float]) -> list[list[LineTime]]:
+    """Lines that are told of together; a line of the loop's that counts by itself stands alone.
+
+    Args:
+        spent: milliseconds that count of a line.
+    """
+    lines = list(lines)
+    there = grouped(lines, lambda line: line.where)
+    heavy = {where for where, ones in there.items() if step.share(sum(map(spent, ones))) >= COUNTS}
+    part = part_of(step, step.named | heavy)
+    return list(grouped(lines, part).values())
+
+
+def part_of(step: Step, alone: Collection[str] = ()) -> Callable[[Place], tuple[str, ...]]:
     """What a line is counted with: its function; of the loop's own lines those of one phase between two lines that train.
 
-    Of these a line that is named already stands by itself.
+    Args:
+        alone: lines of the loop's that stand by themselves.
     """
     loop = loop_of(step)
     trains = {line.where for line in step.lines(*_TRAINING) if line.library == "torch" and function_of(line) in loop}
@@ -27,7 +41,7 @@ def part_of(step: Step) -> Callable[[Place], tuple[str, ...]]:
         function = function_of(one)
         if function not in loop:
             return function
-        if one.where in step.named:
+        if one.where in alone:
             return one.where, ""
         return *function, one.phase, str(bisect(numbers, _number(one.where)))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hotloop.diagnosing.parameters import over_parameters, reading
 from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
-from hotloop.diagnosing.step import COMPUTING, COUNTS, Step, heaviest, is_product
+from hotloop.diagnosing.step import COMPUTING, COUNTS, IN_PYTHON, Step, heaviest, is_product
 from hotloop.profiles import OperatorTime, Phase, Remedy
 
 _COMPILED: tuple[Phase, ...] = ("forward", "backward")
@@ -17,9 +17,6 @@ _JOINED = ("cpp_fused", "triton_")
 """How the names of kernels begin that torch's compiler makes."""
 
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
-
-_PLAIN = 2.0
-"""A line that takes so many times as long as its operators is about Python rather than about these."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Loop:
 
     def is_plain(self, step: Step) -> bool:
         """Whether it goes over numbers or lists first of all, between the parts of training."""
-        return self._aside(step) > _PLAIN * self._worked(step)
+        return self._aside(step) > IN_PYTHON * self._worked(step)
 
     def _aside(self, step: Step) -> float:
         """Milliseconds of its lines between the parts of training, where nobody else says what calling operators takes."""

@@ -31,6 +31,9 @@ DEDUCED: tuple[Phase, ...] = ("python", "batch", "loss")
 PLAIN = ("", "(loss)")
 """Modules of operators that are in none."""
 
+IN_PYTHON = 2.0
+"""A line that takes so many times as long as its operators is about Python rather than about these."""
+
 BY_HAND = "by hand"
 """What an update is called that no optimizer makes."""
 

@@ -38,7 +38,7 @@ _A_LOOP = 8
 
 def one_by_one(step: Step) -> Iterator[Remedy]:
     """Updates in a loop over parameters, and what goes from group to group, or from optimizer to optimizer."""
-    for use in _together(step):
+    for use in joined(step.profile.optimizers):
         if use.implementation == "forloop":
             yield from _by_torch(step, use)
         elif use.implementation:
@@ -47,9 +47,9 @@ def one_by_one(step: Step) -> Iterator[Remedy]:
             yield from _unknown(step, use)
 
 
-def _together(step: Step) -> list[OptimizerUse]:
+def joined(uses: Sequence[OptimizerUse]) -> list[OptimizerUse]:
     """Optimizers that are alike and step at one line, as one whose `steps` are those of each."""
-    alike = grouped(step.profile.optimizers, lambda one: (one.kind, one.where, one.implementation))
+    alike = grouped(uses, lambda one: (one.kind, one.where, one.implementation))
     return [_as_one(ones) if len(ones) > 1 else ones[0] for ones in alike.values()]
 
 
@@ -63,13 +63,16 @@ def _as_one(uses: Sequence[OptimizerUse]) -> OptimizerUse:
 
 
 def _in_groups(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
-    """A kernel for each group or optimizer: what is won is the Python between them, as far as it isn't asked for each tensor."""
-    groups, tensors = len(use.groups), sum(group.tensors for group in use.groups)
-    if groups < _A_LOOP:
+    """A kernel for each group or optimizer: what is won is the Python between them, as far as it isn't asked for each tensor.
+
+    Groups of different settings, such as the learning rates of layers, stay apart.
+    """
+    groups, tensors, spared = len(use.groups), sum(group.tensors for group in use.groups), _spared(use)
+    if spared < _A_LOOP:
         return
     part = use.ms / whole if (whole := step.phase("update")) else 0.0
     calls = part * sum(one.calls for one in step.operators(lambda one: one.phase == "update"))
-    won = (1 - 1 / groups) * (calls * step.between_ms("update") - use.steps * _asking_ms(step, use))
+    won = spared / groups * (calls * step.between_ms("update") - use.steps * _asking_ms(step, use))
     yield Remedy(
         cause=f"{use.kind} updates {tensors} parameters in {groups} groups, one after the other",
         where=use.where,
@@ -78,6 +81,11 @@ def _in_groups(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
         evidence=f"the update takes {use.ms:.2f} ms, {percent(step.share(use.ms))} of the step; {won:.2f} ms of that go into "
         "Python between the groups",
     )
+
+
+def _spared(use: OptimizerUse) -> int:
+    """Groups that are there beside others of the same settings."""
+    return len(use.groups) - len({group.settings for group in use.groups})
 
 
 def _by_torch(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
@@ -93,7 +101,7 @@ def _by_torch(step: Step, use: OptimizerUse) -> Iterator[Remedy]:
         remedy = f"fused=True for {use.kind} of what has dense gradients, and an optimizer of its own for what has sparse ones"
         yield _one_by_one(step, use, cause=cause, where=use.where, remedy=remedy)
     else:
-        groups = ", and all parameters with the same settings in one group" if len(use.groups) >= _A_LOOP else ""
+        groups = ", and all parameters with the same settings in one group" if _spared(use) >= _A_LOOP else ""
         remedy, axes = f"give {use.kind} fused=True{groups}", {"optimizer": "fused"}
         yield _one_by_one(step, use, cause=cause, where=use.where, remedy=remedy, axes=axes)
 

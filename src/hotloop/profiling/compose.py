@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
+from hotloop.diagnosing.updating import joined
 from hotloop.measuring.statistics import ratio_of
 from hotloop.profiles import (
     Apart,
@@ -30,6 +31,9 @@ from hotloop.profiling.turning import turned
 
 _FEW = 8
 _CONFIDENCE = 0.95
+
+_OPTIMIZERS = 20
+"""So many are given one by one; of more, those that are alike and step at one line are one, and the longest are given."""
 
 _PAGES = 16.0
 """In a step; a few come in any."""
@@ -62,7 +66,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         operators=[OperatorTime.model_validate(one) for one in facts.operators],
         lines=lines,
         functions=[LineTime.model_validate(one) for one in facts.functions],
-        optimizers=[OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)],
+        optimizers=_few([OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)]),
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
         habits=[_habit(one, measured, phases) for one in [*facts.habits, *facts.collections]],
         apart=_apart(facts, measured, usual, step_ms),
@@ -121,6 +125,12 @@ def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[
         return [one | {"ms": one["ms"] * scale} for one in facts.optimizers]
     by_hand = {"kind": "by hand", "where": facts.anchor, "implementation": "", "groups": [], "steps": 1.0}
     return [{**by_hand, "ms": phases["update"]}]
+
+
+def _few(uses: list[OptimizerUse]) -> list[OptimizerUse]:
+    if len(uses) <= _OPTIMIZERS:
+        return uses
+    return sorted(joined(uses), key=lambda one: -one.ms)[:_OPTIMIZERS]
 
 
 def _habit(seen: dict, steps: Sequence[StepFact], phases: dict[Phase, float]) -> Habit:

@@ -31,12 +31,10 @@ class _Opening:
     """A loader begins anew, until its first batch is drawn.
 
     Attributes:
-        iterator: gives the iterator that was made.
-        seconds: that it took to make.
+        seconds: that its iterator took to make.
         index_s: until that knew which samples to ask for; as far as it was timed.
     """
 
-    iterator: Callable[[], Any]
     where: str
     seconds: float
     index_s: float = 0.0
@@ -128,7 +126,7 @@ class Loaders:
         self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._patches = Patches()
         self._counted, self._timed, self._many = True, False, 0
-        self._opening: _Opening | None = None
+        self._openings: WeakKeyDictionary[Any, _Opening] = WeakKeyDictionary()
         self._unheard: list[tuple[ref, int]] | None = None
         self._latest: tuple[Callable[[], Any], _Loader | None] = lambda: None, None
 
@@ -160,7 +158,8 @@ class Loaders:
         """
         if not isinstance(iterator, _BaseDataLoaderIter):  # a library's own
             return False
-        self._opening = _Opening(ref(iterator), self._sites.caller(4), seconds) if self._counted else None
+        if self._counted:
+            self._openings[iterator] = _Opening(self._sites.caller(4), seconds)
         same = [loader for loader in self._loaders.values() if loader.data() is iterator._dataset]
         if len(same) != 1 or same[0] is not self._latest[1]:
             return False
@@ -215,8 +214,8 @@ class Loaders:
 
         Of workers it is the wait for the first batch, which they make while others are trained on later.
         """
-        opening, self._opening = self._opening, None
-        if opening is None or opening.iterator() is not iterator:
+        opening = self._openings.pop(iterator, None)
+        if opening is None:
             return 0.0
         loader.opened += 1
         loader.record["opened_where"] = opening.where
@@ -257,10 +256,10 @@ class Loaders:
 
     def _timing_index(self) -> Callable[[Any], Any]:
         def ended(token: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
-            if self._opening is not None and self._opening.iterator() is args[0]:
-                self._opening.index_s += time.perf_counter() - token
+            if (opening := self._openings.get(args[0])) is not None:
+                opening.index_s += time.perf_counter() - token
 
-        return around(lambda: self._opening is not None, lambda args, kwargs: time.perf_counter(), ended)
+        return around(lambda: bool(self._openings), lambda args, kwargs: time.perf_counter(), ended)
 
     def _timing(self, loader: _Loader) -> Callable[[Any], Any]:
         def ended(token: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from hotloop.profiling.groups import GroupClock
 from hotloop.profiling.sites import Sites
 
-_MOST = 20
-"""So many are recorded one by one; of more, those that are alike and step at one line are one record."""
+_NO_SETTINGS = ("params", "param_names", "name")
+"""What a group holds that says nothing of how it is updated."""
 
 
 class _Used:
@@ -27,6 +27,7 @@ class _Used:
         self.latest, self.number, self.where = weakref.ref(optimizer), number, where
         self.kind, self.implementation = type(optimizer).__name__, _implementation(optimizer)
         self.groups = [_group(group, number) for number, group in enumerate(optimizer.param_groups)]
+        self.settings = [_settings(group) for group in optimizer.param_groups]
         self.spent: list[float] = []
         self.by_group: dict[int, list[float]] = {}
 
@@ -117,14 +118,18 @@ class Optimizers:
 
     def records(self, steps: int) -> list[dict[str, Any]]:
         """As `profiles.OptimizerUse`."""
-        instrumented = max(1, steps // 2)
-        records = [
+        instrumented, settings = max(1, steps // 2), self._settings()
+        return [
             {
                 "kind": used.kind,
                 "where": used.where,
                 "implementation": used.implementation,
                 "groups": [
-                    {**group, "ms": _per_step(used.by_group.get(number, []), instrumented)}
+                    {
+                        **group,
+                        "settings": settings[used.settings[number]],
+                        "ms": _per_step(used.by_group.get(number, []), instrumented),
+                    }
                     for number, group in enumerate(used.groups)
                 ],
                 "steps": len(used.spent) / instrumented,
@@ -133,7 +138,12 @@ class Optimizers:
             for used in self._used
             if used.spent
         ]
-        return records if len(records) <= _MOST else _joined(records)
+
+    def _settings(self) -> dict[tuple[Any, ...], int]:
+        """A number for each that some group has, whichever optimizer it belongs to."""
+        return {
+            one: number for number, one in enumerate(dict.fromkeys(one for used in self._used for one in used.settings))
+        }
 
 
 class Awaited:
@@ -162,23 +172,6 @@ def _with_gradients() -> Iterator[Tensor]:
     return (value for group in groups for value in group["params"] if value.grad is not None)
 
 
-def _joined(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that are alike and step at one line as one, whose `steps` are those of each; the longest of them."""
-    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for one in records:
-        alike.setdefault((one["kind"], one["where"], one["implementation"]), []).append(one)
-    joined = [
-        ones[0]
-        | {
-            "groups": [group for one in ones for group in one["groups"]],
-            "steps": sum(one["steps"] for one in ones) / len(ones),
-            "ms": sum(one["ms"] for one in ones),
-        }
-        for ones in alike.values()
-    ]
-    return sorted(joined, key=lambda one: -one["ms"])[:_MOST]
-
-
 def _per_step(seconds: list[float], steps: int) -> float | None:
     """Milliseconds in a step; None where nothing was timed."""
     return median(seconds) * 1e3 * len(seconds) / steps if seconds else None
@@ -191,6 +184,18 @@ def _group(group: dict[str, Any], number: int) -> dict[str, Any]:
         "numbers": sum(value.numel() for value in group["params"]),
         "ms": None,
     }
+
+
+def _settings(group: dict[str, Any]) -> tuple[Any, ...]:
+    """All that an update goes by."""
+    return tuple((name, _told(value)) for name, value in sorted(group.items()) if name not in _NO_SETTINGS)
+
+
+def _told(value: Any) -> Any:
+    """What a setting is told by: itself, or which object it is, since a tensor is read from its device."""
+    if isinstance(value, tuple):
+        return tuple(map(_told, value))
+    return repr(value) if type(value) in (bool, int, float, str, type(None)) else id(value)
 
 
 def _implementation(optimizer: Optimizer) -> str:

@@ -144,10 +144,10 @@ def _is_custom(node: Any) -> bool:
 
 
 def _gathered(nodes: Sequence[Any]) -> bool:
-    """Whether gradients below these nodes still hold what was added to them before: who clears them wants each by itself."""
+    """Whether all gradients below these nodes still hold what was added to them before: who clears some wants these alone."""
     ends = (after for node in nodes for after, _ in node.next_functions if after is not None)
-    gradients = (end.variable.grad for end in ends if not end.next_functions and hasattr(end, "variable"))
-    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+    gradients = [end.variable.grad for end in ends if not end.next_functions and hasattr(end, "variable")]
+    return bool(gradients) and all(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 def _carried(walks: Sequence[tuple[int, int]]) -> float:
