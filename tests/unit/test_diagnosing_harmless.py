@@ -79,6 +79,9 @@ HARMLESS: dict[str, Profile] = {
         operators=[operator("addmm", 3.0, dtype="bfloat16", flops=2e8, bytes=1e5)],
         limits=Limits(flop_per_s={"fp32": 100e9, "bf16": 200e9}, bytes_per_s=10e9, launch_us=3.0),
     ),
+    "the seed of a loader that is opened now and then": seen(
+        operators=[operator("item", 0.01, 0.5, where="train.py:8", phase="python")], loaders=[loader(sample_ms=0.001)]
+    ),
     "a small scatter": seen(operators=[operator("scatter_", 0.02, where="train.py:11")]),
     "a little garbage": seen(habits=[Habit(what="garbage collection", where="t.py:1", per_step=2.0, ms=0.1)]),
     "an evaluation now and then": seen(habits=[Habit(what="evaluation", where="t.py:1", per_step=0.1, ms=3.0)]),

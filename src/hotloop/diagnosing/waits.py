@@ -34,10 +34,15 @@ def reading(step: Step) -> Iterator[Remedy]:
 
 
 def _is_others(step: Step, one: OperatorTime) -> bool:
-    """Whether it isn't the step that waits for a number: it lies in a sample, or an optimizer reads one of its own."""
-    return one.phase == "data" or (
-        one.phase == "update" and one.where in {use.where for use in step.profile.optimizers}
-    )
+    """Whether it isn't the step that waits for a number.
+
+    It lies in a sample, an optimizer reads one of its own, or a loader its seed, where it's opened now and then.
+    """
+    if one.phase == "data":
+        return True
+    if one.phase == "update":
+        return one.where in {use.where for use in step.profile.optimizers}
+    return one.calls < 1 and one.where in {use.where for use in step.profile.loaders}
 
 
 def _reads(one: OperatorTime) -> bool:
