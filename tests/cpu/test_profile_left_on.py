@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hotloop.profiles import Habit
-from hotloop.profiling.collecting import Collections
+from hotloop.profiling.garbage import Collections
 from hotloop.profiling.observing import observers
 from hotloop.profiling.sites import Sites
 from tests.cpu.watching import watched

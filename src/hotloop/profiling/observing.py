@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hotloop.profiles import Phase
-from hotloop.profiling.collecting import Collections
+from hotloop.profiling.garbage import Collections
 from hotloop.profiling.lines import StackSampler
 from hotloop.profiling.matching import fitting, on_device, scaled, with_compiled, with_counts, with_fused, with_shares
 from hotloop.profiling.middle import middle_mean
