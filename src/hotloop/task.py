@@ -170,6 +170,8 @@ class Task:
             )
         if self.metrics is not None and not _all_callable(self.metrics, Mapping):
             raise TaskError(f"metrics is {kind(self.metrics)}", expected="a dict of name -> metric(output, target)")
+        if "loss" in (self.metrics or {}):
+            raise TaskError("a metric is named 'loss', as the loss itself is", fix="give it another name")
         if not _all_callable(self.callbacks, list | tuple):
             raise TaskError(f"callbacks is {kind(self.callbacks)}", expected="a list of functions")
         self._check_number("epochs", whole=True, least=1)

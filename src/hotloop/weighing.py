@@ -16,7 +16,7 @@ from hotloop.errors import blame
 from hotloop.lowering import Program
 from hotloop.lowering.again import looks
 from hotloop.measuring.runner import Runner
-from hotloop.measuring.statistics import ENOUGH_PAIRS, LEAST_PAIRS
+from hotloop.measuring.statistics import LEAST_PAIRS
 from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.tuning.bounds import Makeup, makeup
@@ -146,7 +146,7 @@ class Memory:
         ratio, beside = timing.ratio or 0.0, (found[eager].ratio if eager in found else None) or 1.0
         if (timing.decided or timing.left_out) and ratio <= beside:
             return "it was raced before, and isn't faster"
-        if timing.verdict == "no difference" and timing.windows >= ENOUGH_PAIRS:
+        if timing.verdict == "no difference" and timing.windows >= LEAST_PAIRS:
             return "it was raced before for as long as a search races, and isn't clearly faster"
         unproven = timing.verdict == "faster" and timing.parity is None
         if unproven and saved_steps(steps, timing.gain, beside) <= PROVING_STEPS:

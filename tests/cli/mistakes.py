@@ -77,6 +77,8 @@ FIELDS = [
     Case("schedule raises", "task = make(schedule=lambda optimizer: 1 / 0)",
          ("the schedule factory raised ZeroDivisionError", "(task.py:@1)")),
     Case("goal", "task = make(goal='up')", ("goal='up'", "expected 'min' or 'max'")),
+    Case("metric named as the loss", "task = make(metrics={'loss': len})",
+         ("a metric is named 'loss'", "Give it another name")),
     Case("metrics without names", "task = make(metrics=[len])", ("metrics is a list", "expected a dict of name")),
     Case("callbacks", "task = make(callbacks=3)", ("callbacks is an int", "expected a list of functions")),
     Case("seed", "task = make(seed=1.5)", ("seed=1.5", "expected a whole number")),

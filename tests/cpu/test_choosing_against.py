@@ -164,7 +164,7 @@ BEFORE = {
     "faster, and not proven": (raced_before(parity=None), ""),
     "undecided": (raced_before(**UNDECIDED), ""),
     "undecided for long": (
-        raced_before(windows=12, **UNDECIDED),
+        raced_before(windows=8, **UNDECIDED),
         "it was raced before for as long as a search races, and isn't clearly faster",
     ),
 }  # fmt: skip
