@@ -157,6 +157,8 @@ def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals:
         elastic_launch(config, entry[0])(*entry[1:])
         return
 
+    launcher = os.getpid()
+
     def call() -> None:
         if signals.active:
             os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on: a second one has a meaning
@@ -170,6 +172,8 @@ def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals:
             if signals.heard is not None:
                 os._exit(128 + signals.heard)  # at once, since more of them may come
             entry()
+            if os.getppid() != launcher:  # which was killed: torch would wait for it to take note of the end
+                raise SystemExit(128 + signal.SIGTERM)
         except KeyboardInterrupt:  # torch takes it for a good end, and waits for what it never returned
             raise SystemExit(128 + signal.SIGINT) from None
 

@@ -24,7 +24,7 @@ from hotloop.plan import Plan
 from hotloop.run import Run
 from tests.forked import Server
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
-from tests.resuming import disagreements
+from tests.resuming import disagreements, until
 
 CULPRIT = 1
 PLANS = {
@@ -305,3 +305,33 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, server: Se
     assert stop["event"] == "stop"
     assert stop["reason"] == "SIGTERM"
     assert stop["step"] == Run.open(run).reached()
+
+
+OUTLIVING = """
+import os, pathlib, signal, time
+from hotloop.handlers import handled
+from hotloop.launch import launch
+
+def outlive():
+    with handled(lambda number, frame: None, signal.SIGTERM):
+        pathlib.Path("rank").write_text(str(os.getpid()))
+        while os.getppid() == launcher:
+            time.sleep(0.01)
+    pathlib.Path("over").touch()
+
+launcher = os.getpid()
+launch(1, outlive, print)
+"""
+
+
+def test_a_rank_whose_launcher_was_killed_waits_for_nobody_once_it_is_done(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "script.py").write_text(OUTLIVING)
+    process = server.start(tmp_path / "script.py", script=True, cwd=tmp_path)
+    assert until(process, (tmp_path / "rank").exists, pause_s=0.05, timeout_s=60)
+    (rank,) = psutil.Process(process.pid).children()
+    process.kill()
+    _, alive = psutil.wait_procs([rank], timeout=30)
+    for one in alive:
+        one.kill()
+    assert alive == []
+    assert (tmp_path / "over").exists()
