@@ -150,7 +150,7 @@ def _weighed(
 
     say(f"auto compiles: {hope}")
     instead = [way for way in instead if hope.by(way.compile).compilations]
-    settling = Settling(task, facts, plan, choices[-1].plan, allowed, say, during, watched)
+    settling = Settling(task, facts, plan, choices[-1].plan, allowed, say, during, watched, memory.keep)
     verdict = settling.run(ways, hope.compilations, instead)
     return _settled(task, [*ways, *instead, settling.otherwise], verdict, say, during, memory)
 

@@ -177,7 +177,7 @@ def _proven(task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, pr
 def _parities(task: Task, plans: Sequence[Plan], prove: Prove, progress: Progress) -> list[Parity]:
     try:
         return prove(task, plans, lambda done, total: progress("proving", done / total))
-    except HotloopError as error:
+    except Exception as error:  # what was raced is no worse for it
         reason, passing = told(error)
         unproven = Parity(plan="", parity="unproven", reason=reason, states=0, short_of_memory=passing)
         return [unproven.model_copy(update={"plan": plan.brief()}) for plan in plans]

@@ -98,7 +98,7 @@ def _tested(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     mean, error = float(apart.mean()), float(stats.sem(apart))
     reach = float(stats.t.ppf(1 - _LEVEL, len(apart) - 1)) * error
     margin = max(float(theirs.std(ddof=1)), _LEAST_MARGIN * abs(float(theirs.mean())))
-    within = bool(mean - reach > -margin and mean + reach < margin)
+    within = bool(mean - reach > -margin and mean + reach < margin) or not apart.any()
     return {
         "difference": mean,
         "low": mean - reach,

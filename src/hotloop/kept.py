@@ -137,10 +137,12 @@ def _merged(before: Kept, new: Kept) -> Kept:
     if before.timing.failure is not None or new.timing.failure is not None:
         return new
     figures = before if _sureness(new.timing) < _sureness(before.timing) else new
-    worse = new.timing.parity == "broken" or before.timing.parity in (None, "unproven")
-    shorter = new.timing.states < before.timing.states and not worse
+    settled = before.timing.parity not in (None, "unproven") and new.timing.parity not in ("unproven", "broken")
+    shorter = settled and new.timing.states < before.timing.states
     proof = before.timing if new.timing.parity is None or shorter else new.timing
-    known = {"parity": proof.parity, "parity_reason": proof.parity_reason, "states": proof.states}
+    cold = [one.timing.compile_s for one in (before, new) if one.timing.compile_s is not None]
+    known: dict[str, Any] = {"parity": proof.parity, "parity_reason": proof.parity_reason, "states": proof.states}
+    known["compile_s"] = max(cold, default=None)  # later ones found torch's cache filled
     return figures.model_copy(update={"timing": figures.timing.model_copy(update=known)})
 
 

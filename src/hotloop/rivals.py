@@ -50,6 +50,12 @@ class Contest:
         seconds(self.time_limit, "time-limit")
         plans = [*([] if self.baseline in self.plans else [self.baseline]), *self.plans]
         base = plans.index(self.baseline)
+        if self.axes and len(plans) == 1:
+            on_top = ", ".join(f"{axis}={value}" for axis, value in self.axes.items())
+            raise PlanError(
+                f"{on_top}, and no plan to set it on: {_name(plans[0])} races as it is, to be compared with",
+                fix="name another plan, such as --plans baseline,auto",
+            )
         found: dict[str, Wanted] = {}
         names: dict[int, str] = {}
         for device in self.devices or (None,):

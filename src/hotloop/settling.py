@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,6 +46,7 @@ class Settling:
         accepted: classes of parity that may be chosen.
         say: is told what was passed over, and why.
         watched: whether callbacks of the user's are called in the run.
+        keep: is told what was found until Ctrl-C ended it.
     """
 
     task: Task
@@ -56,6 +57,7 @@ class Settling:
     say: Say
     during: During | None
     watched: bool = False
+    keep: Callable[[Verdict], object] = lambda verdict: None
     _timings: dict[str, Timing] = field(default_factory=dict)
     _copying_s: float = 0.0
 
@@ -76,6 +78,10 @@ class Settling:
         except Exception as error:  # what is wrong with the Task shows in training, and is explained there
             self.say(f"auto goes on eagerly: its plans couldn't be raced ({told(error)[0]})")
             return None
+        except KeyboardInterrupt:
+            if self.baseline.brief() in self._timings:
+                self.keep(self._verdict(self.otherwise, time.monotonic() - began))
+            raise
         finally:
             self._held.give_up(list(self._held.programs))
         return None if self.baseline.brief() not in self._timings else self._verdict(winner, time.monotonic() - began)

@@ -203,9 +203,25 @@ def test_times_are_kept_though_the_proof_is_stopped(task: Path, hotloop: Hotloop
     assert sorted((one["name"], one["parity"]) for one in kept) == [("auto", None), ("baseline", None)]
 
 
+def test_where_the_proof_itself_fails_what_was_raced_is_shown(task: Path, hotloop: Hotloop, monkeypatch) -> None:
+    def failing(*given: Any) -> list[Parity]:
+        raise ValueError("planted")
+
+    monkeypatch.setattr("hotloop.contests.PROVE", failing)
+    done = hotloop("race", task, "--plans", "baseline,auto", "--set", "threads=1", *SHORT, "--json")
+    assert done.code == 0, done.err
+    _, auto = done.document["plans"]
+    assert auto["step_ms"] and auto["parity"] == "unproven" and "planted" in auto["parity_reason"]
+
+
 WRONG: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "one plan alone": (("--plans", "baseline"), 1, ("one plan alone to race: baseline", "--plans baseline,auto")),
     "one device alone": (("--devices", "cpu"), 1, ("one plan alone to race",)),
+    "an axis for no plan": (
+        ("--devices", "cpu,cuda", "--set", "threads=1"),
+        1,
+        ("threads=1, and no plan to set it on: baseline", "--plans baseline,auto"),
+    ),
     "a size alone": (("--scale", "width=1,2"), 1, ("one plan alone to race",)),
     "a file that isn't there": (("--plans", "baseline,mien.toml"), 1, ("no plan at 'mien.toml'",)),
     "a file that is no plan": (("--plans", "bad.toml"), 1, ("bad.toml: precision='fp8'",)),

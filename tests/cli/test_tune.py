@@ -7,7 +7,6 @@ import json
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,16 +200,14 @@ def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked
     assert any("fused" in note and "failed before" in note for note in again.document["notes"]) != retried
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (ValueError("planted"), None)])
 def test_what_was_raced_before_the_proof_ended_is_kept(
-    error: BaseException, code: int | None, hotloop: Hotloop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hotloop: Hotloop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prove(*given: Any, **axes: Any) -> None:
-        raise error
+        raise KeyboardInterrupt
 
     monkeypatch.setattr("hotloop.seeking.prove_programs", prove)
-    with nullcontext() if code else pytest.raises(ValueError, match="planted"):
-        assert hotloop("tune", "task.py", *CPU, "--time-limit", "4s").code == code
+    assert hotloop("tune", "task.py", *CPU, "--time-limit", "4s").code == 130
     kept = [json.loads(path.read_text())["timing"] for path in (tmp_path / "cache").rglob("*.json")]
     assert any(one["verdict"] == "faster" for one in kept) and not any(one["parity"] for one in kept)
 

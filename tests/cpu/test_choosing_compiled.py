@@ -196,6 +196,19 @@ def test_a_failure_to_compile_that_may_pass_is_not_remembered(
     assert failed == ([REWRITTEN.model_dump()] if lasting else []) and len(found) - len(failed) == 3
 
 
+def test_what_was_raced_is_remembered_where_ctrl_c_ends_the_proof(long, pretended, found, monkeypatch) -> None:
+    def stopped(task: Any, programs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    found(compile__package=2.0)
+    monkeypatch.setattr(settling, "prove_programs", stopped)
+    verdicts: list[Verdict] = []
+    with pytest.raises(KeyboardInterrupt):
+        lowered(images(), AUTO, memory=weighing.Memory(keep=verdicts.append))
+    [verdict] = verdicts
+    assert verdict.plan(REWRITTEN.brief()).verdict == "faster" and verdict.plan(REWRITTEN.brief()).parity is None
+
+
 def test_where_nothing_can_be_compiled_that_is_remembered(long, tmp_path, monkeypatch) -> None:
     class Branching(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

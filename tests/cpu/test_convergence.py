@@ -29,6 +29,7 @@ def test_the_same_figures_are_equivalent() -> None:
     figures = drawn(0.5, 0.02, 1)
     assert outcome(figures, figures)
     assert outcome([0.5] * SEEDS, [0.5] * SEEDS)
+    assert outcome([0.0] * SEEDS, [0.0] * SEEDS)
 
 
 def test_small_differences_seed_by_seed_are_equivalent() -> None:

@@ -41,6 +41,14 @@ class Wide(nn.Linear):
         return super().forward(x**self.power)
 
 
+class Set(Wide):
+    """Keeps its settings to itself, as they came."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self._settings = settings
+
+
 class Halved(Wide):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -58,6 +66,11 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "its groups": ({}, dict(optimizer=lambda p: torch.optim.SGD([{"params": [one], "lr": 0.1} for one in p], lr=0.1))),
     "a module's class": ({}, dict(model=Wide)),
     "a module's attribute": (dict(model=Wide), dict(model=lambda: Wide(2))),
+    "a module's settings": (dict(model=lambda: Set(rate=0.1)), dict(model=lambda: Set(rate=0.2))),
+    "labels that don't count": (
+        dict(loss=nn.CrossEntropyLoss()),
+        dict(loss=nn.CrossEntropyLoss(), data=(X, Y.index_fill(0, torch.tensor([0]), -100))),
+    ),
     "what a module says of itself": (
         dict(model=lambda: nn.Sequential(nn.Linear(6, 3), nn.LeakyReLU(0.1))),
         dict(model=lambda: nn.Sequential(nn.Linear(6, 3), nn.LeakyReLU(0.2))),

@@ -23,6 +23,7 @@ from hotloop.verdicts import TRUSTED, Parity
 from tests.cpu.families import family
 from tests.cpu.more_families import another_family
 from tests.cpu.planted_in_steps import (
+    last_batch_dropped,
     mask_repeated,
     zero_grad_skipped,
 )
@@ -212,7 +213,12 @@ def test_the_reason_says_how_many_steps_were_compared(epochs: int, states: int, 
     assert all(one.states == states and says in one.reason for one in found)
 
 
-def test_a_schedule_that_ends_before_the_free_run_is_not_passed() -> None:
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 5), (2, 10), (3, 10)])
+def test_a_free_run_stays_within_the_schedule_and_crosses_the_end_of_an_epoch(epochs: int, steps: int) -> None:
     scheduled = lambda optimizer, total: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)  # noqa: E731
-    found = prove(a_task(epochs=2, schedule=scheduled), Plan(optimizer="foreach"))
-    assert found.parity in TRUSTED and 0 < found.free_steps < 10
+    task, plan = a_task(epochs=epochs, schedule=scheduled), Plan(optimizer="foreach")
+    programs = [lower(task, plan), lower(task, plan)]
+    last_batch_dropped(programs[1])
+    honest, faulty = prove_programs(task, programs)
+    assert honest.parity in TRUSTED and honest.free_steps == steps
+    assert faulty.parity == "broken", faulty.reason

@@ -212,9 +212,10 @@ def test_a_proof_of_a_few_steps_is_for_runs_of_no_more() -> None:
         ("broken", "bitwise", "broken"),
         ("bitwise", "broken", "broken"),
         ("unproven", "bitwise", "bitwise"),
+        ("bitwise", "unproven", "unproven"),
     ],
 )
-def test_a_proof_of_a_few_steps_takes_the_place_of_no_longer_one_unless_it_finds_a_fault(
+def test_a_proof_of_a_few_steps_takes_the_place_of_no_longer_one_unless_it_fails(
     before: Any, after: Any, stays: str
 ) -> None:
     for parity, states in ((before, 16), (after, 3)):
@@ -222,6 +223,12 @@ def test_a_proof_of_a_few_steps_takes_the_place_of_no_longer_one_unless_it_finds
         remember(verdict(timing(FUSED, 1.3).proven(proof)))
     [kept] = [one for one in recall("f", "m", VERSIONS)[0] if one.timing.name != "baseline"]
     assert kept.timing.parity == stays
+
+
+def test_what_compiling_takes_at_first_is_no_less_for_a_cache_that_was_filled() -> None:
+    for compile_s in (None, 30.0, 0.8):
+        remember(verdict(timing(COMPILED, 2.0, compile_s=compile_s)))
+    assert found()[COMPILED.brief()].compile_s == 30.0
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"version": 1}', "\x00\xff", "of another key"])

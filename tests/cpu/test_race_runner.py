@@ -16,6 +16,7 @@ from hotloop.measuring.clocks import peak_of_step
 from hotloop.measuring.load import Used, busy_note, cores_of_others
 from hotloop.measuring.loading import feed_time
 from hotloop.measuring.runner import Runner
+from hotloop.plan import Plan
 from hotloop.state import differences
 from tests.cpu.programs import a_task
 from tests.cpu.timed_tasks import CPU, TASKS, Clock, standing_still
@@ -121,6 +122,12 @@ def test_peak_memory_of_a_step() -> None:
         for w in (10, 1000)
     )
     assert small and large and large - small > 2 * 5 * 990 * 4
+
+
+def test_peak_memory_of_arrays_is_not_known() -> None:
+    """Nor is it next to none, as what torch holds of them would say."""
+    task = a_task(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3)))
+    assert peak_of_step(lower(task, Plan(engine="arrays", device="cpu"))) is None
 
 
 def test_feeding_alone_is_timed() -> None:

@@ -12,7 +12,8 @@ from hotloop.onlooker import Onlooker
 from hotloop.plan import Plan
 from hotloop.tuning import bounds
 from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.candidates import combined, compiled_changes, eager_changes, without
+from hotloop.tuning.budget import Budget
+from hotloop.tuning.candidates import Change, combined, compiled_changes, eager_changes, likeliest, without
 from hotloop.tuning.compiling import compiling_gains
 from hotloop.tuning.search import BASELINE
 from hotloop.verdicts import Timing
@@ -154,3 +155,13 @@ def test_what_seemed_faster_races_once_more_if_that_can_pay(
     assert searching(monkeypatch, races, steps=10_000).run() == chosen  # 100 s
     assert races.raced.count("optimizer=fused") == (2 if chosen != BASELINE else 1)
     assert races.raced.count("layout=channels_last") == 1
+
+
+def test_where_time_is_tight_what_is_seldom_ahead_of_another_stays_out() -> None:
+    changes: list[Change] = [{"optimizer": "fused"}, {"optimizer": "foreach"}, {"allocator": "keep"}, {"threads": 1}]
+    rules = Plan(optimizer="fused", allocator="keep")
+    assert likeliest(changes, rules) == [{"optimizer": "fused"}, {"threads": 1}]
+    assert likeliest(changes, Plan()) == [{"optimizer": "fused"}, {"allocator": "keep"}, {"threads": 1}]
+    assert likeliest(changes[1:], None) == changes[1:]
+    assert Budget.of(0.003, 40_000, None).tight
+    assert not Budget.of(0.003, 200_000, None).tight and not Budget.of(0.003, 40_000, 30.0).tight

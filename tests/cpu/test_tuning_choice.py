@@ -137,19 +137,37 @@ def test_all_proofs_together_cost_less_than_what_is_proven_wins(monkeypatch: pyt
     assert len([note for note in looked.notes if "with the proofs before, more than it wins" in note]) == 2
 
 
+def test_what_was_proven_stays_known_where_the_next_proof_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    judging = Judging("layout=channels_last")
+
+    def prove(programs: Sequence[Any]) -> list[Parity]:
+        if judging.asked:
+            raise KeyboardInterrupt
+        return judging(programs)
+
+    looked = searching(monkeypatch, Clashing(optimizer__fused=1.3, layout__channels_last=1.4), prove=prove)
+    with pytest.raises(KeyboardInterrupt):
+        looked.run()
+    assert looked.timings["layout=channels_last"].parity == "broken"
+    assert looked.timings["optimizer=fused"].parity is None
+
+
 @pytest.mark.parametrize(
-    "error",
-    [MemoryExhausted("no room"), torch.OutOfMemoryError("no room")],
-    ids=["as hotloop says it", "as torch does"],
+    ("error", "memory"),
+    [(MemoryExhausted("no room"), True), (torch.OutOfMemoryError("no room"), True), (ValueError("no room"), False)],
+    ids=["as hotloop says it", "as torch does", "anything else"],
 )
-def test_without_memory_for_a_proof_the_plan_is_unproven(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_proof_fails_the_plan_is_unproven(
+    error: Exception, memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def prove(programs: Sequence[Any]) -> list[Parity]:
         raise error
 
     looked = searching(monkeypatch, Races(optimizer__fused=1.3), prove=prove)
     assert looked.run() == BASELINE
     found = looked.timings["optimizer=fused"]
-    assert found.parity == "unproven" and "no room" in (found.parity_reason or "") and found.short_of_memory
+    assert found.parity == "unproven" and "no room" in (found.parity_reason or "")
+    assert found.short_of_memory == memory
 
 
 def test_a_reduced_precision_that_was_asked_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hotloop.data.source import Stream, Table
 from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import TaskError, calling
 from hotloop.lowering.fingerprint import fingerprint
-from hotloop.lowering.ingredients import Ingredients, count_parameters, input_shapes
+from hotloop.lowering.ingredients import Ingredients, count_parameters, counts_samples, input_shapes
 from hotloop.lowering.step import needs_closure
 from hotloop.lowering.update import gapless
 from hotloop.records import TaskFacts
@@ -39,11 +39,12 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
         "exact": roles.exact,
         "order": roles.digest,
     }
+    counted = {"counts_samples": counts_samples(parts)}  # whatever the labels are: it makes another step
     optimizer = _trial(parts.task, model)
     dimensions = {value.ndim for value in model.parameters()}
     return TaskFacts(
         **known,
-        fingerprint=fingerprint(parts.task, model, optimizer, batch, known, source_digest),
+        fingerprint=fingerprint(parts.task, model, optimizer, batch, known | counted, source_digest),
         **_of_optimizer(optimizer, model),
         images=not (dimensions | {value.ndim for value in tensors(inputs_of(batch))}).isdisjoint(_IMAGES),
         convolutions=not dimensions.isdisjoint(_IMAGES),

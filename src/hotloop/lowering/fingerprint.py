@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from hotloop.task import Task
 _OPTIONS = ("clip_norm", "clip_value", "average", "schedule_every", "deterministic")
 _FUNCTIONS = ("loss", "step", "schedule", "weight", "prepare", "augment", "collate")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-_NEITHER = ("training",)  # attributes that change while a Task is looked at
+_NEITHER = {*vars(nn.Module())}  # `training` changes while a Task is looked at, and the others are torch's own
 
 
 def fingerprint(
@@ -60,13 +61,18 @@ def _of_tensor(name: str, value: Tensor) -> list[Any]:
 
 
 def _of_module(module: nn.Module) -> list[Any]:
-    """Its class, what it says of itself, and its settings: public attributes that are plain values."""
+    """Its class, what it says of itself, and its settings: attributes that are plain values.
+
+    Private ones as well, where the class is the user's own: a library's may name what differs each time.
+    """
     try:
         said = _ADDRESS.sub("", module.extra_repr())
     except Exception:  # the user's own, which nothing else calls
         said = ""
-    public = {name: value for name, value in vars(module).items() if name[0] != "_" and name not in _NEITHER}
-    return [_named(type(module)), said, {name: value for name, value in public.items() if _is_plain(value)}]
+    private = _is_local(type(module).__module__.partition(".")[0])
+    shown = {name: value for name, value in vars(module).items() if private or name[0] != "_"}
+    plain = {name: value for name, value in shown.items() if name not in _NEITHER and _is_plain(value)}
+    return [_named(type(module)), said, plain]
 
 
 def _of_optimizer(optimizer: Optimizer) -> list[Any]:
@@ -89,12 +95,19 @@ def _packages(model: nn.Module, optimizer: Optimizer) -> set[str]:
     return {kind.__module__.partition(".")[0] for kind in kinds}
 
 
+@cache
+def _is_local(package: str) -> bool:
+    return not versions_of([package])
+
+
 def _named(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '')}.{thing.__qualname__}"
 
 
 def _is_plain(value: Any) -> bool:
     """Whether JSON has it."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_plain(of_it) for name, of_it in value.items())
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)

@@ -23,10 +23,11 @@ def peak_of_step(program: Program) -> int | None:
     """The most bytes that one training step holds at a time beyond what was there before; None where nobody says,
     and where it takes several devices.
 
-    One step is run. On the CPU, what compiled code allocates is not seen, so a compiled step has none.
+    One step is run. On the CPU, what compiled code allocates is not seen, so a compiled step has none; nor has one in
+    arrays, of which torch knows nothing.
     """
     device, plan = program.device, program.parts.plan
-    if len(program.devices) > 1:
+    if len(program.devices) > 1 or plan.engine != "eager":
         return None
     if device.type in ("cuda", "xpu"):
         module = torch.get_device_module(device)

@@ -17,7 +17,7 @@ from hotloop.parity.draws import Pieces, look
 from hotloop.parity.judging import judged
 from hotloop.parity.needs import lacking
 from hotloop.parity.own_draws import look_at_draws
-from hotloop.parity.running import NUDGES, Freely, run_freely
+from hotloop.parity.running import NUDGES, Freely, run_freely, steps_of
 from hotloop.parity.witnesses import Truth, Witness, baselines, peers
 from hotloop.plan import Plan
 from hotloop.probe import check_device
@@ -222,7 +222,7 @@ def _seen(
 ) -> tuple[Evidence, dict[int, Freely]]:
     """Of single steps, and of the free run of each Program that could take them, by its id."""
     alone = slice(1) if brief else slice(None)
-    collector = Collector(truth, witnesses[alone], reduced[alone], programs)
+    collector = Collector(truth, witnesses[alone], reduced[alone], programs, steps_of(programs))
     evidence = collector.collect(lambda states: progress(states, STATES))
     if evidence.unproven:
         return evidence, {}

@@ -62,7 +62,7 @@ class Evidence:
         steps: the number of the step at each state, from 0.
         rounding: the worst error at each state of those that candidates are judged by, with more nudges where a
             candidate was far off.
-        last: the State that the path came to.
+        last: the State that the path came to while the schedule allowed all steps that are to follow; or the first.
         in_pieces: whether everybody got the random numbers that candidates draw for pieces of a batch.
         unproven: why nothing can be said, where that is so.
     """

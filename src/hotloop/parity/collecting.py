@@ -33,12 +33,21 @@ each is mixed with the one before it."""
 
 
 class Collector:
-    """Takes the same step with everyone, state by state; a witness alone stays alone."""
+    """Takes the same step with everyone, state by state; a witness alone stays alone.
+
+    Args:
+        ahead: steps that are run on from the last State.
+    """
 
     def __init__(
-        self, truth: Truth, witnesses: Sequence[Witness], peers: Sequence[Witness], candidates: Sequence[Program]
+        self,
+        truth: Truth,
+        witnesses: Sequence[Witness],
+        peers: Sequence[Witness],
+        candidates: Sequence[Program],
+        ahead: int = 0,
     ) -> None:
-        self.truth, self.candidates = truth, candidates
+        self.truth, self.candidates, self._ahead = truth, candidates, ahead
         self.witnesses, self.peers = list(witnesses), list(peers)
         self.walker = witnesses[0].program
         self._looked = 0
@@ -50,7 +59,8 @@ class Collector:
         evidence = self.evidence
         for number, stop in enumerate(stops(self.walker)):
             here = self.walker.state()
-            evidence.last = here
+            left = self.walker.steps_left()
+            evidence.last = here if left is None or left >= self._ahead else evidence.last
             evidence.unproven = (number < 2 and self._unrepeatable(stop)) or self._compare(stop, number)
             if evidence.unproven:
                 break

@@ -93,9 +93,13 @@ def _fine(
         reason = f"in {compared} and a free run of {free_steps}, each bit is the baseline's"
         return {"parity": "bitwise", "reason": reason}
     if evidence.peers:
+        of_fp32 = max((one.ratio for one in typical(account, evidence.baselines, [])), default=0.0)
+        beside = (
+            "and larger than those of fp32" if of_fp32 > TYPICAL else "and no larger than fp32's own, as it happens"
+        )
         reason = (
             f"it rounds to fewer bits, as it was asked to: in {compared} its errors are at most {max(largest, 0.1):.1f}"
-            f" times those of the eager step in that precision (allowed: {TYPICAL:g}), and larger than those of fp32"
+            f" times those of the eager step in that precision (allowed: {TYPICAL:g}), {beside}"
         )
         return {"parity": "reduced-precision", "reason": reason}
     reason = (

@@ -105,13 +105,12 @@ def run_freely(
     nudges: int = NUDGES,
 ) -> list[Freely]:
     """Runs on from `start` with everyone; rounding is that of the peers, if there are any."""
-    plain = witnesses[0].program
-    at_once = max((_at_once(program) for program in candidates), default=1)
-    before = max(_BEFORE, 2 * at_once + 1)  # the last batch may be a smaller one
-    start = before_the_end(start, plain.feed.batches, before)
+    plain, steps = witnesses[0].program, steps_of(candidates)
     plain.restore(start)
-    left, steps = plain.steps_left(), max(STEPS, 3 * at_once + 1)
+    left = plain.steps_left()
     steps = steps if left is None else min(steps, left)
+    before = max(_BEFORE, 2 * _most_at_once(candidates) + 1)  # the last batch may be a smaller one
+    start = before_the_end(start, plain.feed.batches, min(before, max(1, steps // 2)))
     with of_the_baseline(plain):
         expected = _ended(plain, start, steps)
     ways = _apart(expected.state, start, from_zero=True)
@@ -119,6 +118,15 @@ def run_freely(
     for end in _drifting(start, peers or witnesses, steps, nudges):
         known = _beside(known, end.state)
     return [_tried(program, start, known, steps) for program in candidates]
+
+
+def steps_of(candidates: Sequence[Program]) -> int:
+    """Steps of a free run of these, where the schedule allows them."""
+    return max(STEPS, 3 * _most_at_once(candidates) + 1)
+
+
+def _most_at_once(candidates: Sequence[Program]) -> int:
+    return max(map(_at_once, candidates), default=1)
 
 
 def _at_once(program: Program) -> int:

@@ -15,8 +15,12 @@ _SHARE = 0.02
 _MOST_SHARE = 0.05
 """Of the run, for the first race, where long steps make it need more than that."""
 
-_LEAST_S, _MOST_S = 1.5, 60.0
+_LEAST_S, _MOST_S = 1.0, 60.0
 """A race tells nothing below the first; where steps are short, it knows all that it will know by the second."""
+
+_SMALL_S, _TIGHT_S = 1.5, 6.0
+"""With less than the first for racing, a search costs more than it wins; with less than the second, plans stay out that are
+seldom ahead of another one."""
 
 _GREAT = 2.0
 """Times as fast as the baseline: more than a search usually finds."""
@@ -179,7 +183,12 @@ class Budget:
     @property
     def too_small(self) -> bool:
         """Whether the run is over before a race could tell anything; not where the user gives the time."""
-        return not self.set_by_user and self.racing_s < _LEAST_S
+        return not self.set_by_user and self.racing_s < _SMALL_S
+
+    @property
+    def tight(self) -> bool:
+        """Whether what is unlikely to win costs more than it is worth."""
+        return not self.set_by_user and self.racing_s < _TIGHT_S
 
     def wins_s(self, ratio: float) -> float:
         """Seconds that a plan so many times as fast as the baseline saves in this run."""

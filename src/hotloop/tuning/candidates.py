@@ -40,6 +40,15 @@ def eager_changes(facts: TaskFacts, hardware: Hardware, base: Plan, threads: int
     return _feasible(every, facts, hardware, base)
 
 
+def likeliest(changes: Iterable[Change], rules: Plan | None) -> list[Change]:
+    """Without those that are seldom ahead of another: foreach beside fused, and an allocator that `rules` has anyway."""
+    changes = list(changes)
+    unlikely: list[Change] = [] if rules is None else [{"allocator": rules.allocator}]
+    if {"optimizer": "fused"} in changes:
+        unlikely.append({"optimizer": "foreach"})
+    return [change for change in changes if change not in unlikely]
+
+
 def compiled_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
     """Ways to compile, likeliest best first; a package on a CPU, where a step by itself costs more to call."""
     device = device_of(base, hardware)

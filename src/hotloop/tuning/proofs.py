@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from hotloop.errors import PlanError, out_of_memory, told
+from hotloop.errors import out_of_memory, told
 from hotloop.plan import Plan
 from hotloop.tuning.budget import Budget
 from hotloop.verdicts import Parity, Timing
@@ -74,13 +74,11 @@ class Proofs:
         return f"that takes about {costs_s:.0f} s{before}, more than it wins"
 
     def _proven(self, timing: Timing) -> Parity:
-        """Its parity; one that can't be run beside what a proof needs is unproven."""
+        """Its parity; where the proof itself fails, it is unproven."""
         try:
             return self.prove(timing)
         except Exception as error:
             reason, passing = told(error)
-            if not (passing or isinstance(error, PlanError)):
-                raise
             if out_of_memory(error):
                 reason = f"there was no memory left for a proof ({reason})"
         return Parity(plan=timing.name, parity="unproven", reason=reason, states=0, short_of_memory=passing)

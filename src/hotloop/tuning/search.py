@@ -31,6 +31,7 @@ from hotloop.tuning.candidates import (
     combined,
     compiled_changes,
     eager_changes,
+    likeliest,
     promising,
     rewriting_changes,
     thread_changes,
@@ -171,7 +172,7 @@ class Search:
     def _eagerly(self, budget: Budget) -> Plan:
         """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
         changes = without(eager_changes(self.facts, self.hardware, self.base, torch.get_num_threads()), self.fixed)
-        changes = self._in_reach(changes, budget)
+        changes = self._in_reach(likeliest(changes, self.rules) if budget.tight else changes, budget)
         start = [] if self.base == self.baseline else [self.base]
         singles = [self.base.with_axes(**change) for change in changes]
         rules = [] if self.rules is None or self.rules in (self.base, *singles) else [self.rules]
@@ -377,16 +378,15 @@ class Search:
         self.held.give_up([one.name for one in self.timings.values() if one.verdict != "faster"])
         accepted = (*TRUSTED, "reduced-precision") if "precision" in self.fixed else TRUSTED
         proofs = Proofs(self.baseline, budget, accepted, self._parity, self.timings[BASELINE], self.facts.steps)
-        winner = proofs.first(self._faster())
-        self.timings |= {one.name: one for one in proofs.judged}
-        self.notes += proofs.notes
+        try:
+            winner = proofs.first(self._faster())
+        finally:  # Ctrl-C leaves what was proven until then
+            self.timings |= {one.name: one for one in proofs.judged}
+            self.notes += proofs.notes
         return BASELINE if winner is None else winner
 
     def _faster(self) -> list[Timing]:
-        """Those that finish this run before the baseline, the first of them first.
-
-        What was compiled here is kept, so the run that follows doesn't pay for it once more.
-        """
+        """Those that finish this run, which finds what was compiled here, before the baseline, the first of them first."""
         for timing in self.timings.values():
             if timing.verdict == "faster" and timing.compile_s and self.deadline.allows(timing.compile_s):
                 again_s = self.held.compiled_again_s(timing.name, timing.as_plan)
