@@ -72,6 +72,7 @@ class TaskFacts(Record):
             the seed.
         optimizer: its class.
         implementations: those of `forloop`, `foreach` and `fused` that the optimizer can be switched to.
+        one_operation: whether the update is a single one for each parameter, as that of SGD without momentum and decay.
         not_fused: why the optimizer's fused form can't update this model; empty if it can, or there is none.
         closure: whether the optimizer asks for the loss itself, as LBFGS does.
         images: whether an input or a parameter has the 4 or 5 dimensions of images.
@@ -94,6 +95,7 @@ class TaskFacts(Record):
     fingerprint: str
     optimizer: str = ""
     implementations: list[str] = []
+    one_operation: bool = False
     not_fused: str = ""
     closure: bool = False
     images: bool = False

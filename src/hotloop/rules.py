@@ -111,11 +111,16 @@ def _memory(hardware: Hardware, plan: Plan) -> Iterator[Wish]:
 
 
 def _update(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
-    """On a CPU lists of parameters win where there are hundreds of small ones, and lose to caches elsewhere."""
+    """On a CPU lists of parameters win where there are hundreds of small ones, and lose to caches elsewhere.
+
+    Plain SGD's update of a parameter is one operation there, than which the fused kernel takes longer.
+    """
     device = device_of(plan, hardware)
     ways = [("fused", "one kernel")]
     if device is not None and device.is_accelerator:
         ways.append(("foreach", "operations over lists of parameters"))
+    elif facts.one_operation:
+        return
     for name, how in ways:
         if name in facts.implementations:
             yield Wish("optimizer", name, f"optimizer={name}: the update of {facts.optimizer} as {how}")

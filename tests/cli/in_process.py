@@ -27,7 +27,7 @@ def make(**fields):
     given = dict(
         model=lambda: nn.Linear(4, 3),
         loss=nn.CrossEntropyLoss(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=1e-4),
         data=(X, Y),
         batch_size=5,
     )

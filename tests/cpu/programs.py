@@ -25,7 +25,7 @@ def a_task(**fields: Any) -> hotloop.Task:
     given: dict[str, Any] = dict(
         model=lambda: torch.nn.Linear(6, 3),
         loss=torch.nn.CrossEntropyLoss(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=1e-4),
         data=labelled(),
         batch_size=5,
     )

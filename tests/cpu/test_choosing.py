@@ -247,10 +247,17 @@ class Turning(nn.Module):
         return self.head((x * self.turn).real)  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize(("settings", "taken"), [({}, "default"), ({"momentum": 0.9}, "fused")])
+def test_an_update_of_one_operation_for_each_parameter_stays_as_it_is(settings: dict[str, Any], taken: str) -> None:
+    """Torch's fused kernel takes longer than these on a CPU, and less long than two or more."""
+    task = a_task(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, **settings))
+    assert consider(task, CPU).choices[0].plan.optimizer == taken
+
+
 @pytest.mark.parametrize("model", [Words, Turning])
 def test_what_a_fused_update_can_t_take_is_trained_all_the_same(model: type[nn.Module], tmp_path) -> None:
     inputs = torch.randint(0, 9, (24, 6)) if model is Words else labelled()[0]
-    task = a_task(model=model, data=(inputs, labelled()[1]), epochs=1)
+    task = a_task(model=model, data=(inputs, labelled()[1]), optimizer=torch.optim.Adagrad, epochs=1)
     run = hotloop.fit(task, run=tmp_path / "run", device="cpu", progress=False)
     assert run.plan.optimizer != "fused"
     with pytest.raises(PlanError, match="no such implementation"):

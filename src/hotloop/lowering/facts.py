@@ -65,9 +65,17 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
     return {
         "optimizer": type(optimizer).__name__,
         "implementations": [name for name in able if name != "fused" or not unfit],
+        "one_operation": _is_plain(optimizer),
         "not_fused": unfit,
         "closure": needs_closure(optimizer),
     }
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    more = ("momentum", "weight_decay")
+    return type(optimizer) is torch.optim.SGD and not any(
+        group[name] for group in optimizer.param_groups for name in more
+    )
 
 
 def _not_fused(model: nn.Module) -> str:
