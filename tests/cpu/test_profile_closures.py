@@ -100,3 +100,46 @@ def test_an_optimizer_takes_what_its_closure_leaves() -> None:
         "aten::tanh": ("forward", 20),
         "aten::add_": ("update", 10),
     }
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "SGD"])
+def test_what_a_closure_makes_before_the_forward_is_no_update(kind: str) -> None:
+    """The line search of LBFGS calls it several times, each after what it updates of its own."""
+    rows, frequencies = torch.randn(1500, 20), torch.randn(20, 512)
+    targets = torch.randn(1500, 1)
+    model = nn.Linear(512, 1)
+    more = {"max_iter": 4, "tolerance_grad": 0.0, "tolerance_change": 0.0} if kind == "LBFGS" else {}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3, **more)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(torch.cos(rows @ frequencies)), targets)
+        loss.backward()
+        return loss
+
+    def loop() -> None:
+        for _ in range(30):
+            optimizer.step(closure)
+
+    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    assert phases_of(profile, "aten::mm", "aten::cos") == {"batch", "backward"}
+    assert profile.phases["batch"] > profile.phases["update"]
+
+
+def test_a_functional_closure_has_a_forward() -> None:
+    rows, targets = torch.randn(1500, 64), torch.randn(1500, 1)
+    weight = torch.randn(64, 1, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight], lr=1e-3, max_iter=4, tolerance_grad=0.0, tolerance_change=0.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(torch.exp(torch.sin(rows).cos()) @ weight, targets)
+        loss.backward()
+        return loss
+
+    def loop() -> None:
+        for _ in range(30):
+            optimizer.step(closure)
+
+    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    assert phases_of(profile, "aten::sin", "aten::cos", "aten::exp") == {"forward"}

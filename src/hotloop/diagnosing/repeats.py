@@ -57,13 +57,13 @@ def repeated(step: Step) -> list[Loop]:
     found: dict[tuple[Any, ...], dict[str, list[OperatorTime]]] = {}
     for where, there in step.spots.items():
         ones = [one for one in there if one.phase != "data"]  # samples that a loader makes one by one are said of it
-        rounds = rounds_of(ones)
+        rounds = rounds_of(ones) / step.evaluations
         if where and where not in elsewhere and rounds >= LOOP:
             function = ones[0].function.partition(".<locals>.<")[0]
             alone = not function or over_parameters(step, ones, rounds) is not None
             file = where.rpartition(":")[0]
             found.setdefault((where,) if alone else (file, function, round(rounds)), {})[where] = ones
-    return [Loop(lines, min(rounds_of(ones) for ones in lines.values())) for lines in found.values()]
+    return [Loop(lines, min(rounds_of(ones) for ones in lines.values()) / step.evaluations) for lines in found.values()]
 
 
 def in_loops(step: Step, *, plain: bool = True) -> frozenset[str]:

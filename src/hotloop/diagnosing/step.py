@@ -37,7 +37,8 @@ IN_PYTHON = 2.0
 BY_HAND = "by hand"
 """What an update is called that no optimizer makes."""
 
-_AROUND = ("Optimizer.step#", "Optimizer.zero_grad#")
+_ZEROING = "Optimizer.zero_grad#"
+_AROUND = ("Optimizer.step#", _ZEROING)
 
 _SMALL = {"cpu": 10.0, "accelerator": 2.0}
 """So many times what a launch takes: operators below it take their time for being called, not for what they do."""
@@ -92,6 +93,14 @@ class Step:
     def _operators(self) -> list[OperatorTime]:
         """Without what only stands around others, such as an optimizer's whole step, whose time is known otherwise."""
         return [one for one in self.profile.operators if not one.name.startswith(_AROUND)]
+
+    @cached_property
+    def evaluations(self) -> float:
+        """How often a step computes its loss anew from cleared gradients, as a line search calls a closure; at least 1."""
+        zeroing = grouped(
+            (one for one in self.profile.operators if one.name.startswith(_ZEROING)), lambda one: one.where
+        )
+        return max([1.0, *(sum(one.calls for one in same) for same in zeroing.values())])
 
     def operators(self, wanted: Callable[[OperatorTime], bool]) -> list[OperatorTime]:
         return [one for one in self._operators if wanted(one)]

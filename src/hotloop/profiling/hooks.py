@@ -115,6 +115,9 @@ class Listener:
     def mine(self) -> bool:
         return False
 
+    def making(self) -> Phase:
+        return "batch"
+
     def hears_backwards(self) -> bool:
         return self.mine()
 

@@ -146,6 +146,12 @@ class Optimizers:
         }
 
 
+def calls_closure(optimizer: Optimizer, args: tuple, kwargs: dict) -> bool:
+    """Whether an update begins with a closure, as torch's own do; `args` has the optimizer before it."""
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return given is not None and type(optimizer).__module__.startswith("torch.optim.")
+
+
 class Awaited:
     """Whether there is an optimizer that may step yet: its parameters have gradients, and nobody else changes them.
 

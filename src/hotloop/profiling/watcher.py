@@ -24,7 +24,7 @@ from hotloop.profiling.gathering import gathered
 from hotloop.profiling.habits import Graphs
 from hotloop.profiling.hooks import Always, Listener, mark_ms, safe
 from hotloop.profiling.loaders import Loaders
-from hotloop.profiling.optimizers import Optimizers
+from hotloop.profiling.optimizers import Optimizers, calls_closure
 from hotloop.profiling.pauses import Pauses
 from hotloop.profiling.protocols import Observer
 from hotloop.profiling.schedule import CLOSE, Kind
@@ -177,7 +177,7 @@ class Watch(Listener):
             self._closely.install()
         if self.facts.by_hand:
             return "update"
-        return "python" if self._loaders.used else self._making()
+        return "python" if self._loaders.used else self.making()
 
     def ready(self) -> None:
         """All that watch it closely have begun."""
@@ -236,7 +236,7 @@ class Watch(Listener):
         finally:
             self._busy = False
 
-    def _making(self) -> Phase:
+    def making(self) -> Phase:
         """What comes before the forward: making the batch, unless there are no modules to show where a forward begins."""
         return "forward" if self.facts.functional else "batch"
 
@@ -295,7 +295,7 @@ class Watch(Listener):
         if not self.mine():
             return
         self._trains()
-        self.timeline.enter("update")
+        self.timeline.enter(self.making() if calls_closure(optimizer, args, kwargs) else "update")
         self._optimizers.began(optimizer)
 
     @safe
@@ -330,7 +330,7 @@ class Watch(Listener):
         evaluates = self._pauses.evaluating or not torch.is_grad_enabled()
         if done and self._loaders.drew(args[0], result, spent, evaluates=evaluates) and self.timeline.on:
             self._calls.drawn = True
-            self.timeline.turn(self._making())
+            self.timeline.turn(self.making())
 
     @safe
     def saving_began(self, args: tuple, kwargs: dict) -> Any:
@@ -358,7 +358,7 @@ class Watch(Listener):
     def no_grad_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         """An update that is written out by hand is over when gradients count again."""
         if self.facts.by_hand and self.timeline.depth == 1 and self.timeline.current == "update":
-            self.timeline.turn(self._making())
+            self.timeline.turn(self.making())
 
     @safe
     def forward_began(self, args: tuple, kwargs: dict) -> Any:
@@ -366,7 +366,7 @@ class Watch(Listener):
         if self._forwards > 1 or self.timeline.loading:
             return None
         self._after_boundary()
-        self._calls.began(args, kwargs, self._making(), again=self._backwards > 0)
+        self._calls.began(args, kwargs, self.making(), again=self._backwards > 0)
         return time.perf_counter()
 
     @safe

@@ -1,0 +1,129 @@
+"""Products that needn't be: with a matrix of ones and zeros that looks up rows, and with a weight that is a thin product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from hotloop.diagnosing.parts import function_of
+from hotloop.diagnosing.step import Step, grouped, heaviest, is_product
+from hotloop.profiles import OperatorTime, Phase, Remedy
+
+_CALCULATING: tuple[Phase, ...] = ("forward", "loss", "batch")
+_LINEAR = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "mul", "mul_", "div", "neg", "t", "transpose"))
+"""What may be done with a product of two matrices so that it can still be taken apart, where numbers alone scale it."""
+
+Size = tuple[int, ...]
+
+
+def looked_up(step: Step) -> Iterator[Remedy]:
+    """One-hot matrices that are multiplied: all but one number in a row are zero."""
+    for shape, making in grouped(_one_hots(step), lambda one: one.shapes[0]).items():
+        size = _size(shape)
+        with_it = [one for one in step.operators(is_product) if any(_is_flat(each, size) for each in _sizes(one))]
+        if not with_it:
+            continue
+        ones = _once([*making, *_beside(step, making), *with_it])
+        spent = sum(step.cost(one) for one in ones)
+        yield Remedy(
+            cause=f"rows are looked up by a product with a one-hot matrix of {shape}, of which all but 1 in {size[-1]} are zero",
+            where=heaviest([one for one in ones if one.phase != "backward"], step),
+            remedy="index the rows: torch.nn.functional.embedding(indices, table), or table[indices]; "
+            "for sums by group index_add",
+            gain=step.share((1 - 1 / size[-1]) * spent),
+            evidence=f"making it and the products with it take {spent:.2f} ms of each step of {step.ms:.2f} ms",
+        )
+
+
+def _one_hots(step: Step) -> list[OperatorTime]:
+    """What writes the ones into the zeros, a single one in each row."""
+    found = step.operators(lambda one: one.name.startswith("aten::scatter") and one.phase in _CALCULATING)
+    sizes = [(one, _size(one.shapes[0]), _size(one.shapes[1])) for one in found if len(one.shapes) > 1]
+    return [one for one, whole, index in sizes if len(whole) > 1 and index == (*whole[:-1], 1)]
+
+
+def _beside(step: Step, making: Sequence[OperatorTime]) -> list[OperatorTime]:
+    """What the same functions do with the whole matrix, such as making it zero, and casting it."""
+    functions, shape = {function_of(one) for one in making}, making[0].shapes[0]
+    return step.operators(lambda one: shape in one.shapes and function_of(one) in functions)
+
+
+def _is_flat(size: Size, whole: Size) -> bool:
+    """Whether a product's operand is that tensor, its rows in one dimension or turned over."""
+    return prod(size) == prod(whole) and whole[-1] in (size[-1], size[-2] if len(size) > 1 else 0)
+
+
+def multiplied_out(step: Step) -> Iterator[Remedy]:
+    """Weights that are made anew from two thin factors, where fewer rows are multiplied with them than they have.
+
+    As a layer does with adapters of low rank (Hu et al., LoRA, 2021, section 4.1) that adds them to its weight at each step.
+    """
+    found: list[OperatorTime] = []
+    for ones in grouped(step.operators(lambda one: True), lambda one: one.module).values():
+        for thin in ones:
+            full = _full(thin)
+            if full and _is_linear(ones, full) and any(_goes_in(one, full, thin) for one in ones):
+                found += [one for one in ones if _makes(one, full, thin)]
+    if found:
+        spent = sum(step.cost(one) for one in _once(found))
+        full = next(filter(None, map(_full, found)))
+        yield Remedy(
+            cause=f"a weight of {full[0]}x{full[1]} is multiplied out from two thin factors at each step",
+            where=heaviest([one for one in found if one.phase != "backward"], step),
+            remedy="multiply the rows with the thin factors one after the other, and add that to what the layer gives: "
+            "(x @ A.T) @ B.T",
+            gain=step.share(spent),
+            evidence=f"making it, and its gradient, take {spent:.2f} ms of each step of {step.ms:.2f} ms, and fewer rows "
+            "than it has are multiplied with it",
+        )
+
+
+def _full(one: OperatorTime) -> Size:
+    """The size of what two thin matrices give; empty for anything else."""
+    sizes = _sizes(one)
+    if one.name != "aten::mm" or one.phase != "forward" or [len(size) for size in sizes] != [2, 2]:
+        return ()
+    (rows, inner), (_, columns) = sizes
+    return (rows, columns) if 2 * inner <= min(rows, columns) else ()
+
+
+def _is_linear(ones: Sequence[OperatorTime], full: Size) -> bool:
+    """Whether what a module does with it, beside the products, only scales and adds."""
+    on_it = [one for one in ones if one.phase == "forward" and full in _sizes(one) and not is_product(one)]
+    moving = [one for one in on_it if one.bytes or one.bytes is None]
+    scaling = ("aten::mul", "aten::mul_", "aten::div")
+    return all(one.name in _LINEAR and not (one.name in scaling and len(_sizes(one)) > 1) for one in moving)
+
+
+def _goes_in(one: OperatorTime, full: Size, thin: OperatorTime) -> bool:
+    """Whether so few rows are multiplied with it that going through both factors takes less than making it."""
+    sizes = _sizes(one)
+    if one is thin or one.phase != "forward" or not is_product(one) or len(sizes) < 2:
+        return False
+    rows, weight = prod(sizes[-2][:-1]), sizes[-1]
+    return sorted(weight) == sorted(full) and rows * sum(full) < prod(full)
+
+
+def _makes(one: OperatorTime, full: Size, thin: OperatorTime) -> bool:
+    """Whether an operator makes the weight, or takes its gradient apart: all that it reads lies between the three sizes."""
+    (rows, inner), (_, columns) = _sizes(thin)
+    sizes = [size for size in _sizes(one) if size]
+    if is_product(one):
+        return (
+            len(sizes) == 2 and all(set(size) <= {rows, inner, columns} for size in sizes) and inner in sum(sizes, ())
+        )
+    return bool(sizes) and all(sorted(size) == sorted(full) for size in sizes) and one.phase in ("forward", "backward")
+
+
+def _sizes(one: OperatorTime) -> list[Size]:
+    return [size for shape in one.shapes if (size := _size(shape))]
+
+
+def _size(shape: str) -> Size:
+    """Of a tensor; empty for numbers, and for lists of tensors."""
+    parts = shape.split("x")
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
+
+
+def _once(ones: Sequence[OperatorTime]) -> list[OperatorTime]:
+    return list({id(one): one for one in ones}.values())

@@ -1,0 +1,68 @@
+"""Products that needn't be, told from what really runs: shapes and operators are torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hotloop.diagnosing import products
+from hotloop.diagnosing.step import Step
+from hotloop.profiles import Remedy
+from hotloop.profiling.observing import observers
+from tests.cpu.watching import watched
+
+WORDS, WIDTH = 1500, 192
+
+
+class LookedUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Linear(WORDS, 16, bias=False), nn.Linear(16, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.table(nn.functional.one_hot(words, WORDS).float()))
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(4, WIDTH)), nn.Parameter(torch.zeros(WIDTH, 4))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return nn.functional.linear(rows, self.base.weight + 2.0 * (self.b @ self.a), self.base.bias)
+
+
+class Beside(Adapted):
+    """The same, with the rows multiplied by one factor after the other."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.base(rows) + 2.0 * ((rows @ self.a.T) @ self.b.T)
+
+
+def found(model: nn.Module, inputs: Tensor) -> list[Remedy]:
+    optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=1e-3)
+
+    def loop() -> None:
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    assert profile.step_ms is not None
+    step = Step(profile, profile.step_ms)
+    return [*products.looked_up(step), *products.multiplied_out(step)]
+
+
+@pytest.mark.parametrize(("model", "said"), [(LookedUp, "one-hot"), (Adapted, "thin factors")])
+def test_a_product_that_need_not_be_is_named(model: type[nn.Module], said: str) -> None:
+    inputs = torch.randint(WORDS, (64,)) if model is LookedUp else torch.randn(16, WIDTH)
+    (named,) = found(model(), inputs)
+    assert said in named.cause and named.gain > 0.1
+
+
+@pytest.mark.parametrize("rows", [16, 1024])
+def test_rows_that_go_through_thin_factors_are_left_alone(rows: int) -> None:
+    assert found(Beside(), torch.randn(rows, WIDTH)) == []
