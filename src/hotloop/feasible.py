@@ -253,7 +253,7 @@ def _rewritten(case: Case) -> Iterator[Violation]:
     if case.device.kind != "cpu":
         reason = "what a CPU runs faster has been measured nowhere else"
         yield Violation(("rewrites", "device"), reason, "use rewrites=none")
-    if plan.rewrites == "conv_as_gemm" and not case.facts.convolutions:
+    if plan.rewrites in ("conv_as_gemm", "conv_in_pool") and not case.facts.convolutions:
         yield Violation(("rewrites",), "the model has no convolution", "use rewrites=none")
 
 

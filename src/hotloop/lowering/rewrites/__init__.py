@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 
 from hotloop.errors import PlanError
 from hotloop.lowering.rewrites.conv_as_gemm import convolution_as_product, convolution_where_likely
+from hotloop.lowering.rewrites.conv_in_pool import convolution_in_pooling
 from hotloop.lowering.rewrites.mm_by_onednn import product_by_onednn, product_where_mkl_is_slow
 from hotloop.lowering.rewrites.pool_as_max import pooling_as_maximum
 from hotloop.lowering.rewrites.pool_first import relu_after_pooling
@@ -15,6 +16,7 @@ from hotloop.lowering.rewrites.walking import straightened
 
 REWRITES: dict[str, Callable[[GraphModule], int]] = {
     "pool_first": relu_after_pooling,
+    "conv_in_pool": convolution_in_pooling,
     "pool_as_max": pooling_as_maximum,
     "conv_as_gemm": convolution_as_product,
     "mm_by_onednn": product_by_onednn,
@@ -26,6 +28,8 @@ _WHERE_LIKELY = {**REWRITES, "conv_as_gemm": convolution_where_likely, "mm_by_on
 
 EXPECTED = {
     "pool_first": "a ReLU whose result is max pooled and nothing else",
+    "conv_in_pool": "a 2d convolution of the data itself whose result is max pooled, in windows as for pool_as_max, and nothing "
+    "else, with at most 128 weights of a filter times numbers of a window",
     "conv_as_gemm": "a 2d convolution of the data itself, with at most 32 weights in a filter",
     "pool_as_max": "a 2d max pooling whose windows touch, don't overlap, and take in the whole image",
     "mm_by_onednn": "a product of two matrices in fp32 that takes 2 MFLOP or more",

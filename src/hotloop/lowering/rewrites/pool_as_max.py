@@ -6,7 +6,7 @@ window's numbers are compared one after the other; the first of the largest gets
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,20 +35,7 @@ def pooling_as_maximum(graph: GraphModule) -> int:
     return sum(_rewritten(graph, pool) for pool in calls(graph, aten.max_pool2d_with_indices.default))
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How the gradient of a pooling came about: what is known of it before it has the shape of the image."""
-
-    gradient: Node
-    place: Node
-    size: tuple[int, int]
-
-
-SPREAD = "hotloop_spread"
-"""Under which a node's `meta` has its Spread."""
-
-
-def _window_of(pool: Node) -> tuple[int, int] | None:
+def window_of(pool: Node) -> tuple[int, int] | None:
     """The size of windows that touch, don't overlap, and take in the whole image; None for others."""
     size = pair(argument(pool, "kernel_size"))
     plain = pair(argument(pool, "padding")) == (0, 0) and pair(argument(pool, "dilation")) == (1, 1)
@@ -59,7 +46,7 @@ def _window_of(pool: Node) -> tuple[int, int] | None:
 
 
 def _rewritten(graph: GraphModule, pool: Node) -> bool:
-    size, pooled, places = _window_of(pool), part(pool, 0), part(pool, 1)
+    size, pooled, places = window_of(pool), part(pool, 0), part(pool, 1)
     if size is None or pooled is None:
         return False
     users = [] if places is None else list(places.users)
@@ -68,9 +55,7 @@ def _rewritten(graph: GraphModule, pool: Node) -> bool:
     largest, place = written(graph, pool, lambda x: _largest(x, size), operand(pool))
     for user in users:
         gradient = operand(user)
-        spread = written(graph, user, lambda gradient, at: _spread(gradient, at, size), gradient, place)
-        spread.meta[SPREAD] = Spread(gradient, place, size)
-        replaced(graph, user, spread)
+        replaced(graph, user, written(graph, user, lambda gradient, at: _spread(gradient, at, size), gradient, place))
     replaced(graph, pooled, largest)
     dropped(graph, pool)
     return True
@@ -80,10 +65,13 @@ def _largest(x: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """The largest of each window, and its place there as a number of the same dtype; the first of several."""
     samples, channels, height, width = x.shape
     windows = x.reshape(samples, channels, height // size[0], size[0], width // size[1], size[1])
-    best = windows[:, :, :, 0, :, 0]
-    place = torch.zeros_like(best)
-    for number in range(1, size[0] * size[1]):
-        value = windows[:, :, :, number // size[1], :, number % size[1]]
+    return largest_of([windows[:, :, :, at, :, to] for at in range(size[0]) for to in range(size[1])])
+
+
+def largest_of(values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The largest of tensors at each place, and the number of the first that has it, of the same dtype."""
+    best, place = values[0], torch.zeros_like(values[0])
+    for number, value in enumerate(values[1:], 1):
         place = torch.where(value > best, float(number), place)
         best = torch.maximum(best, value)  # NaN, if there is one
     return best, place
@@ -96,9 +84,3 @@ def _spread(gradient: Tensor, place: Tensor, size: tuple[int, int]) -> Tensor:
     here = place[:, :, :, None, :, None] == numbers
     spread = torch.where(here, gradient[:, :, :, None, :, None], 0.0)
     return spread.reshape(samples, channels, rows * size[0], columns * size[1])
-
-
-def spread_by_place(gradient: Tensor, place: Tensor, size: tuple[int, int]) -> Tensor:
-    """The same with all first places of windows together, then all second ones: (channels, places * samples * ...)."""
-    at = [torch.where(place == number, gradient, 0.0).transpose(0, 1) for number in range(size[0] * size[1])]
-    return torch.stack(at, 1).view(gradient.shape[1], -1)

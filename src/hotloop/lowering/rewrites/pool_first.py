@@ -14,10 +14,11 @@ from hotloop.lowering.rewrites.walking import aten, calls, operand, part, replac
 
 def relu_after_pooling(graph: GraphModule) -> int:
     """Wherever a ReLU is pooled and nothing else looks at it; returns how often."""
-    return sum(_swapped(graph, pool) for pool in calls(graph, aten.max_pool2d_with_indices.default))
+    return sum(swapped(graph, pool) for pool in calls(graph, aten.max_pool2d_with_indices.default))
 
 
-def _swapped(graph: GraphModule, pool: Node) -> bool:
+def swapped(graph: GraphModule, pool: Node) -> bool:
+    """Puts the ReLU before a pooling after it; whether that could be done."""
     relu, pooled = operand(pool), part(pool, 0)
     gated = _gate_of(relu)
     if relu.target is not aten.relu.default or gated is None or pooled is None:
