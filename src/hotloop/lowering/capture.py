@@ -35,6 +35,7 @@ from hotloop.lowering.hyper import held_by, hyper_of, put
 from hotloop.lowering.rewound import no_rewound_draws
 from hotloop.lowering.side_effects import no_side_effects, no_side_effects_of_update, refused
 from hotloop.lowering.step import EagerStep
+from hotloop.lowering.subnormals import without_subnormals
 from hotloop.lowering.symbols import Symbols
 from hotloop.task import Computed, hooked_parameter
 
@@ -214,6 +215,8 @@ class _Tracer:
             step.clip([value for group in optimizer.param_groups for value in group["params"]])
             with no_side_effects_of_update(optimizer, {id(value): name for name, value in parameters.items()}):
                 bare_step(type(optimizer).step)(optimizer)
+            if self.step.parts.device.type == "cpu":
+                without_subnormals(value for kept in values["state"].values() for value in kept.values())
         finally:
             optimizer.state = state
             for group, original in zip(optimizer.param_groups, groups, strict=True):

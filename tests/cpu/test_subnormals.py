@@ -1,0 +1,76 @@
+"""What an optimizer keeps in compiled steps, where it fades below what its format holds in full."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotloop
+from hotloop.lowering.capture import capture, step_tensors
+from hotloop.lowering.subnormals import without_subnormals
+from hotloop.plan import Plan
+from tests.cpu.programs import a_task
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def test_only_numbers_below_the_format_become_zero() -> None:
+    kept = torch.tensor([TINY, -TINY, TINY / 2, -TINY / 8, 0.0, 1.0, torch.inf, torch.nan])
+    count, half = torch.tensor(TINY / 2), torch.tensor([1e-6, 1e-4], dtype=torch.float16)
+    without_subnormals([kept, count, half, torch.tensor([1, 2])])
+    assert torch.equal(kept.nan_to_num(nan=7.0), torch.tensor([TINY, -TINY, 0, 0, 0, 1, torch.inf, 7]).nan_to_num())
+    assert count == TINY / 2
+    assert half[0] == 0 and half[1] > 0
+
+
+OPTIMIZERS = {
+    "Adam": (lambda p: torch.optim.Adam(p), "exp_avg"),
+    "SGD": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum_buffer"),
+}
+
+
+def fading(kind: str) -> hotloop.Task:
+    """A network one of whose inputs is always 0, so that its weights get no gradient."""
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    inputs[:, 1] = 0.0
+    return a_task(
+        model=lambda: nn.Linear(4, 3),
+        data=(inputs, inputs[:, 0].gt(0).long()),
+        batch_size=8,
+        optimizer=OPTIMIZERS[kind][0],
+    )
+
+
+def faded(program: hotloop.lowering.program.Program, key: str) -> Tensor:
+    """What is kept of those weights; brought near the end of the format's numbers before the next step."""
+    (kept,) = [one[key] for one in program.optimizer.state.values() if one[key].ndim == 2]
+    return kept[:, 1]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_captured_step_keeps_none_and_an_eager_one_does(kind: str) -> None:
+    key = OPTIMIZERS[kind][1]
+    program = hotloop.lower(fading(kind))
+    program.advance(1)
+    batch, samples = next(program.feed.epoch(0))
+    faded(program, key).fill_(1.05 * TINY)
+    hyper = {"0/lr": torch.full((), 1e-3, dtype=torch.float64)}
+    captured = capture(program._step, batch, samples, hyper, whole=True)
+    values = step_tensors(program._step, hyper, whole=True)
+    flat = [value.detach().clone() for value in torch.utils._pytree.tree_leaves(values)]
+    with torch.no_grad():
+        captured.graph(*flat, *batch)
+    before, after = (
+        [one for one in tensors if one.shape == (3, 4) and bool((one[:, 1].abs() < 2 * TINY).all())]
+        for tensors in (torch.utils._pytree.tree_leaves(values), flat)
+    )
+    assert any(bool((one[:, 1] == 1.05 * TINY).all()) for one in before)
+    assert not any(bool((one[:, 1] != 0).any()) for one in after)
+    program.advance(1)
+    assert bool((faded(program, key) != 0).all()) and bool((faded(program, key) < TINY).all())
+
+
+def test_the_plan_is_still_trusted() -> None:
+    task = fading("Adam")
+    assert hotloop.check(task, Plan(compile="step")).parity in ("bitwise", "fp32-equivalent")
