@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hotloop
 from hotloop.lowering.capture import capture, step_tensors
-from hotloop.lowering.subnormals import without_subnormals
+from hotloop.lowering.subnormals import EACH, without_subnormals
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task
 
@@ -74,3 +76,36 @@ def test_a_captured_step_keeps_none_and_an_eager_one_does(kind: str) -> None:
 def test_the_plan_is_still_trusted() -> None:
     task = fading("Adam")
     assert hotloop.check(task, Plan(compile="step")).parity in ("bitwise", "fp32-equivalent")
+
+
+@pytest.mark.parametrize(("optimizer", "kept"), [("fused", 0.0), ("default", 1.0)])
+def test_a_fused_update_drops_them_every_so_many_steps_and_the_baseline_never(optimizer: str, kept: float) -> None:
+    program = hotloop.lower(fading("Adam"), Plan(optimizer=optimizer))  # type: ignore[arg-type]
+    program.advance(1)
+    faded(program, "exp_avg").fill_(TINY / 2)
+    left = [float((faded(program, "exp_avg") != 0).float().mean()) for _ in steps_of(program, 2 * EACH)]
+    assert left[: EACH - 2] == [1.0] * (EACH - 2)
+    assert left[EACH - 2 :] == [kept] * (len(left) - EACH + 2)
+
+
+def steps_of(program: hotloop.lowering.program.Program, count: int) -> Iterator[int]:
+    """Each of so many steps, once it is done."""
+    for number in range(count):
+        if program.advance(1).ended:
+            program.end_epoch()
+        yield number
+
+
+def test_when_that_is_follows_from_the_steps_number_so_that_a_run_goes_on_as_it_would_have() -> None:
+    task = fading("Adam")
+    whole = hotloop.lower(task, Plan(optimizer="fused"))
+    for _ in steps_of(whole, EACH - 3):
+        pass
+    faded(whole, "exp_avg").fill_(TINY / 2)
+    begun_anew = hotloop.lower(task, Plan(optimizer="fused"))
+    begun_anew.restore(whole.state())
+    for one in (whole, begun_anew):
+        for _ in steps_of(one, 5):
+            pass
+    assert bool((faded(whole, "exp_avg") == 0).all())
+    assert torch.equal(faded(whole, "exp_avg"), faded(begun_anew, "exp_avg"))

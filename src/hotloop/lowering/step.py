@@ -17,6 +17,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from hotloop.errors import TaskError, kind
 from hotloop.lowering.accumulation import accumulate
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.subnormals import swept
 from hotloop.objective import weighted
 from hotloop.rng import StepDraws
 from hotloop.state import State, capture_optimizer, copy_into
@@ -58,6 +59,7 @@ class EagerStep:
         self._check_ownership()
         self.draws = StepDraws(task.seed, *parts.devices)
         self._needs_closure = needs_closure(self.optimizer)
+        self._sweeps = parts.plan.optimizer == "fused" and parts.device.type == "cpu" and parts.world.alone
         self._checked = False
         self.outer: dict[str, Tensor] = {}
         self.sums: dict[str, Any] = {}
@@ -85,6 +87,8 @@ class EagerStep:
         """Gradients and update."""
         computed = self._backward(batch, samples, step)
         self._update()
+        if self._sweeps:
+            swept(self.optimizer, step)
         return computed
 
     def _update(self) -> None:
