@@ -65,6 +65,24 @@ class Residual(nn.Module):
         return self.head((x + self.block(x)).mean((2, 3)))  # type: ignore[no-any-return]
 
 
+def colour() -> nn.Sequential:
+    """Two convolutions, each pooled, on colour images."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * 64, _CLASSES)),
+    )
+
+
+def spectrogram() -> nn.Sequential:
+    """On pictures of sound, frequencies by times, pooled more along time."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d((2, 4))),
+        *(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(16 * 16 * 8, _CLASSES)),
+    )
+
+
 class Tabular(nn.Module):
     """Residual blocks of linear layers (after Gorishniy et al., Revisiting deep learning models for tabular data, 2021)."""
 
@@ -104,11 +122,14 @@ class Network:
 
 
 _CONVOLVING = ("pool_first", "pool_as_max", "conv_as_gemm")
+_POOLED = (*_CONVOLVING, "conv_in_pool")
 
 NETWORKS = {
-    "lenet": Network(lenet, (1, 28, 28), (*_CONVOLVING, "mm_by_onednn")),
+    "lenet": Network(lenet, (1, 28, 28), (*_POOLED, "mm_by_onednn")),
     "small_vgg": Network(small_vgg, (3, 32, 32), (*_CONVOLVING, "mm_by_onednn")),
     "residual": Network(Residual, (3, 32, 32), _CONVOLVING),
+    "colour": Network(colour, (3, 32, 32), _POOLED),
+    "spectrogram": Network(spectrogram, (1, 64, 64), _POOLED),
     "tabular": Network(Tabular, (3, 16, 16), ("mm_by_onednn",)),
 }
 

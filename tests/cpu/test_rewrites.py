@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import hotloop
 from bench.rewrites import NETWORKS, task_of
-from hotloop.data.tree import tensors
 from hotloop.errors import PlanError
 from hotloop.lowering import compiled
-from hotloop.lowering.capture import Captured, capture, step_tensors
+from hotloop.lowering.capture import Captured
 from hotloop.lowering.hosted import host
-from hotloop.lowering.rewrites import REWRITES, conv_as_gemm, mm_by_onednn, pool_as_max, rewrite
+from hotloop.lowering.rewrites import REWRITES, conv_as_gemm, conv_in_pool, mm_by_onednn, pool_as_max, rewrite
 from hotloop.plan import Plan
 from tests.cpu.families import family
 from tests.cpu.programs import a_task
+from tests.cpu.rewritten_steps import Step, Twice, apart, assert_refused, assert_stays_the_same, convolving, vars_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,43 +39,15 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conv_as_gemm, "CACHED_BYTES", float("inf"))
 
 
-class Step:
-    """The captured step of a Task, and the tensors that it runs on."""
-
-    def __init__(self, task: hotloop.Task, double: bool = False) -> None:
-        program = hotloop.lower(task)
-        if double:
-            program.model.double()
-        batch, self.samples = next(program.feed.epoch(0))
-        if double:
-            batch = (batch[0].double(), batch[1])
-        program._step(batch, self.samples, 0)
-        hyper = {"0/lr": torch.full((), 1e-3, dtype=torch.float64)}
-        with torch.random.fork_rng():
-            self.captured = capture(program._step, batch, self.samples, hyper, whole=True)
-        self.flat = [*pytree.tree_leaves(step_tensors(program._step, hyper, whole=True)), *tensors(batch)]
-
-    def after(self, captured: Captured, extra: Callable[[list[Tensor]], Tensor] | None = None) -> list[Tensor]:
-        """Loss, and all that the step changes, after it ran operation by operation."""
-        flat = [value.detach().clone() for value in self.flat]
-        with torch.no_grad():
-            (loss, *_) = captured.graph(*flat, *([extra(flat)] if extra else []))
-        return [loss, *flat]
-
-
-def apart(ones: list[Tensor], others: list[Tensor]) -> float:
-    """The largest distance of two tensors over their size."""
-    pairs = [(one.double(), other.double()) for one, other in zip(ones, others, strict=True)]
-    return max(float((one - other).norm() / max(float(other.norm()), 1e-12)) for one, other in pairs)
-
-
 # ---------------------------------------------------------------- where they apply
 
 
 TIMES = {
-    "lenet": {"pool_first": 2, "pool_as_max": 2, "conv_as_gemm": 1},
+    "lenet": {"pool_first": 2, "conv_in_pool": 1, "pool_as_max": 1},
     "small_vgg": {"pool_first": 2, "pool_as_max": 2, "conv_as_gemm": 1},
     "residual": {"pool_first": 1, "pool_as_max": 1, "conv_as_gemm": 1},
+    "colour": {"pool_first": 2, "conv_in_pool": 1, "pool_as_max": 1},
+    "spectrogram": {"pool_first": 1, "conv_in_pool": 1},
 }
 
 
@@ -86,12 +56,8 @@ TIMES = {
 def test_all_of_them_leave_the_step_as_it_is(name: str, double: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: False)
     task = task_of(name, 16, 8)  # the update of plain SGD is no larger than its gradient's error
-    step = Step(
-        hotloop.Task(**{**vars_of(task), "data": task.data, "optimizer": partial(torch.optim.SGD, lr=0.1)}), double
-    )
-    plain = step.after(step.captured)
-    assert rewrite(step.captured.graph, "all") == TIMES[name] | {"mm_by_onednn": 0}
-    assert apart(step.after(step.captured), plain) < (1e-12 if double else 1e-4)
+    given = {**vars_of(task), "data": task.data, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    assert_stays_the_same(Step(hotloop.Task(**given), double), "all", TIMES[name], 1e-12 if double else 1e-4)
 
 
 @pytest.mark.parametrize("which", REWRITES)
@@ -116,16 +82,6 @@ def test_where_the_gradient_goes_is_the_same_to_the_bit(which: str) -> None:
     assert all(map(torch.equal, step.after(step.captured), plain))
 
 
-def vars_of(task: hotloop.Task) -> dict[str, Any]:
-    return {name: getattr(task, name) for name in ("model", "loss", "optimizer", "batch_size", "seed")}
-
-
-def convolving(*layers: nn.Module, size: int = 8, channels: int = 2) -> hotloop.Task:
-    model = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(3))
-    images = torch.randn(12, channels, size, size, generator=torch.Generator().manual_seed(2))
-    return a_task(model=lambda: deepcopy(model), data=(images, images[:, 0, 0, :3].argmax(1)), batch_size=6)
-
-
 @pytest.mark.parametrize(
     "layers",
     [
@@ -138,9 +94,7 @@ def convolving(*layers: nn.Module, size: int = 8, channels: int = 2) -> hotloop.
 )
 def test_convolutions_of_all_shapes(layers: list[nn.Module]) -> None:
     step = Step(convolving(*layers), double=True)
-    plain = step.after(step.captured)
-    assert rewrite(step.captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
-    assert apart(step.after(step.captured), plain) < 1e-12
+    assert_stays_the_same(step, "conv_as_gemm", {"conv_as_gemm": 1})
 
 
 @pytest.mark.parametrize(
@@ -159,10 +113,7 @@ def test_convolutions_of_all_shapes(layers: list[nn.Module]) -> None:
     ],
 )
 def test_what_a_rewrite_is_not_for_is_refused(which: str, layers: list[nn.Module]) -> None:
-    step = Step(convolving(*layers))
-    with pytest.raises(PlanError, match=f"rewrites={which} finds nothing") as error:
-        rewrite(step.captured.graph, which)
-    assert "\n" not in str(error.value)
+    assert_refused(Step(convolving(*layers)), which)
 
 
 @pytest.mark.parametrize(("most_bytes", "found"), [(1, 0), (1 << 20, 1)])
@@ -170,7 +121,7 @@ def test_a_convolution_whose_columns_fit_no_cache_is_left_to_the_library_unless_
     monkeypatch: pytest.MonkeyPatch, most_bytes: int, found: int
 ) -> None:
     monkeypatch.setattr(conv_as_gemm, "CACHED_BYTES", most_bytes)
-    layers = nn.Conv2d(2, 2, 3), nn.ReLU(), nn.MaxPool2d(2)
+    layers = nn.Conv2d(2, 2, 3), nn.Tanh(), nn.MaxPool2d(2)
     assert rewrite(Step(convolving(*layers)).captured.graph, "all")["conv_as_gemm"] == found
     assert rewrite(Step(convolving(*layers)).captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
 
@@ -197,19 +148,6 @@ def test_a_convolution_whose_input_learns_is_left_alone() -> None:
     assert rewrite(step.captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
 
 
-class Twice(nn.Module):
-    """Convolves the same data with the same weight, each time in its own way."""
-
-    def __init__(self, *hows: dict[str, Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 2, 3, 3, generator=torch.Generator().manual_seed(3)))
-        self.hows = hows
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = [nn.functional.conv2d(x, self.weight, **how).flatten(1) for how in self.hows]
-        return torch.cat([one.mul(number).tanh() for number, one in enumerate(found, 1)], 1)
-
-
 @pytest.mark.parametrize(
     "hows",
     [
@@ -222,13 +160,11 @@ class Twice(nn.Module):
 )
 def test_one_weight_that_convolves_the_same_data_twice(hows: list[dict[str, Any]]) -> None:
     step = Step(convolving(Twice(*hows)), double=True)
-    plain = step.after(step.captured)
-    assert rewrite(step.captured.graph, "conv_as_gemm") == {"conv_as_gemm": 2}
-    assert apart(step.after(step.captured), plain) < 1e-12
+    assert_stays_the_same(step, "conv_as_gemm", {"conv_as_gemm": 2})
 
 
 def test_the_same_convolution_twice_with_a_pooling_of_its_own_each_time() -> None:
-    """A window's order is that of one gradient, and may come to the other's forward."""
+    """One has few enough terms to be rewritten with its pooling, the other hasn't."""
 
     class Pooled(Twice):
         def forward(self, x: Tensor) -> Tensor:
@@ -236,15 +172,9 @@ def test_the_same_convolution_twice_with_a_pooling_of_its_own_each_time() -> Non
             pooled = nn.functional.max_pool2d(one, 2), nn.functional.max_pool2d(other.mul(2), (2, 4)).tanh()
             return torch.cat([each.flatten(1) for each in pooled], 1)
 
-    step = Step(convolving(Pooled()), double=True)
-    plain = step.after(step.captured)
-    assert rewrite(step.captured.graph, "all") == {
-        "pool_first": 0,
-        "pool_as_max": 2,
-        "conv_as_gemm": 2,
-        "mm_by_onednn": 0,
-    }
-    assert apart(step.after(step.captured), plain) < 1e-12
+    assert_stays_the_same(
+        Step(convolving(Pooled()), double=True), "all", {"conv_in_pool": 1, "pool_as_max": 1, "conv_as_gemm": 1}
+    )
 
 
 def test_a_relu_that_is_looked_at_elsewhere_stays() -> None:
@@ -253,9 +183,7 @@ def test_a_relu_that_is_looked_at_elsewhere_stays() -> None:
             x = x.relu()
             return nn.functional.max_pool2d(x, 2).flatten(1) + x.mean()
 
-    step = Step(convolving(nn.Conv2d(2, 2, 3, padding=1), Both()))
-    with pytest.raises(PlanError):
-        rewrite(step.captured.graph, "pool_first")
+    assert_refused(Step(convolving(nn.Conv2d(2, 2, 3, padding=1), Both())), "pool_first")
 
 
 # ---------------------------------------------------------------- numbers of the host
@@ -333,41 +261,46 @@ PLAN = Plan(compile="step", rewrites="all")
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_rewritten_steps_are_trusted() -> None:
+@pytest.mark.parametrize("name", ["lenet", "residual"])
+def test_rewritten_steps_are_trusted(name: str) -> None:
     said: list[str] = []
-    found = hotloop.check(task_of("lenet", 64, 16), PLAN, say=said.append)
+    found = hotloop.check(task_of(name, 64, 16), PLAN, say=said.append)
     assert found.parity == "fp32-equivalent"
-    assert any("pool_first 2, pool_as_max 2, conv_as_gemm 1" in line for line in said)
+    assert any(", ".join(f"{which} {times}" for which, times in TIMES[name].items()) in line for line in said)
 
 
-def _last_of_equals(gradient: Tensor, place: Tensor, size: tuple[int, int]) -> Tensor:
-    return pool_as_max._spread(gradient, (place + 1) % (size[0] * size[1]), size)
+def _moved(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The next number of each window of four."""
+    return found[0], (found[1] + 1) % 4
 
 
-def _half_the_windows(gradient: Tensor, place: Tensor, size: tuple[int, int]) -> Tensor:
-    placed = pool_as_max.spread_by_place(gradient, place, size)
-    return torch.where(torch.arange(placed.shape[1]) % 2 == 0, placed, 0.0)
+def _half_the_windows(views: Tensor) -> Tensor:
+    """Of those side by side."""
+    return views * (torch.arange(views.shape[-1]) % 2)
 
 
-FAULTS = {
-    "another number of the window": (conv_as_gemm, "spread_by_place", _half_the_windows),
-    "rows for columns": (conv_as_gemm._Convolution, "gradients", None),
+def _last_column(spread: Tensor) -> Tensor:
+    """The gradient of a window goes to its next column."""
+    return spread.roll(1, -1)
+
+
+FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
+    "pooled, columns for rows of a filter": ("lenet", conv_in_pool._Convolution, "gradient", lambda x: x.mT),
+    "pooled, another number of the window": ("lenet", conv_in_pool._Convolution, "largest", _moved),
+    "pooled, half the windows": ("lenet", conv_in_pool._Convolution, "views", _half_the_windows),
+    "pooled, columns for rows of a window": ("lenet", conv_in_pool._Convolution, "views", lambda x: x.transpose(0, 1)),
+    "a maximum, another number of the window": ("lenet", pool_as_max, "_spread", _last_column),
+    "a product, columns for rows of a filter": ("residual", conv_as_gemm._Convolution, "gradient", lambda x: x.mT),
 }
 
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_rewrite_is_seen_by_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, name, wrong = FAULTS[fault]
-    if wrong is None:
-        honest = conv_as_gemm._Convolution.gradients
-
-        def wrong(self: Any, placed: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-            weight, bias = honest(self, placed, columns)
-            return weight.transpose(2, 3), bias
-
-    monkeypatch.setattr(where, name, wrong)
-    found = hotloop.check(task_of("lenet", 64, 16), PLAN)
+    network, where, name, wrong = FAULTS[fault]
+    honest = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *given: wrong(honest(*given)))
+    found = hotloop.check(task_of(network, 64, 16), PLAN)
     assert found.parity == "broken"
 
 

@@ -50,6 +50,7 @@ REFUSED = {
     "no convolution to rewrite": (
         CPU, {"convolutions": False}, {"rewrites": "conv_as_gemm"}, ("no convolution",),
     ),
+    "no convolution to pool": (CPU, {"convolutions": False}, {"rewrites": "conv_in_pool"}, ("no convolution",)),
     "memory that nobody can keep": (CPU, {}, {"allocator": "keep"}, ("only glibc", "allocator=default")),
     "arrays rewritten": (CPU, {}, {"engine": "arrays", "rewrites": "all"}, ("captured step", "rewrites=none")),
     "graphs on a CPU": (CPU, {}, {"graphs": "step"}, ("graphs are CUDA's", "graphs=none")),

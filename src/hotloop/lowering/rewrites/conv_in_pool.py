@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hotloop.lowering.rewrites.conv_as_gemm import is_ordinary, summed_by_filter
 from hotloop.lowering.rewrites.pool_as_max import largest_of, window_of
-from hotloop.lowering.rewrites.pool_first import swapped
+from hotloop.lowering.rewrites.pool_first import gate_of, is_gradient, swapped
 from hotloop.lowering.rewrites.walking import (
     argument,
     aten,
@@ -47,14 +47,16 @@ def convolution_in_pooling(graph: GraphModule) -> int:
 
 
 def _rewritten(graph: GraphModule, pool: Node) -> bool:
-    relu, window = operand(pool), window_of(pool)
-    behind = operand(relu) if relu.target is aten.relu.default else relu
-    if window is None or not _is_for(behind, window) or (behind is not relu and not swapped(graph, pool)):
+    given, window = operand(pool), window_of(pool)
+    forward = operand(given) if given.target is aten.relu.default else given
+    if window is None or not _is_for(forward, window):
         return False
-    forward = operand(pool)
-    spread = next((user for user in forward.users if user is not pool), None)
-    backward = None if spread is None else next(iter(spread.users), None)
-    if spread is None or backward is None or not _are_gradients(pool, spread, backward):
+    spread = next((user for user in given.users if is_gradient(user, pool)), None)
+    gated = spread if given is forward else gate_of(given)
+    backward = None if gated is None else next(iter(gated.users), None)
+    if spread is None or backward is None or not _are_alone(pool, forward, spread, backward):
+        return False
+    if given is not forward and not swapped(graph, pool):
         return False
     image, *trained = [one for one in (operand(forward, place) for place in range(3)) if one is not None]
     how = _Convolution(forward, window)
@@ -74,22 +76,23 @@ def _rewritten(graph: GraphModule, pool: Node) -> bool:
 
 
 def _is_for(node: Node, window: tuple[int, int]) -> bool:
-    """Whether it is a convolution that nothing but this pooling looks at, with few enough terms."""
+    """Whether it is a convolution with few enough terms."""
     if node.target is not aten.convolution.default or not is_ordinary(node):
         return False
     return value_of(operand(node, 1))[0].numel() * window[0] * window[1] <= MOST_TERMS
 
 
-def _are_gradients(pool: Node, spread: Node, backward: Node) -> bool:
-    """Whether nodes are the gradient of a pooling, and that of the convolution before it, and nobody else takes part."""
-    forward, places = operand(pool), part(pool, 1)
+def _are_alone(pool: Node, forward: Node, spread: Node, backward: Node) -> bool:
+    """Whether the gradients of a pooling and of the convolution before it are all that looks at what it makes, and nobody
+    wants the image's.
+    """
+    given, places, gated = operand(pool), part(pool, 1), operand(backward)
     return (
-        spread.target is aten.max_pool2d_with_indices_backward.default
-        and operand(spread, -1) is places
-        and set(forward.users) == {pool, spread}
-        and (places is None or set(places.users) == {spread})
+        set(forward.users) == ({pool, spread} if given is forward else {given})
+        and places is not None
+        and set(places.users) == {spread}
+        and set(gated.users) == {backward}
         and backward.target is aten.convolution_backward.default
-        and set(spread.users) == {backward}
         and [operand(backward, place) for place in (1, 2)] == [operand(forward, place) for place in (0, 1)]
         and not argument(backward, "output_mask")[0]
     )

@@ -20,11 +20,11 @@ def relu_after_pooling(graph: GraphModule) -> int:
 def swapped(graph: GraphModule, pool: Node) -> bool:
     """Puts the ReLU before a pooling after it; whether that could be done."""
     relu, pooled = operand(pool), part(pool, 0)
-    gated = _gate_of(relu)
+    gated = gate_of(relu)
     if relu.target is not aten.relu.default or gated is None or pooled is None:
         return False
     spread = operand(gated)
-    if not _is_gradient(spread, pool) or set(relu.users) != {pool, spread, gated} or set(spread.users) != {gated}:
+    if not is_gradient(spread, pool) or set(relu.users) != {pool, spread, gated} or set(spread.users) != {gated}:
         return False
     for user in (pool, spread):
         user.replace_input_with(relu, operand(relu))
@@ -38,13 +38,13 @@ def swapped(graph: GraphModule, pool: Node) -> bool:
     return True
 
 
-def _gate_of(relu: Node) -> Node | None:
+def gate_of(relu: Node) -> Node | None:
     """Where the gradient passes the ReLU."""
     found = (user for user in relu.users if user.target is aten.threshold_backward.default and operand(user, 2) == 0)
     return next(found, None)
 
 
-def _is_gradient(node: Node, pool: Node) -> bool:
+def is_gradient(node: Node, pool: Node) -> bool:
     """Whether it is the gradient of that pooling."""
     backward = node.target is aten.max_pool2d_with_indices_backward.default
     return backward and operand(node, 1) is operand(pool) and operand(node, -1) is part(pool, 1)
