@@ -40,7 +40,7 @@ channels, took 15 s, and 300 took 55 s."""
 def convolution_in_pooling(graph: GraphModule) -> int:
     """Wherever data are convolved, whose gradient nobody wants, and pooled, with or without a ReLU between; returns how often.
 
-    On two threads it took 0.2 to 0.6 of the time that the library and pooling as a maximum take, with 6 to 64 filters of one
+    On two threads it took 0.2 to 0.4 of the time that the library and pooling as a maximum take, with 10 to 64 filters of one
     channel or three, for 8 to 128 images of 28 x 28 to 64 x 64.
     """
     return sum(_rewritten(graph, pool) for pool in calls(graph, aten.max_pool2d_with_indices.default))
