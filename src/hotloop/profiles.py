@@ -131,6 +131,7 @@ class OptimizerUse(Record):
         groups: per parameter group, its name or number, how many tensors and numbers it holds, and its update's ms.
         steps: calls per training step.
         ms: per training step.
+        evaluations: how often a call runs the closure that it is given; 0 where there is none.
     """
 
     kind: str
@@ -139,6 +140,7 @@ class OptimizerUse(Record):
     groups: list[GroupTime]
     steps: float
     ms: float
+    evaluations: float = 0.0
 
 
 class LoaderUse(Record):

@@ -143,3 +143,89 @@ def test_a_functional_closure_has_a_forward() -> None:
 
     profile = watched(loop, observers=lambda watch: observers(watch, None))
     assert phases_of(profile, "aten::sin", "aten::cos", "aten::exp") == {"forward"}
+
+
+def test_an_update_stays_one_beside_a_closure_that_only_returns_the_loss() -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    inputs = torch.randn(16, 256)
+
+    def loop() -> None:
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step(lambda: loss)  # noqa: B023  called at once
+
+    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    assert phases_of(profile, "aten::_fused_adam_") == {"update"}
+    assert profile.phases["update"] > profile.phases.get("batch", 0.0)
+    assert profile.optimizers[0].evaluations == 1
+
+
+class Late(torch.optim.Optimizer):
+    """Clears the gradients before it goes by them."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            values = [value for value in self.param_groups[0]["params"] if value.grad is not None]
+            gradients = [value.grad for value in values]
+            self.zero_grad()
+            for value, gradient in zip(values, gradients, strict=True):
+                value.sub_(gradient.sign().mul(0.01))
+
+
+def test_an_optimizer_of_ones_own_may_clear_gradients_first() -> None:
+    model, inputs = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), torch.randn(16, 64)
+    optimizer = Late(model.parameters(), {})
+
+    def loop() -> None:
+        for _ in range(40):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    assert phases_of(profile, "aten::sub_", "aten::sign") == {"update"}
+
+
+@pytest.mark.parametrize("clears", ["model", "optimizer"])
+def test_a_line_search_is_no_loop_and_the_loop_in_its_closure_is(clears: str) -> None:
+    plain, looping = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), Recurrent()
+    found = {}
+    for model, inputs in ((plain, torch.randn(16, 64)), (looping, torch.randn(16, ROUNDS, 8))):
+        kind = {"lr": 1e-3, "max_iter": 9, "max_eval": 10, "tolerance_grad": 0.0, "tolerance_change": 0.0}
+        optimizer = torch.optim.LBFGS(model.parameters(), **kind)
+
+        def closure() -> Tensor:
+            (model if clears == "model" else optimizer).zero_grad()  # noqa: B023
+            loss = model(inputs).square().mean()  # noqa: B023
+            loss.backward()
+            return loss
+
+        def loop() -> None:
+            for _ in range(30):
+                optimizer.step(closure)  # noqa: B023
+
+        profile = watched(loop, observers=lambda watch: observers(watch, None))
+        assert profile.step_ms is not None
+        found[model] = {round(one.rounds) for one in repeats.repeated(Step(profile, profile.step_ms))}
+    assert found == {plain: set(), looping: {ROUNDS}}
+
+
+def test_many_optimizers_cleared_by_one_line_are_no_line_search() -> None:
+    heads, model = [nn.Linear(8, 8) for _ in range(8)], Recurrent()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01, fused=True) for one in (*heads, model)]
+    inputs = torch.randn(16, ROUNDS, 8)
+
+    def loop() -> None:
+        for _ in range(40):
+            for one in optimizers:
+                one.zero_grad()
+            hidden = model(inputs)
+            sum(head(hidden).square().mean() for head in heads).backward()
+            for one in optimizers:
+                one.step()
+
+    profile = watched(loop, observers=lambda watch: observers(watch, None))
+    assert profile.step_ms is not None
+    assert ROUNDS in {round(one.rounds) for one in repeats.repeated(Step(profile, profile.step_ms))}

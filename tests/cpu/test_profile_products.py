@@ -63,6 +63,42 @@ def test_a_product_that_need_not_be_is_named(model: type[nn.Module], said: str) 
     assert said in named.cause and named.gain > 0.1
 
 
+class Chosen(nn.Module):
+    """Goes on with the most likely of a layer's outputs, and lets gradients through to all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.book = nn.Linear(WIDTH, WORDS), nn.Parameter(torch.randn(WORDS, 16))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return nn.functional.gumbel_softmax(self.scores(rows), hard=True) @ self.book
+
+
+class Targets(nn.Module):
+    """A last layer whose targets are written out as ones and zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        targets = nn.functional.one_hot(torch.arange(len(rows)), WORDS).float()
+        return targets * nn.functional.log_softmax(self.scores(rows), -1)
+
+
+@pytest.mark.parametrize("model", [Chosen, Targets])
+def test_what_looks_nothing_up_is_left_alone(model: type[nn.Module]) -> None:
+    assert found(model(), torch.randn(64, WIDTH)) == []
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_without_a_bias_is_seen_as_well(bias: bool) -> None:
+    model = Adapted()
+    model.base.bias = model.base.bias if bias else None
+    (named,) = found(nn.Sequential(nn.Linear(WIDTH, WIDTH), model), torch.randn(16, WIDTH))
+    assert "thin factors" in named.cause
+
+
 @pytest.mark.parametrize("rows", [16, 1024])
 def test_rows_that_go_through_thin_factors_are_left_alone(rows: int) -> None:
     assert found(Beside(), torch.randn(rows, WIDTH)) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ TINY = torch.finfo(torch.float32).tiny
 def test_only_numbers_below_the_format_become_zero() -> None:
     kept = torch.tensor([TINY, -TINY, TINY / 2, -TINY / 8, 0.0, 1.0, torch.inf, torch.nan])
     count, half = torch.tensor(TINY / 2), torch.tensor([1e-6, 1e-4], dtype=torch.float16)
-    without_subnormals([kept, count, half, torch.tensor([1, 2])])
+    alike = torch.tensor([TINY / 2]).expand(3)
+    without_subnormals([kept, count, half, torch.tensor([1, 2]), alike])
     assert torch.equal(kept.nan_to_num(nan=7.0), torch.tensor([TINY, -TINY, 0, 0, 0, 1, torch.inf, 7]).nan_to_num())
     assert count == TINY / 2
-    assert half[0] == 0 and half[1] > 0
+    assert bool((half > 0).all()) and bool((alike > 0).all())
 
 
 OPTIMIZERS = {
@@ -109,3 +111,22 @@ def test_when_that_is_follows_from_the_steps_number_so_that_a_run_goes_on_as_it_
             pass
     assert bool((faded(whole, "exp_avg") == 0).all())
     assert torch.equal(faded(whole, "exp_avg"), faded(begun_anew, "exp_avg"))
+
+
+class Counting(torch.optim.Adam):
+    """Keeps something of its own beside what belongs to parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_may_keep_what_belongs_to_no_parameter() -> None:
+    task = fading("Adam")
+    own = hotloop.Task(
+        model=task.model, loss=task.loss, data=task.data, batch_size=8, seed=0, optimizer=lambda p: Counting(p)
+    )
+    program = hotloop.lower(own, Plan(optimizer="fused"))
+    for _ in steps_of(program, EACH + 2):
+        pass
+    assert program.optimizer.state["calls"] == EACH + 2

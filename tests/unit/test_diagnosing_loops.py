@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.made_steps import first, loader, loop, operator, remedies, seen
+from tests.unit.made_steps import adam, first, loader, loop, operator, remedies, seen
 
 SAMPLE = ["256"]
 WIDE = ["64", "1x64", "64x64"]
@@ -29,11 +29,14 @@ def test_what_is_done_with_all_samples_once_or_without_work_tells_nothing() -> N
     assert "64 samples" in first(seen({"forward": 8.0}, operators=ones, loaders=[loader()])).cause
 
 
-@pytest.mark.parametrize(("clears", "named"), [(1, True), (6, False)])
-def test_a_closure_that_a_line_search_calls_is_no_loop(clears: float, named: bool) -> None:
+@pytest.mark.parametrize(("evaluations", "named"), [(0, True), (1, True), (6, False)])
+def test_a_closure_that_a_line_search_calls_is_no_loop(evaluations: float, named: bool) -> None:
     """Each operation runs 40 times in a step: in a loop, or less than seven times in each of six evaluations."""
-    zeroing = operator("", 0.1, clears, phase="update", where="train.py:9").model_copy(
-        update={"name": "Optimizer.zero_grad#LBFGS.zero_grad"}
+    found = remedies(
+        seen(
+            {"forward": 8.0},
+            operators=loop(40, 0.01, shapes=SAMPLE),
+            optimizers=[adam(0.01, "fused", evaluations=evaluations)],
+        )
     )
-    found = remedies(seen({"forward": 8.0}, operators=[*loop(40, 0.01, shapes=SAMPLE), zeroing]))
     assert any("a Python loop" in one.cause for one in found) is named

@@ -43,6 +43,19 @@ OTHERS = {
     "no product": ONE_HOT,
     "another one's product": [*ONE_HOT, mm("128x400", "400x32")],
     "several of each row": [at("scatter_", ["128x500", "128x8"]), mm("128x500", "500x32")],
+    "logits of that size, and their targets": [
+        *ONE_HOT,
+        mm("128x64", "64x500"),
+        mm("500x128", "128x64", phase="backward"),
+        mm("128x500", "500x64", phase="backward"),
+    ],
+    "one that a gradient goes through": [
+        *ONE_HOT,
+        mm("128x500", "500x32"),
+        mm("128x32", "32x500", phase="backward"),
+        mm("500x128", "128x32", phase="backward"),
+    ],
+    "what an update multiplies": [*ONE_HOT, mm("128x500", "500x32", phase="update")],
     "what a backward scatters": [at("scatter_", ["128x500", "128x1"], phase="backward"), mm("128x500", "500x32")],
 }
 
@@ -65,7 +78,19 @@ GOES_IN = at("addmm", ["512", "32x512", "512x512"], where="net.py:10")
 def test_a_weight_that_is_multiplied_out_is_named_where_it_is_made() -> None:
     (found,) = said("thin factors", [*WEIGHT, GOES_IN])
     assert found.where == "net.py:9"
-    assert found.gain == pytest.approx(0.25)
+    assert found.gain == pytest.approx(0.25 * (1 - 32 * 1024 / 512**2))
+
+
+def test_products_that_stay_are_no_part_of_it_however_many_rows_there_are() -> None:
+    """As many as the rank is, and through a layer without a bias, around whose product stands another operator."""
+    through = [
+        at("matmul", ["8x512", "512x512"], where="net.py:10", bytes=None),
+        mm("8x512", "512x512", where="net.py:10"),
+        mm("8x512", "512x512", where="net.py:10", phase="backward"),
+        mm("512x8", "8x512", where="net.py:10", phase="backward"),
+    ]
+    (found,) = said("thin factors", [*WEIGHT, *through])
+    assert found.gain == pytest.approx(0.25 * (1 - 8 * 1024 / 512**2))
 
 
 KEPT = {

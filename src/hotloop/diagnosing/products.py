@@ -13,6 +13,9 @@ _CALCULATING: tuple[Phase, ...] = ("forward", "loss", "batch")
 _LINEAR = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "mul", "mul_", "div", "neg", "t", "transpose"))
 """What may be done with a product of two matrices so that it can still be taken apart, where numbers alone scale it."""
 
+_AROUND_PRODUCTS = ("aten::matmul", "aten::linear", "aten::einsum")
+"""What only calls a product."""
+
 Size = tuple[int, ...]
 
 
@@ -20,7 +23,7 @@ def looked_up(step: Step) -> Iterator[Remedy]:
     """One-hot matrices that are multiplied: all but one number in a row are zero."""
     for shape, making in grouped(_one_hots(step), lambda one: one.shapes[0]).items():
         size = _size(shape)
-        with_it = [one for one in step.operators(is_product) if any(_is_flat(each, size) for each in _sizes(one))]
+        with_it = _multiplied(step, size)
         if not with_it:
             continue
         ones = _once([*making, *_beside(step, making), *with_it])
@@ -33,6 +36,29 @@ def looked_up(step: Step) -> Iterator[Remedy]:
             gain=step.share((1 - 1 / size[-1]) * spent),
             evidence=f"making it and the products with it take {spent:.2f} ms of each step of {step.ms:.2f} ms",
         )
+
+
+def _multiplied(step: Step, size: Size) -> list[OperatorTime]:
+    """The products with a matrix of that size, and those of their backward; none where it has a gradient of its own.
+
+    What has one isn't made of ones and zeros alone, but lets gradients through; and logits have the size of their targets.
+    """
+    products = step.operators(lambda one: is_product(one) and one.name not in _AROUND_PRODUCTS)
+    forward = [one for one in products if one.phase in _CALCULATING and _takes(one, size)]
+    lines = {one.where for one in forward}
+    backward = [one for one in products if one.phase == "backward" and one.where in lines]
+    if any(_gives(one, size) for one in [*forward, *backward]):
+        return []
+    return [*forward, *(one for one in backward if _takes(one, size))]
+
+
+def _takes(one: OperatorTime, size: Size) -> bool:
+    return any(_is_flat(each, size) for each in _sizes(one))
+
+
+def _gives(one: OperatorTime, size: Size) -> bool:
+    factors = _sizes(one)[-2:]
+    return len(factors) == 2 and _is_flat((*factors[0][:-1], factors[1][-1]), size)
 
 
 def _one_hots(step: Step) -> list[OperatorTime]:
@@ -58,21 +84,23 @@ def multiplied_out(step: Step) -> Iterator[Remedy]:
 
     As a layer does with adapters of low rank (Hu et al., LoRA, 2021, section 4.1) that adds them to its weight at each step.
     """
-    found: list[OperatorTime] = []
+    found: list[tuple[OperatorTime, float]] = []
     for ones in grouped(step.operators(lambda one: True), lambda one: one.module).values():
         for thin in ones:
             full = _full(thin)
-            if full and _is_linear(ones, full) and any(_goes_in(one, full, thin) for one in ones):
-                found += [one for one in ones if _makes(one, full, thin)]
+            rows = _rows(ones, full, thin) if full and _is_linear(ones, full) else 0
+            spared = 1 - rows * sum(full) / prod(full)
+            if rows and spared > 0:
+                found += [(one, spared) for one in ones if _makes(one, full, thin)]
     if found:
-        spent = sum(step.cost(one) for one in _once(found))
-        full = next(filter(None, map(_full, found)))
+        spent = sum(step.cost(one) for one, _ in found)
+        full = next(filter(None, (_full(one) for one, _ in found)))
         yield Remedy(
             cause=f"a weight of {full[0]}x{full[1]} is multiplied out from two thin factors at each step",
-            where=heaviest([one for one in found if one.phase != "backward"], step),
+            where=heaviest([one for one, _ in found if one.phase != "backward"], step),
             remedy="multiply the rows with the thin factors one after the other, and add that to what the layer gives: "
             "(x @ A.T) @ B.T",
-            gain=step.share(spent),
+            gain=step.share(sum(spared * step.cost(one) for one, spared in found)),
             evidence=f"making it, and its gradient, take {spent:.2f} ms of each step of {step.ms:.2f} ms, and fewer rows "
             "than it has are multiplied with it",
         )
@@ -89,29 +117,32 @@ def _full(one: OperatorTime) -> Size:
 
 def _is_linear(ones: Sequence[OperatorTime], full: Size) -> bool:
     """Whether what a module does with it, beside the products, only scales and adds."""
-    on_it = [one for one in ones if one.phase == "forward" and full in _sizes(one) and not is_product(one)]
+    on_it = [one for one in ones if one.phase == "forward" and full in _sizes(one) and not _multiplies(one)]
     moving = [one for one in on_it if one.bytes or one.bytes is None]
     scaling = ("aten::mul", "aten::mul_", "aten::div")
     return all(one.name in _LINEAR and not (one.name in scaling and len(_sizes(one)) > 1) for one in moving)
 
 
-def _goes_in(one: OperatorTime, full: Size, thin: OperatorTime) -> bool:
-    """Whether so few rows are multiplied with it that going through both factors takes less than making it."""
-    sizes = _sizes(one)
-    if one is thin or one.phase != "forward" or not is_product(one) or len(sizes) < 2:
-        return False
-    rows, weight = prod(sizes[-2][:-1]), sizes[-1]
-    return sorted(weight) == sorted(full) and rows * sum(full) < prod(full)
+def _multiplies(one: OperatorTime) -> bool:
+    return is_product(one) or one.name in _AROUND_PRODUCTS
+
+
+def _rows(ones: Sequence[OperatorTime], full: Size, thin: OperatorTime) -> int:
+    """How many rows a module multiplies with it; 0 where it is no factor of a product."""
+    forward = [one for one in ones if one is not thin and one.phase == "forward" and is_product(one)]
+    sizes = [_sizes(one)[-2:] for one in forward if one.name not in _AROUND_PRODUCTS]
+    return max((prod(rows[:-1]) for rows, *by in sizes if by and sorted(by[0]) == sorted(full)), default=0)
 
 
 def _makes(one: OperatorTime, full: Size, thin: OperatorTime) -> bool:
-    """Whether an operator makes the weight, or takes its gradient apart: all that it reads lies between the three sizes."""
-    (rows, inner), (_, columns) = _sizes(thin)
-    sizes = [size for size in _sizes(one) if size]
-    if is_product(one):
-        return (
-            len(sizes) == 2 and all(set(size) <= {rows, inner, columns} for size in sizes) and inner in sum(sizes, ())
-        )
+    """Whether an operator makes the weight, or takes its gradient apart."""
+    sizes = _sizes(one)
+    if _multiplies(one):
+        factors = [sorted(size) for size in _sizes(thin)]
+        if one.phase == "forward":
+            return one.where == thin.where and [sorted(size) for size in sizes] == factors
+        both = sorted(full) in map(sorted, sizes) and any(sorted(size) in factors for size in sizes)
+        return one.phase == "backward" and one.where == thin.where and len(sizes) == 2 and both
     return bool(sizes) and all(sorted(size) == sorted(full) for size in sizes) and one.phase in ("forward", "backward")
 
 

@@ -37,8 +37,7 @@ IN_PYTHON = 2.0
 BY_HAND = "by hand"
 """What an update is called that no optimizer makes."""
 
-_ZEROING = "Optimizer.zero_grad#"
-_AROUND = ("Optimizer.step#", _ZEROING)
+_AROUND = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 _SMALL = {"cpu": 10.0, "accelerator": 2.0}
 """So many times what a launch takes: operators below it take their time for being called, not for what they do."""
@@ -94,13 +93,10 @@ class Step:
         """Without what only stands around others, such as an optimizer's whole step, whose time is known otherwise."""
         return [one for one in self.profile.operators if not one.name.startswith(_AROUND)]
 
-    @cached_property
+    @property
     def evaluations(self) -> float:
-        """How often a step computes its loss anew from cleared gradients, as a line search calls a closure; at least 1."""
-        zeroing = grouped(
-            (one for one in self.profile.operators if one.name.startswith(_ZEROING)), lambda one: one.where
-        )
-        return max([1.0, *(sum(one.calls for one in same) for same in zeroing.values())])
+        """How often an update has the loss computed, as a line search calls its closure; at least 1."""
+        return max([1.0, *(use.evaluations for use in self.profile.optimizers)])
 
     def operators(self, wanted: Callable[[OperatorTime], bool]) -> list[OperatorTime]:
         return [one for one in self._operators if wanted(one)]

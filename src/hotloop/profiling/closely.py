@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hotloop.parallel.summing import Around
 from hotloop.patches import Patches
@@ -23,6 +22,7 @@ _SYNCHRONISING = ("item", "tolist", "__float__", "__int__", "__bool__", "__index
 _WARNING = ("__float__", "__int__", "__index__", "__bool__")
 _COPYING = ("to", "cpu", "cuda", "copy_")
 _UPDATING = (
+    ("torch.optim.optimizer", "Optimizer", "zero_grad"),
     ("torch.optim.lr_scheduler", "LRScheduler", "step"),
     ("torch.optim.lr_scheduler", "ReduceLROnPlateau", "step"),
     ("torch.optim.swa_utils", "AveragedModel", "update_parameters"),
@@ -114,7 +114,6 @@ class Closely:
             patches.put(Tensor, name, self._method(self._in("synchronisation"), warns=name in _WARNING))
         for name in _COPYING:
             patches.put(Tensor, name, self._method(self._copying(name)))
-        patches.put(Optimizer, "zero_grad", self._zeroing())
         for table, phase in ((_UPDATING, "update"), (_LOGGING, "logging")):
             for module, owner, name in table:
                 self._put(module, owner, name, phase)  # type: ignore[arg-type]
@@ -158,17 +157,6 @@ class Closely:
             lambda args, kwargs: timeline.enter(phase),
             lambda token, args, kwargs, result, done: timeline.leave(),
         )
-
-    def _zeroing(self) -> Callable[[Any], Any]:
-        """What follows inside of an update is a closure that begins, as line searches call it again and again."""
-        heard, timeline = self._listener, self._timeline
-
-        def ended(token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
-            timeline.leave()
-            if timeline.depth > 1 and timeline.current == "update":
-                timeline.turn(heard.making())
-
-        return around(heard.mine, lambda args, kwargs: timeline.enter("update"), ended)
 
     def _method(self, hear: Callable[[Any], Any], *, warns: bool = False) -> Callable[[Any], Any]:
         return lambda original: _Method(original, hear(original), warns=warns)

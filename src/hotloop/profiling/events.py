@@ -235,15 +235,23 @@ class Reader:
         return mark.ran
 
     def _updates(self, mark: Mark | None, began: int) -> bool:
-        """Whether what a mark holds for is an optimizer's own; the closure that it calls has marks of its own."""
-        return mark is None or mark.ran == "update" or mark is self._mark_at(began)
+        """Whether what a mark holds for is an optimizer's own; the closure that it calls has marks of its own.
+
+        Where one returns to the optimizer, the line is the one that called that, and the phase may be the closure's yet.
+        """
+        before = self._mark_at(began)
+        if mark is None or mark.ran == "update" or mark is before:
+            return True
+        returned = before is not None and mark.line is not None and mark.line == before.line
+        return returned and mark.place is None and not mark.deep
 
     def _leave_closures_out(self, found: Iterable[Operator]) -> None:
         """What an optimizer's closure takes, with all that lies between its operators, is no time of the optimizer's."""
         for one in found:
             if one.event.thread == self.thread and _is_update(one.event):
                 inside = (s for s in self.segments() if s[1] >= one.event.start and s[2] <= one.event.end)
-                one.ns = max(0, one.ns - sum(end - start for mark, start, end in inside if mark.ran != "update"))
+                others = (end - start for mark, start, end in inside if not self._updates(mark, one.event.start))
+                one.ns = max(0, one.ns - sum(others))
 
     def _note_made(self, found: list[Operator]) -> None:
         """Which nodes each operator made: from its number up to that of the next one."""

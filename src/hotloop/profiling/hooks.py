@@ -115,16 +115,15 @@ class Listener:
     def mine(self) -> bool:
         return False
 
-    def making(self) -> Phase:
-        return "batch"
-
     def hears_backwards(self) -> bool:
         return self.mine()
 
     def backward_began(self, args: tuple, kwargs: dict) -> Any: ...
     def backward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
     def backward_over(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
-    def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> None: ...
+    def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
+        """What it returns are the arguments that the optimizer gets instead; None for its own."""
+
     def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None: ...
     def loading_began(self, args: tuple, kwargs: dict) -> Any: ...
     def loading_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
@@ -171,9 +170,10 @@ class Always:
             self._told.undo()
         return untouched
 
-    def _update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
-        if not (torch.compiler.is_dynamo_compiling() or self._stretch.on):
-            self._listener.update_began(optimizer, args, kwargs)
+    def _update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
+        if torch.compiler.is_dynamo_compiling() or self._stretch.on:
+            return None
+        return self._listener.update_began(optimizer, args, kwargs)
 
     def _update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_dynamo_compiling():

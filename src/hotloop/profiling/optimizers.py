@@ -29,6 +29,7 @@ class _Used:
         self.groups = [_group(group, number) for number, group in enumerate(optimizer.param_groups)]
         self.settings = [_settings(group) for group in optimizer.param_groups]
         self.spent: list[float] = []
+        self.evaluations = 0
         self.by_group: dict[int, list[float]] = {}
 
 
@@ -47,7 +48,7 @@ class Optimizers:
         self._used: list[_Used] = []
         self._by_id: dict[int, _Used] = {}
         self._open: list[tuple[int, float]] = []
-        self._nested = 0.0
+        self._nested, self._evaluations = 0.0, 0
         self._groups = GroupClock()
 
     @property
@@ -59,7 +60,7 @@ class Optimizers:
             self._open = []  # it can't be inside itself: the last one was left by an error
         self._open.append((id(optimizer), time.perf_counter()))
         if len(self._open) == 1:
-            self._nested = 0.0
+            self._nested, self._evaluations = 0.0, 0
             if self.on:
                 self._groups.begin(optimizer)
 
@@ -74,15 +75,21 @@ class Optimizers:
         used, by_group = self._known(optimizer), self._groups.end(optimizer)
         if self.on and used is not None:
             used.spent.append(time.perf_counter() - began - self._nested)
+            used.evaluations += self._evaluations
             for number, seconds in by_group.items():
                 used.by_group.setdefault(number, []).append(seconds)
         return True
+
+    def evaluated(self) -> None:
+        """The optimizer whose update is under way calls its closure."""
+        if self.on and self._open:
+            self._evaluations += 1
 
     def forget(self) -> None:
         """What they took and where is forgotten; their numbers stay, since steps are told by them."""
         self.on = False
         for used in self._used:
-            used.where, used.spent, used.by_group = "", [], {}
+            used.where, used.spent, used.by_group, used.evaluations = "", [], {}, 0
 
     def nested(self, seconds: float) -> None:
         """A forward or backward that a closure ran inside of an update is not its own time."""
@@ -134,6 +141,7 @@ class Optimizers:
                 ],
                 "steps": len(used.spent) / instrumented,
                 "ms": _per_step(used.spent, instrumented),
+                "evaluations": used.evaluations / len(used.spent),
             }
             for used in self._used
             if used.spent
@@ -144,12 +152,6 @@ class Optimizers:
         return {
             one: number for number, one in enumerate(dict.fromkeys(one for used in self._used for one in used.settings))
         }
-
-
-def calls_closure(optimizer: Optimizer, args: tuple, kwargs: dict) -> bool:
-    """Whether an update begins with a closure, as torch's own do; `args` has the optimizer before it."""
-    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return given is not None and type(optimizer).__module__.startswith("torch.optim.")
 
 
 class Awaited:

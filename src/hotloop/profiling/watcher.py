@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from hotloop.profiles import Phase
 from hotloop.profiling.calls import Calls, Given
 from hotloop.profiling.closely import Closely
+from hotloop.profiling.closures import Closures
 from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.compiling import Compiling
 from hotloop.profiling.course import Course
@@ -24,7 +25,7 @@ from hotloop.profiling.gathering import gathered
 from hotloop.profiling.habits import Graphs
 from hotloop.profiling.hooks import Always, Listener, mark_ms, safe
 from hotloop.profiling.loaders import Loaders
-from hotloop.profiling.optimizers import Optimizers, calls_closure
+from hotloop.profiling.optimizers import Optimizers
 from hotloop.profiling.pauses import Pauses
 from hotloop.profiling.protocols import Observer
 from hotloop.profiling.schedule import CLOSE, Kind
@@ -66,21 +67,19 @@ class Watch(Listener):
         compilations: Compilations | None = None,
         trains: Callable[[], None] = lambda: None,
     ) -> None:
-        self.closed, self.sites = False, sites
-        self.compilations = compilations or Compilations()
+        self.closed, self.sites, self.compilations = False, sites, compilations or Compilations()
         self._course = Course(steps, self, lambda: observers(self), found=found, in_step=in_step)
         self.facts, self.timeline = self._course.facts, self._course.timeline
-        self._publish, self._begins = publish, trains
+        self._publish, self._begins, self._hears = publish, trains, True
         self._always, self._closely = Always(self, self._course.stretch), Closely(self, self.timeline)
-        self._sparing = Sparing(self._course, self._always, sites)
+        self._sparing, self._calls = Sparing(self._course, self._always, sites), Calls(self.timeline)
         self._compiling = Compiling(self._closely.away, self._closely.back)
         self._loaders, self._optimizers = Loaders(sites), Optimizers(sites)
         self._graphs = Graphs(sites, self.fail, self._optimizers.parameters)
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
+        self._closures = Closures(self.mine, self.timeline, self._making, self._optimizers.evaluated)
         self._thread: int | None = None
-        self._backwards = self._forwards = 0
-        self._close = self._busy = False
-        self._hears, self._calls = True, Calls(self.timeline)
+        self._backwards, self._forwards, self._close, self._busy = 0, 0, False, False
         self._published = float("inf") if in_step else time.monotonic()  # work of one holds up others
 
     # What the outside calls
@@ -177,7 +176,7 @@ class Watch(Listener):
             self._closely.install()
         if self.facts.by_hand:
             return "update"
-        return "python" if self._loaders.used else self.making()
+        return "python" if self._loaders.used else self._making()
 
     def ready(self) -> None:
         """All that watch it closely have begun."""
@@ -236,7 +235,7 @@ class Watch(Listener):
         finally:
             self._busy = False
 
-    def making(self) -> Phase:
+    def _making(self) -> Phase:
         """What comes before the forward: making the batch, unless there are no modules to show where a forward begins."""
         return "forward" if self.facts.functional else "batch"
 
@@ -291,12 +290,13 @@ class Watch(Listener):
             self._event(Event("backward", self.sites.caller(4)), at)
 
     @safe
-    def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+    def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
         if not self.mine():
-            return
+            return None
         self._trains()
-        self.timeline.enter(self.making() if calls_closure(optimizer, args, kwargs) else "update")
+        self.timeline.enter("update")
         self._optimizers.began(optimizer)
+        return self._closures.heard(args, kwargs) if self._close else None
 
     @safe
     def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
@@ -330,7 +330,7 @@ class Watch(Listener):
         evaluates = self._pauses.evaluating or not torch.is_grad_enabled()
         if done and self._loaders.drew(args[0], result, spent, evaluates=evaluates) and self.timeline.on:
             self._calls.drawn = True
-            self.timeline.turn(self.making())
+            self.timeline.turn(self._making())
 
     @safe
     def saving_began(self, args: tuple, kwargs: dict) -> Any:
@@ -358,7 +358,7 @@ class Watch(Listener):
     def no_grad_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         """An update that is written out by hand is over when gradients count again."""
         if self.facts.by_hand and self.timeline.depth == 1 and self.timeline.current == "update":
-            self.timeline.turn(self.making())
+            self.timeline.turn(self._making())
 
     @safe
     def forward_began(self, args: tuple, kwargs: dict) -> Any:
@@ -366,7 +366,7 @@ class Watch(Listener):
         if self._forwards > 1 or self.timeline.loading:
             return None
         self._after_boundary()
-        self._calls.began(args, kwargs, self.making(), again=self._backwards > 0)
+        self._calls.began(args, kwargs, self._making(), again=self._backwards > 0)
         return time.perf_counter()
 
     @safe

@@ -143,7 +143,7 @@ class _Convolution:
             for number in reversed(range(len(seen) - 1)):
                 chosen = torch.where(place == number, seen[number], chosen)
             by_weight.append((gradient * chosen).sum((2, 3)))
-        return torch.stack(by_weight).sum(1).T.reshape(self.filters, self.channels, *self.size)
+        return torch.stack(by_weight).sum(1).T.contiguous().view(self.filters, self.channels, *self.size)
 
     def _seen(self, views: Tensor, place: tuple[int, int], weight: tuple[int, int, int]) -> Tensor:
         """What a weight of a filter sees at a place of each window: (samples, 1, rows, columns)."""
