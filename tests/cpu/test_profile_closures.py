@@ -123,7 +123,6 @@ def test_what_a_closure_makes_before_the_forward_is_no_update(kind: str) -> None
 
     profile = watched(loop, observers=lambda watch: observers(watch, None))
     assert phases_of(profile, "aten::mm", "aten::cos") == {"batch", "backward"}
-    assert profile.phases["batch"] > profile.phases["update"]
 
 
 def test_a_functional_closure_has_a_forward() -> None:
@@ -159,7 +158,6 @@ def test_an_update_stays_one_beside_a_closure_that_only_returns_the_loss() -> No
 
     profile = watched(loop, observers=lambda watch: observers(watch, None))
     assert phases_of(profile, "aten::_fused_adam_") == {"update"}
-    assert profile.phases["update"] > profile.phases.get("batch", 0.0)
     assert profile.optimizers[0].evaluations == 1
 
 
