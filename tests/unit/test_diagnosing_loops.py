@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.made_steps import adam, first, loader, loop, operator, remedies, seen
+from hotloop.diagnosing import repeats
+from hotloop.diagnosing.step import Step
+from tests.unit.made_steps import STEP_MS, adam, first, loader, loop, operator, remedies, seen
 
 SAMPLE = ["256"]
 WIDE = ["64", "1x64", "64x64"]
@@ -40,3 +42,15 @@ def test_a_closure_that_a_line_search_calls_is_no_loop(evaluations: float, named
         )
     )
     assert any("a Python loop" in one.cause for one in found) is named
+
+
+def test_what_a_compiled_models_call_takes_is_none_of_what_compiling_wins() -> None:
+    ones = [operator("mul", 0.9, 300, where="net.py:3")]
+    gains = []
+    for plan in ("", "baseline"):
+        profile = seen({"forward": 5.0}, operators=ones, plan=plan)
+        own = profile.model_copy(update={"operators": ones})
+        (found,) = repeats.starting(Step(own, STEP_MS))
+        gains.append(found.gain)
+    assert gains[1] == pytest.approx(300 * 3e-3 / STEP_MS)
+    assert gains[0] == pytest.approx(gains[1] - 0.1 / STEP_MS)

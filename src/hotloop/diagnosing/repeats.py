@@ -16,6 +16,9 @@ _COMPILED: tuple[Phase, ...] = ("forward", "backward")
 _JOINED = ("cpp_fused", "triton_")
 """How the names of kernels begin that torch's compiler makes."""
 
+_CALLED_MS = 0.1
+"""What calling a compiled model takes by itself, forward and backward: a linear layer and ReLU took 0.146 ms, and 0.047 eagerly."""
+
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
 
@@ -141,6 +144,7 @@ def starting(step: Step) -> Iterator[Remedy]:
     spared = ones if step.profile.plan else [one for one in ones if one.phase in _COMPILED and not is_product(one)]
     calls = sum(one.calls for one in spared)
     won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in spared)
+    won -= 0.0 if step.profile.plan else _CALLED_MS
     if not calls:
         return
     yield Remedy(
