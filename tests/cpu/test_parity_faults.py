@@ -122,7 +122,7 @@ def test_mutants_that_change_a_step_clearly_are_caught(graphs: Graphs) -> None:
     """At random from the fuzzer; what a mutant does is measured apart from parity, which has to agree."""
     yardstick = Yardstick(graphs.program(), steps=10)
     made = []
-    for number in range(12):
+    for number in range(18):
         program, mutation = graphs.mutant(random.Random(number))
         made.append((program, mutation, yardstick.of(program)))
     found = prove_programs(graphs.task, [program for program, _, _ in made])
