@@ -1,15 +1,14 @@
 """Do the module clock's times agree with timing each layer by hand? Of a small CNN, at batches of 8 and 128.
 
     OMP_NUM_THREADS=1 python -m bench.module_times
-    OMP_NUM_THREADS=1 python -m bench.module_times --rounds 100 --no-record
+    OMP_NUM_THREADS=1 python -m bench.module_times --rounds 100 --processes 1 --no-record
 
-A round is one training step under the clock, as `hotloop profile` watches it, and then each layer alone: its forward on
-the input that it had in a step, in the order of the step, and its backward with the gradient that it had, from the last
-layer to the first. Alone means a graph of its own, with a pass of the autograd engine of its own for the backward: what
-such a pass over a node that does nothing takes in the same round is subtracted. What a layer gets is read once before it
-is timed, since a step has just computed it. All layers are gone through twice, and the second time counts, when memory
-lies as it does from step to step. Steps and layers are timed in turn, so that a disturbance hits both. What is
-compared are medians over the rounds.
+A round is one training step under the clock, as `hotloop profile` watches it, and then each layer alone, in the order of
+the step: its forward on what the layer before it has just computed, and its backward with the gradient that the layer after
+it has just computed. Alone means a graph of its own, with a pass of the autograd engine of its own for the backward: what
+such a pass over a node that does nothing takes just before it is subtracted. All layers are gone through twice, with an
+update after each, and the second time counts, when memory and caches are as from step to step. Steps and layers are timed in
+turn, so that a disturbance hits both. What is compared are medians over the rounds, and of these over processes.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ WARM_UP = 10
 
 
 class Layers(nn.Module):
-    """The network, with a note of what each layer got in the last step."""
+    """The network, layer by layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,37 +59,35 @@ class Layers(nn.Module):
 
 
 def by_hand(
-    layers: dict[str, nn.Module], given: dict[str, tuple[Tensor, Tensor]], now: Callable[[], int]
+    layers: dict[str, nn.Module], x: Tensor, gradient_of: Callable[[Tensor], Tensor], now: Callable[[], int]
 ) -> dict[str, tuple[float, float]]:
     """Microseconds of each layer's forward and backward, alone; gradients of its parameters are set, as in a step."""
-    forward: dict[str, tuple[float, Tensor]] = {}
+    forward: dict[str, tuple[float, Tensor, Tensor]] = {}
+    for layer in layers.values():
+        layer.zero_grad()
+    out = x
     for name, layer in layers.items():
-        x = given[name][0]
-        _in_cache(x)
+        asks = bool(forward)  # the data doesn't ask for a gradient
+        x = out.detach().requires_grad_(asks)
         began = now()
         out = layer(x)
-        forward[name] = (now() - began) / 1e3, out
-        layer.zero_grad()
-    empty_us = [empty_pass_us(now) for _ in range(2)][-1]
-    found, kept = {}, []
+        forward[name] = (now() - began) / 1e3, x, out
+    gradient: Tensor | None = gradient_of(out)
+    found = {}
     for name, layer in reversed(layers.items()):
-        x, gradient = given[name]
-        took, out = forward.pop(name)
-        _in_cache(gradient)
+        took, x, out = forward.pop(name)
+        empty_us = [empty_pass_us(now) for _ in range(2)][-1]
         began = now()
         if next(layer.parameters(), None) is not None:
             torch.autograd.backward(out, gradient)
+            took_backward = now() - began
+            gradient = x.grad
         else:  # setting the gradient of its input is no part of a layer
-            kept.append(torch.autograd.grad(out, x, gradient))
-        found[name] = took, (now() - began) / 1e3 - empty_us
-        x.grad = None
-        kept.clear()  # freeing memory neither
+            kept = torch.autograd.grad(out, x, gradient)
+            took_backward = now() - began
+            (gradient,) = kept
+        found[name] = took, took_backward / 1e3 - empty_us
     return found
-
-
-def _in_cache(value: Tensor) -> None:
-    """A step has just computed what a layer gets."""
-    value.detach().sum()
 
 
 def empty_pass_us(now: Callable[[], int]) -> float:
@@ -101,45 +99,24 @@ def empty_pass_us(now: Callable[[], int]) -> float:
     return (now() - began) / 1e3
 
 
-def inputs_of(model: Layers, x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """What each layer gets: its input, which asks for a gradient where it did in the step, and that of its output."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    with caught(model) as caught_ones:
-        nn.functional.cross_entropy(model(x), y).backward()
-    for name, (value, out) in caught_ones.items():
-        gradient = out.grad
-        assert gradient is not None
-        found[name] = (value.detach().clone().requires_grad_(value.requires_grad), gradient.clone())
-    return found
+def gradient_of_loss(out: Tensor, y: Tensor) -> Tensor:
+    """What the backward of the last layer begins with."""
+    out = out.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(out, y), out)
+    return gradient
 
 
-@contextmanager
-def caught(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Inputs and outputs of all layers, outputs keeping their gradient."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-            out.retain_grad()
-            found[name] = (args[0], out)
-
-        return hook
-
-    handles = [layer.register_forward_hook(note(name)) for name, layer in model.named_children()]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def measure(batch: int, rounds: int, now: Callable[[], int]) -> dict[str, dict[str, Any]]:
-    """By layer and direction: medians of both ways to time it, and whether they agree."""
+def measure(batch: int, rounds: int, now: Callable[[], int]) -> dict[str, tuple[float, float]]:
+    """By layer and direction: microseconds by the clock, and the median of those by hand."""
     torch.manual_seed(0)
     x, y = torch.randn(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
     model, loss_of = Layers(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    given = inputs_of(model, x, y)
+    layers = dict(model.named_children())
+
+    def alone_once() -> dict[str, tuple[float, float]]:
+        return by_hand(layers, x, lambda out: gradient_of_loss(out, y), now)
+
     clock = ModuleClock(now)
     alone: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for number in range(WARM_UP + rounds):
@@ -151,48 +128,70 @@ def measure(batch: int, rounds: int, now: Callable[[], int]) -> dict[str, dict[s
         loss_of(model(x), y).backward()
         optimizer.step()
         clock.end()
-        found_alone = [by_hand(dict(model.named_children()), given, now) for _ in range(2)][-1]
-        for name, taken in found_alone.items():
+        alone_once()
+        optimizer.step()  # before the next forward, as in a step
+        for name, taken in alone_once().items():
             alone[name].append(taken)
+        optimizer.step()
     clocked = {one.name: one for one in clock.times(None)}
     found = {}
     for name in alone:
         for at, direction in enumerate(("forward", "backward")):
-            clock_ms = getattr(clocked[name], f"{direction}_ms")
-            found[f"{name} {direction}"] = compared(1e3 * clock_ms, [pair[at] for pair in alone[name]])
+            clock_us = 1e3 * getattr(clocked[name], f"{direction}_ms")
+            found[f"{name} {direction}"] = clock_us, statistics.median(pair[at] for pair in alone[name])
     return found
+
+
+def in_processes(batch: int, rounds: int, clock: str, processes: int) -> dict[str, dict[str, Any]]:
+    """Medians over processes, one after another: where the buffers of each come to lie in memory is a matter of chance."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for _ in range(processes):
+        with ProcessPoolExecutor(1, get_context("spawn"), keep_freed_memory) as one:
+            for name, pair in one.submit(_measured, batch, rounds, clock).result().items():
+                found[name].append(pair)
+    return {name: compared(*zip(*pairs, strict=True)) for name, pairs in found.items()}
+
+
+def _measured(batch: int, rounds: int, clock: str) -> dict[str, tuple[float, float]]:
+    return measure(batch, rounds, CLOCKS[clock])
 
 
 def keep_freed_memory() -> None:
     """From now on glibc keeps what is freed: else whoever gets it back from the system pays for it, a matter of chance."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            libc.mallopt(parameter, 1 << 30)
+        for parameter, value in (
+            (-1, 1 << 30),
+            (-4, 0),
+        ):  # M_TRIM_THRESHOLD, and M_MMAP_MAX: all blocks come from the heap
+            if not libc.mallopt(parameter, value):
+                raise OSError(f"mallopt({parameter}, {value}) was refused")
 
 
-def compared(clock_us: float, hand_us: list[float]) -> dict[str, Any]:
-    hand = statistics.median(hand_us)
-    apart = abs(clock_us - hand)
+def compared(clock_us: Sequence[float], hand_us: Sequence[float]) -> dict[str, Any]:
+    clock, hand = statistics.median(clock_us), statistics.median(hand_us)
+    apart = abs(clock - hand)
     return {
-        "clock_us": round(clock_us, 2),
+        "clock_us": round(clock, 2),
         "by_hand_us": round(hand, 2),
-        "by_hand_quartiles_us": [round(value, 2) for value in statistics.quantiles(hand_us, n=4)[::2]],
-        "apart_us": round(clock_us - hand, 2),
-        "apart_share": round((clock_us - hand) / hand, 4) if hand else None,
+        "of_processes_us": [[round(one, 2) for one in ones] for ones in (clock_us, hand_us)],
+        "apart_us": round(clock - hand, 2),
+        "apart_share": round((clock - hand) / hand, 4) if hand else None,
         "agrees": apart <= MOST_US or apart <= MOST_SHARE * hand,
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=300, help="in each process")
+    parser.add_argument("--processes", type=int, default=9)
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: of the thread, where the machine is shared"
     )
     parser.add_argument("--no-record", action="store_true", help="write no claim")
     options = parser.parse_args()
-    keep_freed_memory()
-    found = {f"batch {batch}": measure(batch, options.rounds, CLOCKS[options.clock]) for batch in BATCHES}
+    found = {
+        f"batch {batch}": in_processes(batch, options.rounds, options.clock, options.processes) for batch in BATCHES
+    }
     for batch, layers in found.items():
         for name, one in layers.items():
             told = "" if one["agrees"] else "  APART"
@@ -200,6 +199,7 @@ def main() -> int:
     figures = {
         "allowed": f"{MOST_SHARE:.0%} or {MOST_US:g} us",
         "rounds": options.rounds,
+        "processes": options.processes,
         "clock": options.clock,
         "threads": torch.get_num_threads(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
@@ -209,7 +209,8 @@ def main() -> int:
     }
     print(json.dumps({key: figures[key] for key in ("agree", "of", "allowed", "load_average")}))
     if not options.no_record:
-        command = f"OMP_NUM_THREADS=1 python -m bench.module_times --rounds {options.rounds} --clock {options.clock}"
+        given = f"--rounds {options.rounds} --processes {options.processes} --clock {options.clock}"
+        command = f"OMP_NUM_THREADS=1 python -m bench.module_times {given}"
         print(write_claim("module-times", command, BASELINE, figures), file=sys.stderr)
     return 0 if figures["agree"] == figures["of"] else 1
 

@@ -4,9 +4,10 @@
     OMP_NUM_THREADS=1 python -m bench.profile_overhead --rounds 40 --record
 
 A training loop of each size runs in one process, on and on. A round is a whole watch of its steps, as `hotloop profile`
-watches a script, and then as many steps without one. Of the watch its clean steps count, of the others all. What is
-compared are the medians of a round, and the ratio is given with its interval. What a whole watch takes, with the steps
-that are watched closely and what is done between steps, is given beside it: it comes once, however long a script runs.
+watches a script, and then as many steps without one. Of the watch those clean steps count by which a profile goes, of the
+others all. What is compared are the medians of a round, and the ratio is given with its interval. What a whole watch takes,
+with the steps that are watched closely and what is done between steps, is given beside it: it comes once, however long a
+script runs.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.observing import observers
 from hotloop.profiling.phases import HostClock, Instant
 from hotloop.profiling.sites import Sites
+from hotloop.profiling.stretch import warm
 from hotloop.profiling.watcher import Watch
 
 LIMIT = 1.05
@@ -115,7 +117,8 @@ def one_round(loop: Loop, clock: HostClock) -> tuple[float, float, float]:
     steps = len(loop.ended) - first
     for _ in range(steps):
         loop.step()
-    under = [step.ms for step in watch.facts.steps if step.kind == "clean"]
+    of_watch = [step for step in watch.facts.steps if step.kind in ("clean", "instrumented")]
+    under = [step.ms for step in warm(of_watch) if step.kind == "clean"]
     took = [(later - earlier) * 1e3 for earlier, later in pairwise(loop.ended[first - 1 :])]
     return statistics.median(under), statistics.median(took[steps:]), sum(took[:steps]) - sum(took[steps:])
 

@@ -28,6 +28,7 @@ import subprocess
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,36 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
+def lost_worker(error: BaseException) -> DataError | None:
+    """What to say if what it came from is that a process that loads data died."""
+    if not any(map(_of_worker, _causes(error))):
+        return None
+    return DataError(
+        "a worker process that loads the data died",
+        expected="workers that live until training ends",
+        fix="see what happens with --workers 0; lack of memory is a common cause",
+    )
+
+
+@contextmanager
+def lost_workers_told() -> Iterator[None]:
+    """Says so whatever was under way: torch raises it from a signal's handler, wherever the program happens to be."""
+    try:
+        yield
+    except (HotloopError, RuntimeError) as error:
+        if (lost := lost_worker(error)) is None:
+            raise
+        raise lost from error
+
+
+def _of_worker(error: BaseException) -> bool:
+    """Whether torch found one dead, or a batch broke off on its way from one, while its tensors were being fetched."""
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        return True
+    broke = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
+    return broke and any(frame.name == "_try_get_data" for frame in traceback.extract_tb(error.__traceback__))
+
+
 def told(error: BaseException) -> tuple[str, bool]:
     """What to say of an error that doesn't end all, in one line; and whether all may do another time.
 
@@ -175,8 +206,10 @@ def told(error: BaseException) -> tuple[str, bool]:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """What it came from too; torch's compiler hides its own causes from tracebacks."""
-    while error is not None:
+    """What it came from too; torch's compiler hides its own causes from tracebacks. One may be its own cause."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
         yield error
         error = error.__cause__ or error.__context__
 

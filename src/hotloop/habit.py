@@ -14,12 +14,14 @@ class Habit(Record):
         what: `kept graph`: a loss whose graph is alive steps later, `bytes` of memory growing by it each step;
             `carried graph`: such a one that later backwards go through as well, and so have more to do each time;
             `retained graph`: a backward that keeps a graph that nobody walks again;
+            `created graph`: one that makes a graph of itself, and is the last of its step;
             `wasted forward`: a forward whose graph no backward walked, of a network that is trained on the same inputs;
             `unused graph`: such a one of other inputs, or of a network that isn't trained;
             `evaluation`: a forward without a graph, as under `no_grad`, of a network that is trained in the step: in evaluation
             mode, or of inputs that it is trained on;
             `autograd in evaluation`: a forward in evaluation that builds graphs which no backward walks;
             `repeated forward`: a forward of the same network on the same inputs with the same outputs, both trained on;
+            `recomputed forward`: one that runs again within the backward, as checkpointing of activations has it;
             `shared graph`: a backward that walks nodes of an earlier one of the same step, and adds to its gradients;
             `unused gradients`: of parameters that no optimizer steps, and that stay as they are;
             `input gradients`: of other tensors, which nobody asked for by `torch.autograd.grad`;
@@ -37,11 +39,13 @@ class Habit(Record):
         "kept graph",
         "carried graph",
         "retained graph",
+        "created graph",
         "wasted forward",
         "unused graph",
         "evaluation",
         "autograd in evaluation",
         "repeated forward",
+        "recomputed forward",
         "shared graph",
         "unused gradients",
         "input gradients",

@@ -11,7 +11,7 @@ from typing import Any
 from hotloop.checkpoint import Best, Checkpoint, all_finite
 from hotloop.continuing import check_data, check_schedule, newest_good
 from hotloop.data.source import Source
-from hotloop.errors import HotloopError
+from hotloop.errors import HotloopError, lost_workers_told
 from hotloop.evaluation import evaluate
 from hotloop.interrupts import REASONS, Interrupts, Stopped
 from hotloop.lowering import Program
@@ -60,7 +60,7 @@ def train_loop(
     """
     interrupts = Interrupts(stop_after_s)  # the clock runs while data are prepared, too
     program = relower()
-    with preserved(*program.devices):
+    with preserved(*program.devices), lost_workers_told():
         loop = _Loop(program, run, relower, interrupts, callbacks, say)
         try:
             with loop.interrupts.listening():

@@ -11,6 +11,9 @@ from hotloop.phases import Bound as Bound
 from hotloop.phases import Phase as Phase
 from hotloop.records import Record
 
+TAKE_ROWS = frozenset({"aten::index", "aten::index_select", "aten::embedding"})
+"""Operators that take rows of their first matrix."""
+
 
 class ModuleTime(Record):
     """A module of the network in one step; times are means of the middle half of the steps measured.
@@ -132,6 +135,7 @@ class OptimizerUse(Record):
         steps: calls per training step.
         ms: per training step.
         evaluations: how often a call runs the closure that it is given; 0 where there is none.
+        made: of its calls, the part that another one of its kind gets, made in its place.
     """
 
     kind: str
@@ -141,6 +145,7 @@ class OptimizerUse(Record):
     steps: float
     ms: float
     evaluations: float = 0.0
+    made: float = 0.0
 
 
 class LoaderUse(Record):
@@ -312,6 +317,7 @@ class Profile(Record):
         attributed: share of the step in phases other than `unattributed`, 0 to 1.
         samples_per_step, batch, one_batch: how many or None, their shapes, and whether they are the same in each step.
         bound: with `bound_evidence`, sentences with the numbers behind it.
+        identities: shapes of matrices that rows are taken of, `3000x3000`, of which there are none but identity matrices.
         functions: each at its first line, of a script that has no steps; ms, and those of its lines, are of the whole run.
         flops, bytes: of a step; `limit_ms` is the least that this machine's measured limits allow for them.
         peak_memory_bytes: of the device, or of the process on the CPU.
@@ -338,6 +344,7 @@ class Profile(Record):
     batch: list[str] = Field(default_factory=list)
     modules: list[ModuleTime] = Field(default_factory=list)
     operators: list[OperatorTime] = Field(default_factory=list)
+    identities: list[str] = Field(default_factory=list)
     lines: list[LineTime] = Field(default_factory=list)
     functions: list[LineTime] = Field(default_factory=list)
     optimizers: list[OptimizerUse] = Field(default_factory=list)

@@ -105,19 +105,23 @@ def test_optimizers_that_step_in_each_step_are_no_updates_now_and_then() -> None
     assert watched(two_optimizers).apart.updates == []
 
 
-def test_anomaly_detection_around_each_backward_is_a_habit() -> None:
+@pytest.mark.parametrize("forward", [True, False])
+def test_anomaly_detection_is_a_habit_that_takes_longer_around_forwards(forward: bool) -> None:
+    """There it remembers for each node who made it."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def loop(anomaly: bool) -> None:
         for _ in range(40):
-            loss = model(torch.randn(8, 4)).pow(2).mean()
+            with torch.autograd.set_detect_anomaly(anomaly and forward):
+                loss = model(torch.randn(8, 4)).pow(2).mean()
             optimizer.zero_grad()
             with torch.autograd.set_detect_anomaly(anomaly):
                 loss.backward()
             optimizer.step()
 
-    assert [habit.per_step for habit in watched(lambda: loop(True)).habits if habit.what == "hook"] == [1.0]
+    (habit,) = watched(lambda: loop(True)).habits
+    assert (habit.what, habit.per_step) == ("hook", 1.0) and bool(habit.ms) is forward
     assert not watched(lambda: loop(False)).habits
 
 

@@ -195,14 +195,14 @@ def test_a_line_search_is_no_loop_and_the_loop_in_its_closure_is(clears: str) ->
         optimizer = torch.optim.LBFGS(model.parameters(), **kind)
 
         def closure() -> Tensor:
-            (model if clears == "model" else optimizer).zero_grad()  # noqa: B023
-            loss = model(inputs).square().mean()  # noqa: B023
+            (model if clears == "model" else optimizer).zero_grad()  # noqa: B023  called in the same round
+            loss = model(inputs).square().mean()  # noqa: B023  so is this
             loss.backward()
             return loss
 
         def loop() -> None:
             for _ in range(30):
-                optimizer.step(closure)  # noqa: B023
+                optimizer.step(closure)  # noqa: B023  and this
 
         profile = watched(loop, observers=lambda watch: observers(watch, None))
         assert profile.step_ms is not None

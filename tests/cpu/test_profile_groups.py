@@ -91,7 +91,7 @@ def test_groups_of_alike_settings_are_told_across_optimizers() -> None:
         for part in (values[:3], values[3:])
     ]
     for optimizer in made:
-        seen.number(optimizer, "a.py:1")
         seen.began(optimizer)
         seen.ended(optimizer)
+        seen.number(optimizer, "a.py:1")
     assert [[group["settings"] for group in use["groups"]] for use in seen.records(2)] == [[0, 1, 0], [0, 1, 0]]

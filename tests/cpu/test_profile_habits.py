@@ -126,7 +126,7 @@ def test_a_few_samples_that_a_loader_gave_are_looked_at_too() -> None:
 
 
 def test_taking_every_such_forward_for_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(habits, "_evaluates", lambda one, trained: True)
+    monkeypatch.setattr(habits, "evaluates", lambda one, trained: True)
     assert all("evaluation" in seen(step) for step in METHODS)
 
 
@@ -319,19 +319,22 @@ def test_a_container_has_the_cores_of_its_share_of_time(
     assert usage.cores() == cores
 
 
-def test_what_a_checkpoint_computes_again_in_a_backward_is_no_forward_in_vain() -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpoint_computes_again_in_a_backward_is_no_forward_in_vain(reentrant: bool) -> None:
     body, head = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)), nn.Linear(4, 1)
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.01)
 
     def loop() -> None:
         for _ in range(40):
             inputs = torch.randn(256, 4, requires_grad=True)
-            loss = head(checkpoint(body, inputs, use_reentrant=True)).pow(2).mean()
+            loss = head(checkpoint(body, inputs, use_reentrant=reentrant)).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
-    assert watched(loop).habits == []
+    found = {habit.what: habit for habit in watched(loop).habits if habit.what != "input gradients"}
+    assert [*found] == ["recomputed forward"]
+    assert found["recomputed forward"].per_step == 1.0 and found["recomputed forward"].ms
 
 
 @dataclass

@@ -6,94 +6,20 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import hotloop.profiling.modules
-from hotloop.profiles import ModuleTime
 from hotloop.profiling.modules import ModuleClock
 from hotloop.profiling.naming import Namer
 from hotloop.profiling.seams import Seams
-
-
-class Hands:
-    """A clock in ns that stands still until it is moved, by whole milliseconds."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        return self.now
-
-    def move(self, ms: int) -> None:
-        self.now += ms * 1_000_000
-
-
-HANDS = Hands()
-
-
-class Slow(torch.autograd.Function):
-    """Takes so many ms forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_ms: int, backward_ms: int) -> Tensor:
-        HANDS.move(forward_ms)
-        ctx.backward_ms = backward_ms
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        HANDS.move(ctx.backward_ms)
-        return gradient * 2, None, None
-
-
-class Layer(nn.Module):
-    def __init__(self, forward_ms: int, backward_ms: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.takes = forward_ms, backward_ms
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Slow.apply(x * self.weight, *self.takes)
-
-
-class Block(nn.Module):
-    """Two layers, with something of its own before, between and after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Layer(1, 20), Layer(3, 40)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(Slow.apply(x, 100, 1000))
-        return Slow.apply(self.second(Slow.apply(x, 100, 1000)), 100, 1000)
-
-
-def measured(step: Callable[[], Any], steps: int = 2) -> dict[str, ModuleTime]:
-    """What the clock says of a step, by module."""
-    clock = ModuleClock(now=HANDS, handover_ns=(0.0, 0.0))
-    for _ in range(steps):
-        clock.begin()
-        step()
-        clock.end()
-    clock.close()
-    return {one.name: one for one in clock.times(None)}
-
-
-def ms(found: dict[str, ModuleTime]) -> dict[str, tuple[float | None, float | None]]:
-    return {name: (one.forward_ms, one.backward_ms) for name, one in found.items()}
-
-
-def own_ms(found: dict[str, ModuleTime]) -> dict[str, tuple[float | None, float | None]]:
-    return {name: (one.own_forward_ms, one.own_backward_ms) for name, one in found.items()}
-
-
-def ones() -> Tensor:
-    return torch.ones(3, requires_grad=True)
+from tests.cpu.hands import HANDS, Block, Layer, Slow, measured, ms, ones, own_ms
 
 
 def block_step() -> Callable[[], Any]:
@@ -295,6 +221,14 @@ def test_modules_made_in_every_step_share_one_name_and_fill_no_memory() -> None:
         clock.end()
     assert {one.name: one.forward_ms for one in clock.times(None)} == {"": 3, "layer": 1, "(Layer)": 2}
     assert len(clock._owners) == 2
+
+
+def test_what_the_engine_does_at_the_end_of_a_pass_is_not_the_last_modules() -> None:
+    model = Block()
+    clear_away = partial(Variable._execution_engine.queue_callback, partial(HANDS.move, 700_000))
+    model.first.weight.register_hook(lambda gradient: clear_away())
+    found = own_ms(measured(lambda: Slow.apply(model.second(model.first(ones())), 7, 5000).sum().backward()))
+    assert (found["first"], found["(loss)"]) == ((1, 20), (0, 705_000))
 
 
 def test_without_any_module_the_backward_has_a_name_too() -> None:

@@ -24,6 +24,20 @@ class LookedUp(nn.Module):
         return self.last(self.table(nn.functional.one_hot(words, WORDS).float()))
 
 
+class OfIdentity(LookedUp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.eye(WORDS))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.table(self.rows[words]))
+
+
+class Compared(LookedUp):
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.table((words[:, None] == torch.arange(WORDS)).float()))
+
+
 class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -56,9 +70,10 @@ def found(model: nn.Module, inputs: Tensor) -> list[Remedy]:
     return [*products.looked_up(step), *products.multiplied_out(step)]
 
 
-@pytest.mark.parametrize(("model", "said"), [(LookedUp, "one-hot"), (Adapted, "thin factors")])
-def test_a_product_that_need_not_be_is_named(model: type[nn.Module], said: str) -> None:
-    inputs = torch.randint(WORDS, (64,)) if model is LookedUp else torch.randn(16, WIDTH)
+@pytest.mark.parametrize("model", [LookedUp, OfIdentity, Compared, Adapted])
+def test_a_product_that_need_not_be_is_named(model: type[nn.Module]) -> None:
+    words = issubclass(model, LookedUp)
+    inputs, said = (torch.randint(WORDS, (64,)), "one-hot") if words else (torch.randn(16, WIDTH), "thin factors")
     (named,) = found(model(), inputs)
     assert said in named.cause and named.gain > 0.1
 
@@ -89,6 +104,19 @@ class Targets(nn.Module):
 @pytest.mark.parametrize("model", [Chosen, Targets])
 def test_what_looks_nothing_up_is_left_alone(model: type[nn.Module]) -> None:
     assert found(model(), torch.randn(64, WIDTH)) == []
+
+
+class Graph(OfIdentity):
+    """Rows of a matrix that says which are neighbours, beside an identity of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.identity = self.rows
+        self.rows = self.identity + (torch.rand(WORDS, WORDS) < 0.01)
+
+
+def test_rows_of_another_matrix_are_left_alone() -> None:
+    assert found(Graph(), torch.randint(WORDS, (64,))) == []
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,20 @@ def optimizers_made_anew() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         model(torch.randn(8, 4)).pow(2).mean().backward()
         optimizer.step()  # optimizers made anew
+
+
+def one_optimizer() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(130):
+        model(torch.randn(8, 4)).pow(2).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("loop", "made"), [(optimizers_made_anew, 1.0), (one_optimizer, 0.0)])
+def test_an_optimizer_in_anothers_place_is_told(loop: Callable[[], None], made: float) -> None:
+    (use,) = watched(loop).optimizers
+    assert use.made == pytest.approx(made, abs=0.2) and use.steps == 1.0 and use.ms > 0
 
 
 LOOPS = [

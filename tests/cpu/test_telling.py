@@ -13,8 +13,8 @@ from hotloop.lowering import telling
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.report.progress import Display, bar
+from tests.cpu.materialised import Pairs
 from tests.cpu.programs import a_task
-from tests.cpu.test_materialise import Pairs
 
 
 def terminal() -> Console:

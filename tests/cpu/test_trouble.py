@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hotloop.errors import DataError, DeviceError, DiskError, HotloopError, TaskError, TrainingError
+from hotloop.plan import Plan
 from hotloop.run import Run
 from hotloop.trouble import devices, dtypes
 from hotloop.view import View
@@ -350,3 +353,20 @@ def test_a_callback_can_not_save_spoilt_weights(tmp_path: Path) -> None:
         trained(task, tmp_path / "run", checkpoint_every="10h")
     assert newest_step(tmp_path) == 0
     assert math.isfinite(Run.open(tmp_path / "run").epochs[0]["train_loss"])
+
+
+def test_a_worker_that_dies_is_told_wherever_the_program_happens_to_be(tmp_path: Path) -> None:
+    """Torch raises it from a signal's handler: here while a callback runs, which did nothing wrong."""
+    before = {worker.pid for worker in psutil.Process().children(recursive=True)}
+
+    def watch(view: View) -> None:
+        if view.event == "epoch":
+            for worker in psutil.Process().children(recursive=True):
+                if worker.pid not in before:
+                    worker.kill()
+            time.sleep(60)
+
+    task = a_task(data=Loaded(), epochs=3, callbacks=[watch])
+    with pytest.raises(DataError, match=r"^a worker process that loads the data died; expected .* --workers 0"):
+        trained(task, tmp_path / "run", plan=Plan(workers=1), checkpoint_every="10h")
+    assert newest_step(tmp_path) == 5

@@ -36,7 +36,7 @@ loaders = {
     "decoy": lambda: DataLoader(range(512), batch_size=64, collate_fn=picked),
 }
 loader = loaders[args.variant]()
-net = mlp(200, 384)
+net = mlp(200, 768)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 watch, done = Stopwatch(), 0
 while done < args.steps:

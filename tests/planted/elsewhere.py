@@ -42,9 +42,10 @@ class Winners(Function):
     def backward(ctx, grads: Tensor) -> Tensor:
         (places,) = ctx.saved_tensors
         n, c, h, w = ctx.shape
-        offset = torch.arange(n * c, device=grads.device).view(n, c, 1, 1) * (h * w)
-        total = torch.zeros(n * c * h * w, dtype=grads.dtype)
-        total.put_((places + offset).flatten(), grads.flatten(), accumulate=True)  # other: pool_scatter
+        rows = torch.arange(n * c, device=grads.device)[:, None].expand(n * c, places[0, 0].numel())
+        total = torch.zeros(n * c, h * w, dtype=grads.dtype)
+        won = (rows, places.reshape(rows.shape))
+        total.index_put_(won, grads.reshape(rows.shape), accumulate=True)  # other: pool_scatter
         return total.view(ctx.shape)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 args = arguments()
-LARGE, SMALL = (160, 32), (32, 8)
+LARGE, SMALL = (160, 32), (16, 2)
 images, side = LARGE if args.variant in ("plant", "other") else SMALL
 
 

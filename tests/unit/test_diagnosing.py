@@ -15,7 +15,6 @@ from tests.unit.made_steps import (
     loader,
     loop,
     operator,
-    product,
     remedies,
     seen,
     table,
@@ -65,9 +64,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "net.py:20",
     ),
     "anomaly detection": (
-        seen(habits=[Habit(what="hook", where="train.py:2", per_step=1.0)]).model_copy(
-            update={"operators": [product(2.0, module="net", calls=10)]}
-        ),
+        seen(habits=[Habit(what="hook", where="train.py:2", per_step=1.0, ms=2.0)]),
         "anomaly detection",
         "train.py:2",
     ),

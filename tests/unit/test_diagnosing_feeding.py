@@ -95,6 +95,20 @@ def test_no_batch_can_be_larger_than_all_there_is(fields: dict[str, Any], propos
     assert [text.partition(" samples")[0] for text in said] == [f"a batch of {proposed}"] * bool(proposed)
 
 
+@pytest.mark.parametrize(("samples", "first"), [(8, "too small a batch"), (64, "per-sample loading")])
+def test_what_leaves_the_training_as_it_is_comes_before_a_batch_that_is_not_that_small(
+    samples: int, first: str
+) -> None:
+    ones = [operator("mul", 0.02, 2, module=f"net.{n}", where=f"net.py:{n}") for n in range(200)]
+    fields = dict(samples_per_step=samples, operators=ones, loaders=[loader(batch_size=samples, sample_ms=0.001)])
+    found = [
+        one for one in remedies(seen({"forward": 8.0, "data": 1.0}, **fields)) if "started one by one" not in one.cause
+    ]
+    causes = [one.cause.partition(":")[0] for one in found]
+    assert causes[0] == first and ("too small a batch" in causes) is (samples == 8)
+    assert [one.gain for one in found] == sorted((one.gain for one in found), reverse=True)
+
+
 def test_calls_of_a_loop_are_not_the_batchs_fault() -> None:
     found = remedies(seen({"forward": 9.0}, samples_per_step=8, operators=loop(100, 0.02)))
     assert [one.where for one in found if one.cause.startswith("many tiny kernels")] == ["net.py:7"]

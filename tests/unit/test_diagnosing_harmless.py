@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.profiles import Apart, Habit, Limits, Profile, Threads
+from hotloop.profiles import Apart, Habit, Limits, Paging, Profile, Threads
 from tests.unit.made_steps import (
     adam,
     as_task,
@@ -182,6 +182,37 @@ def test_what_lies_behind_a_line_that_trains_is_many_things(data: float) -> None
     assert sorted(one.cause.partition(":")[0] for one in found) == ["mylib's own work in each step", "slow samples"]
 
 
+PAGED = dict(paging=Paging(pages=3000, system_ms=4.0), threads=Threads(torch=1, cores=2, busy=1.0, others=0.0))
+
+
+@pytest.mark.parametrize(
+    ("beside", "note"),
+    [
+        ({"loaders": [loader(sample_ms=0.01)]}, True),
+        ({"lines": [line("python", 1.0)]}, False),
+        ({"lines": [line("python", 3.0)]}, True),
+        ({}, False),
+    ],
+)
+def test_memory_given_back_comes_after_what_may_allocate_it(beside: dict[str, Any], note: bool) -> None:
+    """What is known to waste time is mended first; a line that merely takes time may do so for this very reason."""
+    phases = {"data": 0.7} if "loaders" in beside else {"python": sum(one.ms for one in beside.get("lines", []))}
+    found = remedies(seen(phases, **PAGED, **beside))
+    assert bool(found[1:]) is bool(beside)
+    assert [one.note for one in found if one.cause.startswith("memory")] == [note]
+    assert found[0].cause.startswith("memory") is not note
+
+
+@pytest.mark.parametrize(("data", "note"), [(2.0, True), (0.7, False)])
+def test_to_compile_a_script_comes_after_what_is_nearly_as_much(data: float, note: bool) -> None:
+    ones = [operator("mul", 0.01, 2, module=f"net.{n}", where=f"net.py:{n}") for n in range(600)]
+    facts = seen({"forward": 7.0, "data": data}, operators=ones, loaders=[loader(sample_ms=0.03)])
+    found = remedies(facts)
+    started = [one for one in found if "started one by one" in one.cause]
+    assert [one.note for one in started] == [note] and (found[0].cause.startswith("slow samples") is note)
+    assert [one.note for one in remedies(as_task(facts)) if "started one by one" in one.cause] == [False]
+
+
 def test_a_line_that_trains_may_have_too_small_a_batch_beside() -> None:
     small = [
         operator("mul", 0.02, 2, module=f"net.{n}", where="train.py:30", phase=phase)
@@ -205,14 +236,17 @@ def test_a_small_remedy_hides_no_larger_one_of_its_line(share: float, names: boo
     assert any("aten::sort takes much" in one.cause for one in found) is names
 
 
-def test_anomaly_detection_takes_nothing_of_an_update_that_builds_no_graph() -> None:
-    def gain(phase: str) -> float:
-        calls = [operator("add_", 1.0, 50, phase=phase)]
-        habit = Habit(what="hook", where="train.py:2", per_step=1.0)
-        found = remedies(seen({"update": 4.0, "loss": 4.0}, operators=calls, habits=[habit]))
+def test_anomaly_detection_takes_what_it_remembers_and_looks_for() -> None:
+    """What an update calls is its own, under whichever name."""
+
+    def gain(phase: str, remembering_ms: float) -> float:
+        calls = [operator("isnan", 1.0, 50, phase=phase)]
+        habit = Habit(what="hook", where="train.py:2", per_step=1.0, ms=remembering_ms)
+        found = remedies(seen({"update": 4.0, "backward": 4.0}, operators=calls, habits=[habit]))
         return next(one.gain for one in found if "anomaly" in one.cause)
 
-    assert (gain("loss"), gain("update")) == (pytest.approx(0.3), 0.0)
+    assert (gain("update", 0.0), gain("update", 2.0)) == (0.0, pytest.approx(0.2))
+    assert (gain("backward", 0.0), gain("backward", 2.0)) == (pytest.approx(0.1), pytest.approx(0.3))
 
 
 def test_looking_at_tensors_from_many_sides_is_no_loop() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from hotloop.diagnosing.step import Step
 from hotloop.profiles import LineTime, OperatorTime, Profile, Remedy
-from tests.unit.made_steps import first, line, loop, operator, remedies, seen
+from tests.unit.made_steps import STEP_MS, adam, first, line, loop, operator, remedies, seen
 
 
 def trained() -> list[LineTime]:
@@ -149,3 +150,31 @@ def test_a_function_that_is_called_in_two_phases_counts_in_both() -> None:
     lines = [line(phase, ms, "net.py:9", function="scaled") for phase, ms in (("forward", 0.8), ("loss", 0.1))]
     (found,) = within(remedies(seen({"forward": 0.8, "loss": 0.1}, lines=lines)))
     assert found.gain == pytest.approx(0.09)
+
+
+def test_of_short_lines_operators_tell_more_than_samples() -> None:
+    """Samples put nearly all of the batch into one of two lines; operators say that the other one takes as long."""
+    lines = [line("batch", 9.0, "train.py:21"), line("batch", 1.0, "train.py:22")]
+    work = [operator("index", 1.4, phase="batch", where=one.where) for one in lines]
+    profile = seen({"batch": 3.0}, operators=work, lines=lines)
+    own_ms = [one.own_ms for one in Step(profile, STEP_MS).lines("batch")]
+    assert own_ms == [pytest.approx(1.6), pytest.approx(1.4)]
+
+
+def test_a_copy_of_all_that_was_is_told_from_other_tensors_that_are_made() -> None:
+    def cause(name: str) -> str:
+        work = [operator(name, 2.0, phase="python", where="train.py:21", shapes=[])]
+        return first(seen({"python": 3.0}, operators=work, lines=[line("python", 3.0, "train.py:21")])).cause
+
+    assert "put together" in cause("cat") and "put together" not in cause("repeat")
+
+
+def test_a_line_that_reads_all_parameters_is_about_them() -> None:
+    shapes = [f"{10 * n}x10" for n in range(1, 21)]
+    work = [operator("mul", 0.1, phase="python", where="train.py:21", shapes=[one]) for one in shapes]
+    use = adam(0.1, "fused", tensors=20, numbers=sum(100 * n for n in range(1, 21)))
+    found = remedies(
+        seen({"python": 6.0}, operators=work, lines=[line("python", 6.0, "train.py:21")], optimizers=[use])
+    )
+    there = [one.cause for one in found if one.where == "train.py:21"]
+    assert there and all("over parameters" in cause for cause in there)

@@ -54,3 +54,18 @@ def test_what_a_compiled_models_call_takes_is_none_of_what_compiling_wins() -> N
         gains.append(found.gain)
     assert gains[1] == pytest.approx(300 * 3e-3 / STEP_MS)
     assert gains[0] == pytest.approx(gains[1] - 0.1 / STEP_MS)
+
+
+def test_of_a_script_a_kernel_stays_between_two_products() -> None:
+    """Each is started from Python still; one of torch's names for the same product calculates nothing."""
+    ones = [operator("mul", 0.9, 300, where="net.py:3")]
+    products = [
+        operator("mm", 0.9, 100, where="net.py:4", flops=1e6),
+        operator("linear", 0.01, 100, where="net.py:4", flops=None),
+    ]
+    gains = []
+    for operators in (ones, [*ones, *products]):
+        own = seen({"forward": 5.0}).model_copy(update={"operators": operators})
+        (found,) = repeats.starting(Step(own, STEP_MS))
+        gains.append(found.gain)
+    assert gains[0] - gains[1] == pytest.approx(100 * 3e-3 / STEP_MS)

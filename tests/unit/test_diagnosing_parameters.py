@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.profiles import OperatorTime, Remedy
+from hotloop.profiles import LineTime, OperatorTime, Remedy
 from tests.unit.made_steps import adam, operator, remedies, seen
 
 SMALL = {"16x16": 10, "16": 10}
@@ -88,3 +88,31 @@ def test_of_other_penalties_a_cpu_wins_the_python_alone(name: str, shapes: tuple
     others = [one.model_copy(update={"name": f"aten::{name}"}) for one in many if one.name == "aten::pow"]
     (found_,) = (one for one in found([*many, *others], SMALL) if "over parameters" in one.cause)
     assert 0.05 < found_.gain < 0.16 and "weight_decay=" not in found_.remedy
+
+
+def hooked(shapes: dict[str, int], **fields: Any) -> list[Remedy]:
+    line = LineTime(
+        where="net.py:4", function="Net.<lambda>", phase="backward", ms=3.0, own_ms=3.0, within="train.py:28"
+    )
+    optimizer = adam(0.1, "fused", tensors=20, numbers=numbers(SMALL))
+    ones = read(shapes, "backward", where="net.py:4", line_runs=20.0)
+    beside = LineTime(where="train.py:28", function="main", library="torch", phase="backward", ms=6.0, own_ms=3.0)
+    profile = seen(
+        {"backward": 6.0}, operators=ones, lines=[line.model_copy(update=fields), beside], optimizers=[optimizer]
+    )
+    return [one for one in remedies(profile) if one.where == "net.py:4"]
+
+
+def test_hooks_of_all_gradients_are_named_with_what_they_take() -> None:
+    (one,) = hooked(SMALL)
+    assert "a hook on each parameter's gradient: 20 tensors" in one.cause
+    assert 0.2 < one.gain <= 0.3
+
+
+@pytest.mark.parametrize("shapes", [{"16x16": 20}, {"64x16": 10, "16": 10}, {"16x16": 2, "16": 2}])
+def test_a_backward_of_ones_own_is_no_hook(shapes: dict[str, int]) -> None:
+    assert not any("hook" in one.cause for one in hooked(shapes))
+
+
+def test_what_no_backward_calls_is_no_hook() -> None:
+    assert not any("hook" in one.cause for one in hooked(SMALL, within=""))

@@ -19,9 +19,9 @@ def mm(*shapes: str, **fields: Any) -> OperatorTime:
     return at("mm", list(shapes), **fields)
 
 
-def said(words: str, ones: list[OperatorTime]) -> list[Remedy]:
+def said(words: str, ones: list[OperatorTime], **fields: Any) -> list[Remedy]:
     beside = product(1.0, where="net.py:3", module="other", used=True)
-    found = remedies(seen({"forward": 5.0, "backward": 5.0}, operators=[beside, *ones]))
+    found = remedies(seen({"forward": 5.0, "backward": 5.0}, operators=[beside, *ones], **fields))
     return [one for one in found if words in one.cause]
 
 
@@ -63,6 +63,31 @@ OTHERS = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_scatters_and_products_look_nothing_up(case: str) -> None:
     assert said("one-hot", OTHERS[case]) == []
+
+
+ROWS = [
+    at("index", ["500x500"], ms=1.0, where="net.py:8"),
+    mm("128x500", "500x32", ms=1.5),
+    mm("500x128", "128x32", ms=1.5, phase="backward"),
+]
+
+
+def test_rows_of_an_identity_are_one_hot() -> None:
+    (found,) = said("one-hot matrix of 128x500", ROWS, identities=["500x500"])
+    assert found.where == "net.py:9" and found.gain == pytest.approx(4 / 10 * 499 / 500, rel=1e-3)
+    assert said("one-hot", ROWS, identities=["400x400"]) == said("one-hot", ROWS) == []
+
+
+@pytest.mark.parametrize("operands", [("128x1", "500"), ("1x500", "128x1")])
+def test_indices_compared_with_a_row_are_one_hot(operands: tuple[str, str]) -> None:
+    cast = at("_to_copy", ["128x500"], ms=1.0, where="net.py:8")
+    (found,) = said("one-hot", [at("eq", list(operands)), cast, *ROWS[1:]])
+    assert found.gain == pytest.approx(4.5 / 10 * 499 / 500, rel=1e-3)
+
+
+@pytest.mark.parametrize("operands", [("128x1", "128"), ("128x1", "1x128"), ("128x500", "128x500"), ("128x1", "1")])
+def test_other_comparisons_are_not(operands: tuple[str, str]) -> None:
+    assert said("one-hot", [at("eq", list(operands)), mm("128x128", "128x32"), *ROWS[1:]]) == []
 
 
 WEIGHT = [

@@ -171,3 +171,12 @@ def test_an_update_by_hand_is_only_one_in_a_loop_if_it_goes_from_tensor_to_tenso
     said = [one for one in found if "by hand" in one.cause]
     assert sum(one.gain for one in said) == pytest.approx(gain, abs=0.02)
     assert [one.where for one in said] == ["sgd.py:3"] * bool(gain)
+
+
+@pytest.mark.parametrize(("made", "named"), [(1.0, True), (0.1, False)])
+def test_an_optimizer_that_is_made_in_each_step_makes_its_state_there(made: float, named: bool) -> None:
+    ones = [operator(name, 1.0, phase="update", where="train.py:13") for name in ("zero_", "mul_")]
+    found = remedies(seen({"update": 2.0}, operators=ones, optimizers=[adam(2.0, "fused", made=made)]))
+    (remade,) = [one for one in found if "made anew" in one.cause] or [None]
+    assert (remade is not None) is named
+    assert remade is None or (remade.gain, remade.where) == (pytest.approx(0.1), "train.py:13")

@@ -48,6 +48,13 @@ def test_everything_that_was_found_is_there() -> None:
         assert said in text
 
 
+def test_a_note_that_takes_long_is_no_small_one() -> None:
+    large = Remedy(cause="memory is given back", where="train.py:9", remedy="keep it", gain=0.41, note=True)
+    text = " ".join(shown(made().model_copy(update={"remedies": [large]})).split())
+    assert "Perhaps: memory is given back, at train.py:9 (41 % of the step): keep it." in text
+    assert "Costs little" not in text
+
+
 def test_the_bars_of_the_phases_come_one_after_the_other() -> None:
     marks = "█▉▊▋▌▍▎▏▐▕"
     rows = [line for line in shown(made()).splitlines() if set(line) & set(marks)]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 import typer
 from rich.console import Console
 
-from hotloop.errors import HotloopError
+from hotloop.errors import HotloopError, lost_workers_told
 from hotloop.interrupts import Terminated, sigterm_raises
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         as_json = bool(kwargs.get("as_json"))
         try:
             try:
-                with sigterm_raises():
+                with sigterm_raises(), lost_workers_told():
                     return command(*args, **kwargs)
             except HotloopError as error:
                 _report(type(error).__name__, str(error), as_json)

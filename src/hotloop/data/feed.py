@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +25,7 @@ from hotloop.data.order import Order
 from hotloop.data.roles import Roles
 from hotloop.data.source import Samples, Stream, Table
 from hotloop.data.tree import apply_to_inputs, batch_length, map_tensors, to_device
-from hotloop.errors import DataError, HotloopError, blame, calling
+from hotloop.errors import DataError, HotloopError, blame, calling, lost_worker
 from hotloop.rng import Streams, preserved, seed_for
 
 
@@ -239,24 +238,6 @@ def _guarded(loader: Any, before: Callable[[int], None]) -> Iterator[Any]:
 
 
 _SAMPLE = "in sample "
-
-
-def lost_worker(error: Exception) -> DataError | None:
-    """What to say if the error is that a worker died; torch raises that wherever the program happens to be."""
-    if not str(error).startswith("DataLoader worker") and not _torn_off(error):
-        return None
-    return DataError(
-        "a worker process that loads the data died",
-        expected="workers that live until training ends",
-        fix="see what happens with --workers 0; lack of memory is a common cause",
-    )
-
-
-def _torn_off(error: Exception) -> bool:
-    """Whether a batch broke off on its way from a worker: it died while its tensors were being fetched."""
-    frames = traceback.extract_tb(error.__traceback__)
-    broke = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
-    return broke and any(frame.name == "_try_get_data" for frame in frames)
 
 
 def of_data(error: Exception) -> HotloopError:

@@ -11,6 +11,7 @@ from itertools import chain
 
 from hotloop.diagnosing import (
     batches,
+    chains,
     cores,
     feeding,
     gradless,
@@ -46,11 +47,13 @@ SPECIFIC: tuple[Detector, ...] = (
     products.looked_up,
     products.multiplied_out,
     updating.one_by_one,
+    updating.remade,
     updating.beside,
     updating.zeroing,
     updating.dense_tables,
     lines.measuring,
     parameters.read_one_by_one,
+    parameters.in_hooks,
     repeats.loops,
     cores.crowded,
 )
@@ -58,6 +61,7 @@ GENERAL: tuple[Detector, ...] = (
     lines.aside,
     lines.inside,
     gradless.without_gradient,
+    chains.written_out,
     operators.unusual,
     operators.layouts,
     cores.idle,
@@ -65,8 +69,8 @@ GENERAL: tuple[Detector, ...] = (
 )
 """They only say where the time goes: what is no more than another says of the place is left out."""
 
-_FIRST = 0.02
-"""Share of the step that a line or an operator must win for memory that is given back to be a note beside it."""
+_NEARLY = 0.3
+"""Of what memory that is given back takes, or starting operations, something else must win as much to come before it."""
 
 OF_ARRAYS: tuple[Detector, ...] = (feeding.waiting,)
 """For a step written out in array operations, before the size of the batch: the others look at what torch's operations do, or advise its own ways."""
@@ -94,17 +98,43 @@ def diagnose(profile: Profile) -> Profile:
 def remedies(step: Step) -> list[Remedy]:
     """What would help, most winning first; without a plan, as scripts are, none has axes of it."""
     arrays = step.profile.engine == "arrays"
-    detected = list(chain.from_iterable(detect(step) for detect in (OF_ARRAYS if arrays else SPECIFIC)))
-    specific = _worth(detected)
+    specific = _worth(chain.from_iterable(detect(step) for detect in (OF_ARRAYS if arrays else SPECIFIC)))
     named = repeats.in_loops(step).union(one.where for one in specific if not one.note)
     told = replace(step, named=named)
-    specific += _worth(batches.too_small(told))
-    found = _worth(chain.from_iterable(detect(told) for detect in (() if arrays else GENERAL)))
-    general = _beside(step, found, specific)
-    first = any(one.gain >= _FIRST for one in specific + detected)  # to mend that may change what is allocated
-    general += [one.model_copy(update={"note": first}) for one in _worth(paging.given_back(step))]
-    found = sorted([*specific, *general, *_worth(sharing.shared(step))], key=lambda remedy: (remedy.note, -remedy.gain))
-    return found if step.profile.plan else [remedy.model_copy(update={"axes": {}}) for remedy in found]
+    general = _worth(chain.from_iterable(detect(told) for detect in (() if arrays else GENERAL)))
+    found = _together(step, specific, general)
+    paged = [_after(one, specific, found) for one in _worth(paging.given_back(step))]
+    small = _worth(batches.too_small(told))
+    if small and not (batches.may_stay(step) and any(_to_mend(one) for one in found)):
+        found = _together(step, [*specific, *small], general)
+    if not step.profile.plan:
+        found = [_of_a_script(one, specific) for one in found]
+        paged = [one.model_copy(update={"axes": {}}) for one in paged]
+    return sorted([*found, *paged], key=lambda remedy: (remedy.note, -remedy.gain))
+
+
+def _together(step: Step, specific: Sequence[Remedy], general: Sequence[Remedy]) -> list[Remedy]:
+    return [*specific, *_beside(step, general, specific), *_worth(sharing.shared(step))]
+
+
+def _to_mend(one: Remedy) -> bool:
+    """Whether that is something of its own, and not so of any step of small operations."""
+    return not one.note and one.cause != repeats.STARTED
+
+
+def _of_a_script(one: Remedy, specific: Sequence[Remedy]) -> Remedy:
+    """Without axes; to compile a model, which any step of small operations may win by, is a note beside what is nearly as much."""
+    nearly = any(not other.note and other.gain >= _NEARLY * one.gain for other in specific)
+    return one.model_copy(update={"axes": {}, "note": one.note or (one.cause == repeats.STARTED and nearly)})
+
+
+def _after(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Remedy]) -> Remedy:
+    """Memory given back is a note beside what is to be mended, which may change what is allocated.
+
+    What only says where the time goes may do so since the memory is given back.
+    """
+    beside = any(_to_mend(one) and (one in specific or one.gain >= _NEARLY * paged.gain) for one in found)
+    return paged.model_copy(update={"note": beside})
 
 
 def _beside(step: Step, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:

@@ -15,7 +15,7 @@ _LEAST = 0.2
 _AMORTISED = 32
 """Samples whose work takes longer than all that calling costs are enough: a larger batch wins less with each."""
 
-_LARGER = 8
+_LARGER = 2
 """Times as many samples are proposed, and at least `_AMORTISED`."""
 
 
@@ -51,6 +51,11 @@ def too_small(step: Step) -> Iterator[Remedy]:
         evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on what comes with each batch, "
         "which hardly takes longer for more of them",
     )
+
+
+def may_stay(step: Step) -> bool:
+    """Whether there are so many samples that anything else should be mended first, which leaves the training what it is."""
+    return (step.profile.samples_per_step or 0.0) >= _AMORTISED
 
 
 def _most(step: Step, samples: float) -> float:

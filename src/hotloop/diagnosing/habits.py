@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hotloop.diagnosing.step import COMPUTING, COUNTS, OFTEN, PLAIN, Step, grouped, heaviest, percent
+from hotloop.diagnosing.step import COUNTS, OFTEN, PLAIN, Step, grouped, heaviest, percent
 from hotloop.profiles import Habit, Remedy
 
 _SAID = {
@@ -19,6 +19,10 @@ _SAID = {
     "retained graph": (
         "an unneeded retain_graph: the graph is kept for a backward that never comes",
         "leave out retain_graph=True",
+    ),
+    "created graph": (
+        "an unneeded create_graph: the backward builds a graph of itself that nobody goes through",
+        "leave out create_graph=True",
     ),
     "wasted forward": (
         "double evaluation: a forward whose result no backward uses",
@@ -40,6 +44,10 @@ _SAID = {
     "repeated forward": (
         "a repeated forward: the network is asked twice about the same inputs, and gives the same",
         "keep the outputs of the first: out = net(x), and use them in all terms of the loss",
+    ),
+    "recomputed forward": (
+        "forwards are computed again within the backward, as checkpointing of activations asks for",
+        "leave out torch.utils.checkpoint where memory allows, or checkpoint fewer and larger parts",
     ),
     "shared graph": (
         "two backwards go through one graph: what their losses share is gone through by each",
@@ -73,6 +81,9 @@ _MAY_BE_MEANT = ("input gradients",)
 _IF_IT_COUNTS = ("garbage collection",)
 """What any loop has a little of."""
 
+_CHECKING = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::is_nonzero", "aten::item"})
+"""By what anomaly detection looks for NaN, with an operator or two less in a newer torch."""
+
 
 def habitual(step: Step) -> Iterator[Remedy]:
     """What was seen to happen at each step, or nearly."""
@@ -85,7 +96,7 @@ def habitual(step: Step) -> Iterator[Remedy]:
             continue
         yield Remedy(
             cause=cause,
-            where=habit.where,
+            where=(habit.what == "recomputed forward" and _again(step)) or habit.where,
             remedy=remedy,
             gain=gain,
             evidence=_evidence(step, habit),
@@ -93,13 +104,20 @@ def habitual(step: Step) -> Iterator[Remedy]:
         )
 
 
+def _again(step: Step) -> str:
+    """The line of the forwards that run again: most of what a backward does as a forward did, as far as operators tell."""
+    forward = {(one.module, one.name, *one.shapes) for one in step.operators(lambda one: one.phase == "forward")}
+    backward = step.operators(lambda one: one.phase == "backward" and one.module not in PLAIN)
+    return heaviest([one for one in backward if (one.module, one.name, *one.shapes) in forward and one.where], step)
+
+
 def _won(step: Step, habit: Habit) -> float:
     """Milliseconds of a step that go with the habit, at most."""
     if habit.what in ("autograd in evaluation", "unused graph"):  # the forward stays; its graph costs memory first
         return 0.0
-    if habit.what == "hook":  # at each operation of a graph, beside what it does
-        ones = step.operators(lambda one: one.phase in COMPUTING and one.phase != "update")
-        return sum(one.calls * step.between_ms(one.phase) for one in ones)
+    if habit.what == "hook":  # it remembers who made each node, and looks at what each gives
+        checks = step.operators(lambda one: one.phase == "backward" and one.name in _CHECKING)
+        return (habit.ms or 0.0) + sum(step.cost(one) for one in checks)
     if habit.what == "profiler":
         each_ms = (habit.call_us or 0.0) / 1e3 - step.launch_ms
         return max(0.0, (habit.calls or 0.0) * each_ms)

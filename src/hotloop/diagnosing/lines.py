@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from hotloop.diagnosing.parameters import over_parameters
+from hotloop.diagnosing.parameters import IN_LISTS, over_parameters, reading
 from hotloop.diagnosing.parts import part_of, parts
 from hotloop.diagnosing.rounds import rounds_of
 from hotloop.diagnosing.spread import Spread, spread
@@ -21,6 +21,8 @@ _COMPARING = frozenset({"aten::eq", "aten::ne"})
 _CHOOSING = frozenset({"aten::argmax", "aten::topk", "aten::max"})
 _COUNTING = frozenset({"aten::sum", "aten::mean"})
 """What the share of right answers is made of, on one line or on several."""
+
+_JOINING = frozenset({"aten::cat", "aten::stack", "aten::hstack", "aten::vstack"})
 
 _TALLYING = frozenset({"aten::bincount", "aten::histc"})
 """What a confusion matrix is made by."""
@@ -190,12 +192,20 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
         )
     if parameters := _over_parameters(step, hottest):
         return parameters
+    if any(hottest.where in loop for loop in reading(step)):
+        return "a Python loop over parameters, outside of the optimizer: they are read one by one", IN_LISTS
     if library in ("", "torch") and _is_metric(step, ones):
         return (
             f"metrics at each step: {_called(hottest)}",
             _SELDOM,
         )
     if library in ("", "torch") and _worked(step, ones) > 0.5 * sum(line.own_ms for line in ones):
+        if _joined(step, ones) > 0.5 * _worked(step, ones):
+            return (
+                "tensors are put together in the loop, by a copy of all that they hold (torch.cat, torch.stack)",
+                "what grows: collect it in a list and put it together once, or write into a tensor made before the loop; what "
+                "doesn't change: once, before the loop",
+            )
         return (
             "tensors made or turned over in the loop, outside of the network",
             "make what doesn't change once, before the loop; keep tensors as tensors (no lists, no .tolist())",
@@ -216,6 +226,14 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
 def _worked(step: Step, ones: Sequence[LineTime]) -> float:
     """Milliseconds of the operators that lines call."""
     return sum(step.worked_at(*place) for place in {(line.where, line.phase) for line in ones})
+
+
+def _joined(step: Step, ones: Sequence[LineTime]) -> float:
+    """Milliseconds of that in which tensors are put together."""
+    places = {(line.where, line.phase) for line in ones}
+    return sum(
+        step.cost(one) for one in step.operators(lambda one: one.name in _JOINING) if (one.where, one.phase) in places
+    )
 
 
 def _waiting(step: Step, line: LineTime) -> tuple[str, str] | None:

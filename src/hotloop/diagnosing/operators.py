@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hotloop.diagnosing.chains import written
 from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest, least_of, percent
 from hotloop.profiles import Remedy
 
@@ -101,8 +102,14 @@ def unsupported(step: Step) -> Iterator[Remedy]:
 
 def unusual(step: Step) -> Iterator[Remedy]:
     """Large operators that networks aren't made of, and that take much longer than what they read and write."""
+    told = {id(one) for one in written(step)}
     ones = step.operators(
-        lambda one: one.phase in COMPUTING and one.bytes != 0 and not any(part in one.name for part in _USUAL)
+        lambda one: (
+            one.phase in COMPUTING
+            and one.bytes != 0
+            and id(one) not in told
+            and not any(part in one.name for part in _USUAL)
+        )
     )  # what moves no bytes only looks at them, and was held up
     for (where, name), same in grouped(ones, lambda one: (one.where or one.module, one.name)).items():
         least = sum(least_of(one, step.profile) for one in same)

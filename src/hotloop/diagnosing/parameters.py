@@ -21,7 +21,7 @@ _BETWEEN = ("loss", "python", "batch")
 _SQUARING = frozenset({"aten::pow", "aten::square", "aten::sum"})
 """What a sum of squares is made of, beside products of tensors with themselves."""
 
-_LISTS = "torch._foreach_ operations over the list of parameters; what only measures: every hundred steps"
+IN_LISTS = "torch._foreach_ operations over the list of parameters; what only measures: every hundred steps"
 
 
 def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:
@@ -62,6 +62,36 @@ def read_one_by_one(step: Step) -> Iterator[Remedy]:
         )
 
 
+def in_hooks(step: Step) -> Iterator[Remedy]:
+    """Hooks that are called with each parameter's gradient while the backward is under way."""
+    lines = grouped(step.lines("backward"), lambda line: line.where)
+    for where, tensors in hooked(step).items():
+        ones, own = step.spots[where], sum(line.own_ms for line in lines[where])
+        worked = sum(step.cost(one) for one in ones)
+        won = max(0.0, own - worked) + sum(map(step.reclaimable, ones))
+        yield Remedy(
+            cause=f"a hook on each parameter's gradient: {tensors:.0f} tensors are worked on one by one within the backward",
+            where=where,
+            remedy="once after the backward, over the list of gradients: torch.nn.utils.clip_grad_value_, clip_grad_norm_, or "
+            "torch._foreach_ operations; what only measures: every hundred steps",
+            gain=step.share(won),
+            evidence=f"{lines[where][0].function} takes {max(worked, own):.2f} ms of each step of {step.ms:.2f} ms, and goes over "
+            "as many numbers as the optimizer updates",
+        )
+
+
+def hooked(step: Step) -> dict[str, float]:
+    """Lines of hooks, which run within the backward alone, and how many tensors each goes over."""
+    inside = {line.where for line in step.lines("backward") if line.within and line.library != "torch"}
+    alone = {where: step.spots[where] for where in inside.intersection(step.spots)}
+    found = {
+        where: _gone_over(step, [one for one in ones if not is_view(one)])
+        for where, ones in alone.items()
+        if all(one.phase == "backward" for one in ones)
+    }
+    return {where: tensors for where, tensors in found.items() if tensors}
+
+
 def _are_squares(ones: Sequence[OperatorTime]) -> bool:
     """Whether all that is done with tensors on the way to the backward is to add up their squares."""
     working = [one for one in ones if one.phase in _BETWEEN and not is_view(one) and _numbers(one) > 1]
@@ -78,14 +108,14 @@ def _given_anyway(step: Step, lines: Sequence[str]) -> tuple[str, float]:
     won = sum(max(sum(step.cost(one) for one in step.spots[where]), step.aside.get(where, 0.0)) for where in lines)
     return (
         "for a penalty on weights weight_decay= of the optimizer; for a norm of gradients what "
-        f"torch.nn.utils.clip_grad_norm_ returns, or torch.nn.utils.get_total_norm; else {_LISTS}",
+        f"torch.nn.utils.clip_grad_norm_ returns, or torch.nn.utils.get_total_norm; else {IN_LISTS}",
         won,
     )
 
 
 def _in_lists(step: Step, lines: Sequence[str]) -> tuple[str, float]:
     """What to do, and milliseconds that it wins: the work itself stays."""
-    return _LISTS, sum(_between_ms(step, where) for where in lines)
+    return IN_LISTS, sum(_between_ms(step, where) for where in lines)
 
 
 def _between_ms(step: Step, where: str) -> float:
@@ -126,12 +156,19 @@ def _tensors(step: Step, ones: Sequence[OperatorTime]) -> float:
     runs = max((one.line_runs for one in ones if one.line_runs is not None), default=None)
     if any(one.phase not in (*_BETWEEN, "backward", "synchronisation") for one in ones) or len(_changed(ones)) > 1:
         return 0.0
-    between = [one for one in ones if one.phase in _BETWEEN and not is_view(one)]
-    for same in grouped(between, lambda one: one.name).values():
+    return _gone_over(step, [one for one in ones if one.phase in _BETWEEN and not is_view(one)], runs)
+
+
+def _gone_over(step: Step, ones: Sequence[OperatorTime], runs: float | None = None) -> float:
+    """How many tensors of several shapes one of these goes over, if they hold what an optimizer updates; else 0.
+
+    A line that ran less often has a library do it, such as a gradient clipping.
+    """
+    for same in grouped(ones, lambda one: one.name).values():
         calls = sum(one.calls for one in same)
-        ran = runs is None or runs >= calls  # else a library's own loop, such as that of a gradient clipping
         several = len({one.shapes[0] for one in same if one.shapes}) > 1
-        if ran and several and _are_all(step, sum(one.calls * _numbers(one) for one in same)):
+        all_of_them = _are_all(step, sum(one.calls * _numbers(one) for one in same))
+        if (runs is None or runs >= calls) and several and all_of_them:
             return calls
     return 0.0
 

@@ -7,7 +7,7 @@ from math import prod
 
 from hotloop.diagnosing.parts import function_of
 from hotloop.diagnosing.step import Step, grouped, heaviest, is_product
-from hotloop.profiles import OperatorTime, Phase, Remedy
+from hotloop.profiles import TAKE_ROWS, OperatorTime, Phase, Remedy
 
 _CALCULATING: tuple[Phase, ...] = ("forward", "loss", "batch")
 _LINEAR = frozenset(f"aten::{name}" for name in ("add", "add_", "sub", "mul", "mul_", "div", "neg", "t", "transpose"))
@@ -21,15 +21,15 @@ Size = tuple[int, ...]
 
 def looked_up(step: Step) -> Iterator[Remedy]:
     """One-hot matrices that are multiplied: all but one number in a row are zero."""
-    for shape, making in grouped(_one_hots(step), lambda one: one.shapes[0]).items():
-        size = _size(shape)
+    for size, making in _one_hots(step):
         with_it = _multiplied(step, size)
         if not with_it:
             continue
-        ones = _once([*making, *_beside(step, making), *with_it])
+        ones = _once([*making, *_beside(step, making, size), *with_it])
         spent = sum(step.cost(one) for one in ones)
         yield Remedy(
-            cause=f"rows are looked up by a product with a one-hot matrix of {shape}, of which all but 1 in {size[-1]} are zero",
+            cause=f"rows are looked up by a product with a one-hot matrix of {_spelled(size)}, of which all but 1 in "
+            f"{size[-1]} are zero",
             where=heaviest([one for one in ones if one.phase != "backward"], step),
             remedy="index the rows: torch.nn.functional.embedding(indices, table), or table[indices]; "
             "for sums by group index_add",
@@ -61,17 +61,52 @@ def _gives(one: OperatorTime, size: Size) -> bool:
     return len(factors) == 2 and _is_flat((*factors[0][:-1], factors[1][-1]), size)
 
 
-def _one_hots(step: Step) -> list[OperatorTime]:
-    """What writes the ones into the zeros, a single one in each row."""
-    found = step.operators(lambda one: one.name.startswith("aten::scatter") and one.phase in _CALCULATING)
-    sizes = [(one, _size(one.shapes[0]), _size(one.shapes[1])) for one in found if len(one.shapes) > 1]
-    return [one for one, whole, index in sizes if len(whole) > 1 and index == (*whole[:-1], 1)]
+def _one_hots(step: Step) -> list[tuple[Size, list[OperatorTime]]]:
+    """The sizes of one-hot matrices, and what makes each."""
+    found: dict[Size, list[OperatorTime]] = {}
+    for one in step.operators(lambda one: one.phase in _CALCULATING):
+        for size in {*_scattered(one), *_compared(one), *_rows_of_identity(step, one)}:
+            found.setdefault(size, []).append(one)
+    return list(found.items())
 
 
-def _beside(step: Step, making: Sequence[OperatorTime]) -> list[OperatorTime]:
+def _scattered(one: OperatorTime) -> Iterator[Size]:
+    """What ones are written into, a single one in each row."""
+    sizes = [_size(shape) for shape in one.shapes[:2]]
+    if one.name.startswith("aten::scatter") and len(sizes) > 1:
+        whole, index = sizes
+        if len(whole) > 1 and index == (*whole[:-1], 1):
+            yield whole
+
+
+def _compared(one: OperatorTime) -> Iterator[Size]:
+    """What tells of each index which of a row of numbers it is; two columns of the same may be any pairs."""
+    sizes = [_size(shape) for shape in one.shapes[:2]]
+    if one.name != "aten::eq" or len(sizes) < 2:
+        return
+    for index, row in (sizes, sizes[::-1]):
+        if index[-1:] == (1,) and row[-1:] == (prod(row),) and prod(index) > 1 < prod(row) != prod(index):
+            yield (*index[:-1], prod(row))
+
+
+def _rows_of_identity(step: Step, one: OperatorTime) -> Iterator[Size]:
+    """What is multiplied of the rows that are taken out of an identity matrix; their number isn't known."""
+    if one.name not in TAKE_ROWS or one.shapes[:1] not in [[shape] for shape in step.profile.identities]:
+        return
+    whole, function = _size(one.shapes[0]), function_of(one)
+    for product in step.operators(lambda each: is_product(each) and each.phase in _CALCULATING):
+        if function_of(product) == function:
+            yield from (size for size in _sizes(product) if size[-1] == whole[-1] and size != whole)
+
+
+def _beside(step: Step, making: Sequence[OperatorTime], size: Size) -> list[OperatorTime]:
     """What the same functions do with the whole matrix, such as making it zero, and casting it."""
-    functions, shape = {function_of(one) for one in making}, making[0].shapes[0]
-    return step.operators(lambda one: shape in one.shapes and function_of(one) in functions)
+    functions = {function_of(one) for one in making}
+    return step.operators(lambda one: _spelled(size) in one.shapes and function_of(one) in functions)
+
+
+def _spelled(size: Size) -> str:
+    return "x".join(map(str, size))
 
 
 def _is_flat(size: Size, whole: Size) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotloop.diagnosing.parameters import over_parameters, reading
+from hotloop.diagnosing.parameters import hooked, over_parameters, reading
 from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
 from hotloop.diagnosing.step import COMPUTING, COUNTS, IN_PYTHON, Step, heaviest, is_product
 from hotloop.profiles import OperatorTime, Phase, Remedy
@@ -15,6 +15,9 @@ _COMPILED: tuple[Phase, ...] = ("forward", "backward")
 
 _JOINED = ("cpp_fused", "triton_")
 """How the names of kernels begin that torch's compiler makes."""
+
+STARTED = "operations are started one by one from Python"
+"""Said of any step of many small operations."""
 
 _CALLED_MS = 0.1
 """What calling a compiled model takes by itself, forward and backward: a linear layer and ReLU took 0.146 ms, and 0.047 eagerly."""
@@ -56,7 +59,7 @@ class Loop:
 
 def repeated(step: Step) -> list[Loop]:
     """All lines that a Python loop goes over; those of one function that run as often are one loop's."""
-    elsewhere = {use.where for use in step.profile.loaders}.union(*reading(step))
+    elsewhere = {use.where for use in step.profile.loaders}.union(hooked(step), *reading(step))
     found: dict[tuple[Any, ...], dict[str, list[OperatorTime]]] = {}
     for where, there in step.spots.items():
         ones = [one for one in there if one.phase != "data"]  # samples that a loader makes one by one are said of it
@@ -140,15 +143,18 @@ def starting(step: Step) -> Iterator[Remedy]:
     """
     if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_JOINED)):
         return
-    ones = step.operators(lambda one: one.phase in COMPUTING)
-    spared = ones if step.profile.plan else [one for one in ones if one.phase in _COMPILED and not is_product(one)]
+    hooks = hooked(step)  # they are no part of what is compiled
+    ones = step.operators(lambda one: one.phase in COMPUTING and one.where not in hooks)
+    compiled = [one for one in ones if one.phase in _COMPILED]
+    spared = ones if step.profile.plan else [one for one in compiled if not is_product(one)]
     calls = sum(one.calls for one in spared)
     won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in spared)
-    won -= 0.0 if step.profile.plan else _CALLED_MS
+    if not step.profile.plan:  # what stands between two products is one kernel at best, which Python starts as well
+        won -= _CALLED_MS + step.launch_ms * sum(one.calls for one in compiled if is_product(one) and one.flops)
     if not calls:
         return
     yield Remedy(
-        cause="operations are started one by one from Python",
+        cause=STARTED,
         where=heaviest(ones, step) or step.profile.step_where,
         remedy="compile the step" if step.profile.plan else "compile the model: torch.compile(model)",
         gain=step.share(won),

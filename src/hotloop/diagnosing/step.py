@@ -133,8 +133,23 @@ class Step:
             lines = [line for line in self.profile.lines if line.phase == phase]
             sampled = self._sampled(phase)
             scale = (self.phase(phase) + self._waited(phase)) / sampled if sampled else 0.0
-            found += [line.model_copy(update={"ms": scale * line.ms, "own_ms": scale * line.own_ms}) for line in lines]
+            lines = [line.model_copy(update={"ms": scale * line.ms, "own_ms": scale * line.own_ms}) for line in lines]
+            found += self._beside_work(lines, phase) if phase in ASIDE else lines
         return found
+
+    def _beside_work(self, lines: list[LineTime], phase: Phase) -> list[LineTime]:
+        """What operators take is known better than from samples, which divide the rest alone: of short steps they are few."""
+        at = {
+            where: sum(line.own_ms for line in ones) for where, ones in grouped(lines, lambda line: line.where).items()
+        }
+        work = [self.worked_at(line.where, phase) * line.own_ms / (at[line.where] or 1.0) for line in lines]
+        more = [max(0.0, line.own_ms - own) for line, own in zip(lines, work, strict=True)]
+        everything = sum(self.cost(one) for one in self._by_phase.get(phase, []))
+        rest = max(0.0, sum(at.values()) - everything) / (sum(more) or 1.0)
+        return [
+            line.model_copy(update={"own_ms": own + rest * extra})
+            for line, own, extra in zip(lines, work, more, strict=True)
+        ]
 
     @cached_property
     def aside(self) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from hotloop.diagnosing.step import BY_HAND, Step, grouped, percent
+from hotloop.diagnosing.step import BY_HAND, COUNTS, OFTEN, Step, grouped, percent
 from hotloop.profiles import OperatorTime, OptimizerUse, Remedy
 
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
@@ -32,6 +32,11 @@ _AT_ONCE = ("aten::_foreach", "aten::_fused")
 _WITHOUT_A_LOOP = ("LBFGS", "Muon", "SparseAdam")
 """Those of torch's that have no other implementation."""
 
+_MAKING = frozenset(
+    {"aten::empty_like", "aten::zeros_like", "aten::empty", "aten::zeros", "aten::zero_", "aten::fill_"}
+)
+"""By what an optimizer makes its state."""
+
 _A_LOOP = 8
 """So many tensors at least make a loop over them."""
 
@@ -45,6 +50,26 @@ def one_by_one(step: Step) -> Iterator[Remedy]:
             yield from _in_groups(step, use)
         else:
             yield from _unknown(step, use)
+
+
+def remade(step: Step) -> Iterator[Remedy]:
+    """Optimizers that another one takes the place of in each step: their state is made anew, and tells of no step before."""
+    for use in joined(step.profile.optimizers):
+        if use.made < OFTEN:
+            continue
+        making = [one for one in step.spots.get(use.where, []) if one.phase == "update" and one.name in _MAKING]
+        paged = step.profile.paging.system_ms if step.profile.paging else 0.0
+        won = min(step.phase("update"), sum(map(step.cost, making)) + paged)
+        gain = step.share(won)
+        yield Remedy(
+            cause=f"an optimizer is made anew at each step: {use.kind} begins without what it knew",
+            where=use.where,
+            remedy="make it once, before the loop; for another learning rate set group['lr'] of its param_groups, or take a "
+            "scheduler of torch.optim.lr_scheduler",
+            gain=gain,
+            evidence=f"making its state takes up to {won:.2f} ms of each step of {step.ms:.2f} ms",
+            note=gain < COUNTS,
+        )
 
 
 def joined(uses: Sequence[OptimizerUse]) -> list[OptimizerUse]:

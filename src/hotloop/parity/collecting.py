@@ -14,7 +14,7 @@ from hotloop.lowering import Program
 from hotloop.parity.accounts import Account, Errors, Evidence
 from hotloop.parity.path import Stop, of_the_baseline, stops
 from hotloop.parity.seen import UNIT, Key, Seen, errors, missing, one_step, scales
-from hotloop.parity.witnesses import Truth, Witness, in_another_order
+from hotloop.parity.witnesses import FARTHER, Truth, Witness, in_another_order, nudged, of_rounding
 from hotloop.state import State, differences
 
 _SUSPICIOUS = 8.0
@@ -152,18 +152,30 @@ class Collector:
         )
         if account.looks < _LOOKS and _ratio(found, self.evidence.rounding[-1]) > _SUSPICIOUS:
             account.looks += 1
-            self._look_closer(stop, true, sizes)
+            self._look_closer(stop, true, sizes, found)
 
-    def _look_closer(self, stop: Stop, true: Seen, sizes: Errors) -> None:
-        """Finds out better what rounding does at this state, once for all candidates."""
+    def _look_closer(self, stop: Stop, true: Seen, sizes: Errors, found: Errors) -> None:
+        """Finds out better what rounding does at this state, once for all candidates.
+
+        A plan may round more than a nudge does, and so switch a ReLU that no nudge of this size has switched by chance.
+        """
         others = [one for one in (self.peers or self.witnesses)[1:] if one.active]
         if not others or self._looked == len(self.evidence.rounding):
             return
         self._looked, rounding = len(self.evidence.rounding), self.evidence.rounding[-1]
         nudging = others[0]
-        for again in range(_NUDGES):
-            step = nudging.step(stop.state, stop.batch, 1000 * stop.state.position.step + again)
+        first = 1000 * stop.state.position.step
+        for number in range(first, first + _NUDGES):
+            step = nudging.step(stop.state, stop.batch, number)
             rounding |= worst([rounding, errors(step[0], true, sizes)])
+        if _ratio(found, rounding) <= _SUSPICIOUS:
+            return
+        near = dict(rounding)
+        for number in range(first + _NUDGES, first + 2 * _NUDGES):
+            farther = nudged(stop.state, number, FARTHER * nudging.unit)
+            off = errors(one_step(nudging.program, farther, stop.batch)[0], true, sizes)
+            may = {key: of_rounding(error, max(near.get(key, 0.0), UNIT)) for key, error in off.items()}
+            rounding |= worst([rounding, may])
 
     def _unrepeatable(self, stop: Stop) -> str | None:
         """Why the baseline itself isn't the same when it is run twice, if it isn't."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from hotloop.errors import blame, out_of_memory
 from hotloop.lowering import Program
 from hotloop.parity.path import before_the_end, of_the_baseline
 from hotloop.parity.seen import UNIT, is_real, norm_apart, wide
-from hotloop.parity.witnesses import Witness
+from hotloop.parity.witnesses import FARTHER, Witness, nudged, of_rounding
 from hotloop.state import State, differences, leaves
 
 STEPS = 10
@@ -22,6 +23,9 @@ _BEFORE = 5
 
 NUDGES = 4
 """Free runs of the baseline a rounding off."""
+
+_SUSPICIOUS, _MORE = 8.0, 8
+"""Times what rounding came to: from here on so many free runs farther off tell whether it could lead there too."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class _Known:
     Attributes:
         expected: the baseline's end.
         rounding: by kind, the largest distance from there of a baseline that differs harmlessly.
+        near: those of each that was nudged.
         ways: by kind, how far the baseline went.
         loose: paths of the State at which a harmless difference leads to another value.
     """
@@ -95,6 +100,7 @@ class _Known:
     rounding: dict[str, float]
     ways: dict[str, float]
     loose: frozenset[str]
+    near: tuple[dict[str, float], ...] = ()
 
 
 def run_freely(
@@ -115,9 +121,16 @@ def run_freely(
         expected = _ended(plain, start, steps)
     ways = _apart(expected.state, start, from_zero=True)
     known = _Known(expected, _rounded(expected.state, steps), ways, frozenset())
-    for end in _drifting(start, peers or witnesses, steps, nudges):
-        known = _beside(known, end.state)
-    return [_tried(program, start, known, steps) for program in candidates]
+    for witness, end in _drifting(start, peers or witnesses, steps, nudges):
+        known = _beside(known, end.state, witness)
+    looked, found = False, []
+    for program in candidates:
+        ended = _tried(program, start, steps)
+        found.append(_compared(ended, known, steps))
+        if not looked and found[-1].beyond(_SUSPICIOUS):
+            known, looked = _farther(known, start, peers or witnesses, steps), True
+            found[-1] = _compared(ended, known, steps)
+    return found
 
 
 def steps_of(candidates: Sequence[Program]) -> int:
@@ -135,21 +148,49 @@ def _at_once(program: Program) -> int:
     return graphs if isinstance(graphs, int) else 1
 
 
-def _beside(known: _Known, drifted: State) -> _Known:
+def _beside(known: _Known, drifted: State, witness: Witness) -> _Known:
     """With one more baseline that differs harmlessly."""
     found = _apart(drifted, known.expected.state)
-    rounding = known.rounding | {what: max(known.rounding.get(what, 0.0), size) for what, size in found.items()}
-    return replace(known, rounding=rounding, loose=known.loose | set(differences(drifted, known.expected.state)))
+    return replace(
+        known,
+        rounding=_largest(known.rounding, found),
+        loose=known.loose | set(differences(drifted, known.expected.state)),
+        near=(*known.near, found) if witness.unit else known.near,
+    )
 
 
-def _tried(program: Program, start: State, known: _Known, steps: int) -> Freely:
+def _farther(known: _Known, start: State, witnesses: Sequence[Witness], steps: int) -> _Known:
+    """With baselines that are nudged farther: what those that were nudged less have not switched by chance, they may."""
+    nudging = next((one for one in witnesses if one.unit), None)
+    if nudging is None or not known.near:
+        return known
+    least = _rounded(known.expected.state, steps)
+    for number in range(_MORE):
+        state = nudged(start, number + len(known.near), FARTHER * nudging.unit)
+        found = _apart(_ended(nudging.program, state, steps).state, known.expected.state)
+        near = {what: statistics.median_low([one.get(what, 0.0) for one in known.near]) for what in found}
+        may = {what: of_rounding(size, max(near[what], least.get(what, 0.0))) for what, size in found.items()}
+        known = replace(known, rounding=_largest(known.rounding, may))
+    return known
+
+
+def _largest(known: dict[str, float], found: dict[str, float]) -> dict[str, float]:
+    return known | {what: max(known.get(what, 0.0), size) for what, size in found.items()}
+
+
+def _tried(program: Program, start: State, steps: int) -> _End | str:
+    """Where it ends, or why it doesn't."""
     try:
-        ended = _ended(program, start, steps)
+        return _ended(program, start, steps)
     except Exception as error:
         if out_of_memory(error):
             raise
-        other = f"its free run raised {blame(error)}, which the baseline's doesn't"
-        return Freely(steps, (), bitwise=False, other=other)
+        return f"its free run raised {blame(error)}, which the baseline's doesn't"
+
+
+def _compared(ended: _End | str, known: _Known, steps: int) -> Freely:
+    if isinstance(ended, str):
+        return Freely(steps, (), bitwise=False, other=ended)
     expected = known.expected.state
     paths = differences(ended.state, expected)
     tight = [path for path in paths if path not in known.loose]
@@ -162,14 +203,14 @@ def _tried(program: Program, start: State, known: _Known, steps: int) -> Freely:
     )
 
 
-def _drifting(start: State, witnesses: Sequence[Witness], steps: int, nudges: int) -> Iterator[_End]:
+def _drifting(start: State, witnesses: Sequence[Witness], steps: int, nudges: int) -> Iterator[tuple[Witness, _End]]:
     """Where harmless differences lead to; those of the batch alone lead nowhere else, since each run has its own feed."""
     for witness in witnesses:
         if not witness.in_order:
             continue
-        for number in range(nudges if witness.name == "nudged" else 1):
+        for number in range(nudges if witness.unit else 1):
             with witness.around():
-                yield _ended(witness.program, witness.state(start, number), steps)
+                yield witness, _ended(witness.program, witness.state(start, number), steps)
 
 
 def _ended(program: Program, start: State, steps: int) -> _End:

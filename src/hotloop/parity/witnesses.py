@@ -34,6 +34,7 @@ class Witness:
     Attributes:
         around: a context that it runs in.
         state, batch: what it makes of those that it is given, with a number that differs from step to step.
+        unit: by how much it changes parameters, relative to their size; 0 if it doesn't.
         in_order: whether it leaves the samples of a batch in their order.
         active: False once it failed or wasn't harmless; nothing is asked of it from then on.
         account: what was seen of it.
@@ -44,6 +45,7 @@ class Witness:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     state: Callable[[State, int], State] = lambda state, number: state
     batch: Callable[[Any, int], Any] = lambda batch, number: batch
+    unit: float = 0.0
     in_order: bool = True
     active: bool = True
     account: Account = field(init=False)
@@ -102,7 +104,7 @@ def _plain(task: Task, plan: Plan, few: bool) -> list[Witness]:
     unit = _UNITS[plan.precision]
     found = [
         Witness("eager", program),
-        Witness("nudged", program, state=lambda state, number: nudged(state, number, unit)),
+        Witness("nudged", program, state=lambda state, number: nudged(state, number, unit), unit=unit),
     ]
     turned = plan.with_axes(layout="channels_last")
     if not few and facts_of(program.parts).images:
@@ -185,6 +187,22 @@ def nudged(state: State, number: int, unit: float = 2 * UNIT) -> State:
         return value + value * draws.to(value.dtype) * max(unit, torch.finfo(value.dtype).eps)
 
     return replace(state, parameters={name: nudge(value) for name, value in state.parameters.items()})
+
+
+FARTHER, _SWITCHED = 8.0, 8.0
+"""Times as far is a state nudged where nudges don't tell; an error of as many times more than that comes of a switch."""
+
+
+def of_rounding(error: float, near: float) -> float:
+    """What rounding may do, as a nudge `FARTHER` off shows it: its error, if a ReLU or a maximum was switched there.
+
+    A plan may round more than a nudge does, and switch what none has switched by chance. An error that only grew with the
+    nudge is made smaller with it.
+
+    Args:
+        near: the error after a nudge of the usual size.
+    """
+    return error if error > FARTHER * _SWITCHED * near else error / FARTHER
 
 
 def _permuted(batch: Any, number: int) -> Any:

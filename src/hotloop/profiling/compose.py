@@ -27,6 +27,7 @@ from hotloop.profiling.facts import Facts, StepFact
 from hotloop.profiling.middle import SEVERAL, middle_mean
 from hotloop.profiling.refining import refined
 from hotloop.profiling.schedule import DEFAULT_STEPS
+from hotloop.profiling.stretch import warm
 from hotloop.profiling.turning import turned
 
 _FEW = 8
@@ -43,7 +44,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
     """What the facts say of a training step; bounds and remedies are left open."""
     measured = [step for step in facts.steps if step.kind in ("clean", "instrumented")]
     usual = _usual_flags(measured)
-    clean, instrumented = (_regular(measured, kind, usual) for kind in ("clean", "instrumented"))
+    clean, instrumented = (_regular(warm(measured), kind, usual) for kind in ("clean", "instrumented"))
     step_ms = median(step.ms for step in clean or instrumented) if measured else None
     lines = [LineTime.model_validate(one) for one in facts.lines]
     phases = refined(turned(_phases(instrumented, step_ms), facts.turned), lines)
@@ -64,6 +65,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         batch=facts.batch,
         modules=[ModuleTime.model_validate(one) for one in facts.modules],
         operators=[OperatorTime.model_validate(one) for one in facts.operators],
+        identities=facts.identities,
         lines=lines,
         functions=[LineTime.model_validate(one) for one in facts.functions],
         optimizers=_few([OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)]),
@@ -72,7 +74,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         apart=_apart(facts, measured, usual, step_ms),
         threads=Threads.model_validate(facts.threads) if facts.threads else None,
         paging=_paging(clean),
-        overhead=_overhead(measured, usual),
+        overhead=_overhead(warm(measured), usual),
         peak_memory_bytes=facts.peak_memory_bytes,
         trace=facts.trace,
         notes=[*facts.notes, *_notes(facts, measured)],

@@ -52,6 +52,7 @@ class Facts:
         functional: whether no module was called.
         turned: from which phase of the timeline to which one, and what part of it, as the lines say that ran in it.
         one_batch: whether each step trains on the same samples.
+        identities: as `Profile.identities`.
         warm_up_s: from the first thing that trains to the first step that counts.
         between_ms: time of what isn't done in every step, in those that went by between the ones that are kept.
         modules, operators, lines, functions, loaders, optimizers, habits: records, dumped.
@@ -75,6 +76,7 @@ class Facts:
     batch: list[str] = field(default_factory=list)
     samples_per_step: float | None = None
     one_batch: bool = False
+    identities: list[str] = field(default_factory=list)
     warm_up_s: float = 0.0
     compile_s: float = 0.0
     watched_s: float = 0.0

@@ -36,7 +36,7 @@ class Follower:
         self._frames: list[FrameType] = []
         self._ran: Counter[Line] = Counter()
         self._called: Counter[Line] = Counter()
-        self._on = False
+        self._on = self._entered = False
 
     @property
     def lines(self) -> Sequence[Line | None]:
@@ -114,6 +114,7 @@ class Follower:
         if frame.f_code.co_flags & _SUSPENDED and all(known is not frame for known in self._frames):
             self._frames.append(frame)
         self._lines.append((frame.f_code.co_filename, frame.f_lineno))
+        self._entered = True  # its first line may be the one that it begins at, as a lambda's is
         return self._step
 
     def _note_call(self, frame: FrameType) -> None:
@@ -126,10 +127,12 @@ class Follower:
         if event == "line":
             now = (frame.f_code.co_filename, frame.f_lineno)
             self._ran[now] += 1
-            if self._lines and self._lines[-1] != now:
+            if self._lines and (self._entered or self._lines[-1] != now):
+                self._entered = False
                 self._lines[-1] = now
                 self._moved()
         elif event == "return" and self._lines:
+            self._entered = False
             self._lines.pop()
             self._moved()
         return self._step

@@ -7,6 +7,7 @@ import torch
 from hotloop.profiling.course import Course
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.habits import Graphs
+from hotloop.profiling.identities import identities_among
 from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
 from hotloop.profiling.usage import compile_seconds, held_memory
@@ -24,6 +25,7 @@ def gathered(course: Course, loaders: Loaders, optimizers: Optimizers, graphs: G
     for observer in reversed(list(course.observers)):  # what operators say of the phases, lines go by
         for field, values in observer.records().items():
             setattr(facts, field, values)
+    facts.identities = identities_among(facts.operators)
     facts.threads, facts.peak_memory_bytes = course.cores.record(), held_memory(facts.device, peak=True)
     facts.compile_s, facts.versions = compile_seconds(), {"torch": torch.__version__}
     return facts

@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median, median_low
 from typing import Any
@@ -18,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.patches import Patches
+from hotloop.profiling.forwards import Forward, Mark, apart, evaluates, inputs_of, is_again, repeated
 from hotloop.profiling.hooks import around, safe
 from hotloop.profiling.room import Room
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.tensors import known_again, tensors_in
+from hotloop.profiling.tiny import creating_us, remembered, remembering_us, tiny_us
 from hotloop.profiling.walks import Walks, walk
 
 _FORWARD, _RETAINED, _LOSS = "hotloop forward", "hotloop retained", "hotloop loss"
@@ -35,49 +36,6 @@ _LATER = 2
 """Steps after which a loss should be gone."""
 
 _MOST_EVALUATED = 50
-_TINY = 20
-
-
-@dataclass
-class Mark:
-    """Of a forward or backward, in the graph.
-
-    Attributes:
-        step: in which it happened.
-        walked: whether another backward came by.
-        updates: of optimizers that were done before.
-    """
-
-    where: str
-    step: int
-    seconds: float = 0.0
-    walked: bool = False
-    updates: int = 0
-
-
-@dataclass
-class _Forward:
-    """An outermost forward.
-
-    Attributes:
-        lines: of the user's that called it, from inside out.
-        inputs: which tensors it got, see `known_again`.
-        graded: whether it built a graph.
-        training: whether the module was in training mode.
-        rows: samples in the inputs, as far as that is known.
-        drawn: whether a loader gave something since the forward before.
-        outputs: which tensors it gave, as a network whose forward is worth while.
-    """
-
-    module: int
-    mark: Mark
-    lines: tuple[str, ...]
-    inputs: frozenset[tuple]
-    graded: bool
-    training: bool
-    rows: int | None = None
-    drawn: bool = False
-    outputs: tuple[bool, frozenset[tuple]] | None = None
 
 
 class Graphs:
@@ -101,13 +59,15 @@ class Graphs:
         self._followed: list[int] = []
         self._same = 0
         self._first_node = 0
-        self._forwards: list[_Forward] = []
-        self._ungraded: list[_Forward] = []
-        self._before: list[_Forward] | None = None
+        self._forwards: list[Forward] = []
+        self._ungraded: list[Forward] = []
+        self._before: list[Forward] | None = None
         self._retained: list[Mark] = []
+        self._created: tuple[str, int] | None = None
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
         self._walks, self._asked = Walks(parameters), -1
         self._trained_s: dict[int, float] = {}
+        self._remembered = 0
         self._profiled: list[tuple[int, float]] = []
         self._found: defaultdict[tuple[Any, str], Counter[int]] = defaultdict(Counter)
         self._seconds: defaultdict[tuple[Any, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -126,11 +86,11 @@ class Graphs:
         rows: int | None = None,
         drawn: bool = False,
     ) -> None:
-        """An outermost forward is done; the first argument is the module. For the rest see `_Forward`."""
+        """An outermost forward is done; the first argument is the module. For the rest see `Forward`."""
         mark = Mark(lines[0], self._step, seconds)
         nodes: list[Any] = [value.grad_fn for value in tensors_in(result) if value.grad_fn is not None]
         inputs = known_again(args[1:], kwargs)
-        one = _Forward(id(args[0]), mark, lines, inputs, bool(nodes), args[0].training, rows, drawn)
+        one = Forward(id(args[0]), mark, lines, inputs, bool(nodes), args[0].training, rows, drawn)
         if nodes and next(args[0].parameters(), None) is not None:
             one.outputs = any(value.requires_grad for value in tensors_in(args[1:])), known_again(result)
         for node in nodes:
@@ -149,6 +109,7 @@ class Graphs:
             value.grad_fn for value in args[0] if isinstance(value, Tensor) and value.grad_fn is not None
         ]
         nodes, again = list(walk(roots)), []
+        self._remembered = sum(map(remembered, nodes))
         for node in nodes:
             seen = node.metadata
             for kind in (_FORWARD, _RETAINED):
@@ -162,6 +123,9 @@ class Graphs:
             if self._is_new(node):  # alive as long as any part of the graph is: a term of the loss, an output
                 seen[_LOSS] = loss
         self._look_for_needless(nodes, again, where, asks=asks or creates)
+        self._created = (
+            (where, self._walks.latest) if creates else None
+        )  # if the step's last one, nobody goes through it
         if retained:
             self._retained.append(mark)
         self._losses.append((self._step, where, weakref.ref(loss)))
@@ -201,20 +165,23 @@ class Graphs:
             known = [*trained, *(self._before or ())]
             if self._before is not None:
                 self._followed.append(self._step)
-                given = _given(trained)
-                self._same += bool(given) and given == _given(self._before)
+                given = inputs_of(trained)
+                self._same += bool(given) and given == inputs_of(self._before)
             for one in self._forwards + self._ungraded:
                 if not one.mark.walked and (what := self._in_vain(one, trained)):
-                    one.mark.where = _apart(one, known)
+                    one.mark.where = apart(one, known)
                     self._count(what, [one.mark])
-            for one, first in _repeated(trained):
-                one.mark.where = _apart(one, [first])
+            for one, first in repeated(trained):
+                one.mark.where = apart(one, [first])
                 self._count("repeated forward", [one.mark])
+            if self._created is not None:
+                where, nodes = self._created
+                self._count("created graph", [Mark(where, self._step, nodes * creating_us() / 1e6)])
             self._trained_s[self._step] = sum([one.mark.seconds for one in trained])
             self._before = trained
         else:
             self._before = None
-        self._forwards, self._ungraded = [], []
+        self._forwards, self._ungraded, self._created = [], [], None
         old = [mark for mark in self._retained if mark.step < self._step]
         self._count("retained graph", (mark for mark in old if not mark.walked))
         self._retained = [mark for mark in self._retained if mark.step >= self._step]
@@ -222,19 +189,19 @@ class Graphs:
             self._found["kept graph", where][step] += 1
         self._losses = [loss for loss in self._losses if loss[0] > self._step - _LATER]
 
-    def _in_vain(self, one: _Forward, trained: Sequence[_Forward]) -> str:
+    def _in_vain(self, one: Forward, trained: Sequence[Forward]) -> str:
         """What a forward is called that no backward went through; what comes after the update counts with the next step."""
         if not one.graded:
-            if _evaluates(one, trained):
+            if evaluates(one, trained):
                 return "evaluation"
-            return _AFTERWARDS + "evaluation" if _is_again(one, self._before or ()) else ""
-        if _is_again(one, trained):
+            return _AFTERWARDS + "evaluation" if is_again(one, self._before or ()) else ""
+        if is_again(one, trained):
             return "wasted forward"
         if not any(one.module == other.module for other in trained):
             return "unused graph"
         if self._before is None:
             return ""
-        return _AFTERWARDS + ("wasted forward" if _is_again(one, self._before) else "unused graph")
+        return _AFTERWARDS + ("wasted forward" if is_again(one, self._before) else "unused graph")
 
     def _count(self, what: str, marks: Iterable[Mark]) -> None:
         for mark in marks:
@@ -246,22 +213,29 @@ class Graphs:
         self._around += 1
         if torch.is_anomaly_enabled():
             self._found["hook", where][self._around] += 1
+            self._seconds["hook", where][self._around] += self._remembered * remembering_us() / 1e6
         if torch.autograd.profiler._is_profiler_enabled:
             self._found["profiler", where][self._around] += 1
-            self._profiled.append((2 * self._walks.latest, _tiny_us()))  # each node is made by one, and runs one
+            made = 2 * self._walks.latest  # each node is made by an operator, and runs one
+            self._profiled.append((made, tiny_us()))
+
+    def recomputed(self, seconds: float, where: str) -> None:
+        """A backward has called a forward again."""
+        if self.on:
+            self._found["recomputed forward", where][self._step] += 1
+            self._seconds["recomputed forward", where][self._step] += seconds
 
     def begin_evaluation(self) -> None:
         """The network was put into evaluation mode: are graphs built for it?"""
         self._room.make()
-        self._evaluating.put(nn.Module, "__call__", around(self._few, self._enter, self._leave))
+        self._evaluating.put(
+            nn.Module, "__call__", around(lambda: self._evaluated < _MOST_EVALUATED, self._enter, self._leave)
+        )
 
     def end_evaluation(self) -> None:
         self._evaluating.undo()
         self._room.give_back()
         self._depth = 0
-
-    def _few(self) -> bool:
-        return self._evaluated < _MOST_EVALUATED
 
     @safe
     def _enter(self, args: tuple, kwargs: dict) -> float:
@@ -333,14 +307,6 @@ def _habit(what: str, where: str, per_step: float, seconds: float) -> dict[str, 
     return {"what": what.removeprefix(_AFTERWARDS), "where": where, "per_step": per_step, "ms": ms}
 
 
-def _tiny_us() -> float:
-    """What an operator of next to no work takes now."""
-    tiny, began = torch.zeros(1), time.perf_counter()
-    for _ in range(_TINY):
-        tiny.neg()
-    return (time.perf_counter() - began) / _TINY * 1e6
-
-
 def _middle(pairs: Sequence[tuple[float, float]], at: int) -> float:
     return median(pair[at] for pair in pairs)
 
@@ -354,46 +320,7 @@ def _walked(mark: Mark, gradients: Any) -> None:
     mark.walked = True
 
 
-def _evaluates(one: _Forward, trained: Sequence[_Forward]) -> bool:
-    """Whether a forward without gradients only looks at how good the network is that is trained here.
-
-    What a network in training mode is asked about other samples may well be a part of the training: targets, actions,
-    labels for what has none. So may what it is asked about fewer samples than it is trained on, if no loader gave them.
-    """
-    if not one.training:
-        same = [other for other in trained if other.module == one.module and other.training]
-        return any(one.drawn or (one.rows or 1) >= (other.rows or 1) for other in same)
-    return _is_again(one, trained)
-
-
-def _is_again(one: _Forward, trained: Sequence[_Forward]) -> bool:
-    """Whether the same network was trained on the same inputs."""
-    return bool(one.inputs) and any(other.module == one.module and other.inputs == one.inputs for other in trained)
-
-
-def _repeated(trained: Sequence[_Forward]) -> Iterator[tuple[_Forward, _Forward]]:
-    """Forwards of a network on the same inputs that gave the same, each with the first; dropout gives something else."""
-    seen: dict[tuple, _Forward] = {}
-    for one in trained:
-        first = seen.setdefault((one.module, one.inputs, one.outputs), one)
-        if first is not one and one.inputs and one.outputs is not None:
-            yield one, first
-
-
 def _forward_of(node: Any) -> str:
     """The line of the forward that a node ended; empty if it ended none."""
     mark = node.metadata.get(_FORWARD)
     return mark.where if mark is not None else ""
-
-
-def _given(trained: Sequence[_Forward]) -> set[tuple]:
-    return {(one.module, one.inputs) for one in trained if one.inputs}
-
-
-def _apart(one: _Forward, known: Sequence[_Forward]) -> str:
-    """The line that tells a forward from those that the training needs; many may go through one function."""
-    others = [other.lines for other in known if other.module == one.module and other.lines[0] == one.lines[0]]
-    differing = (
-        (here for here, there in zip(one.lines, others[0], strict=False) if here != there) if others else iter(())
-    )
-    return next(differing, one.lines[0])

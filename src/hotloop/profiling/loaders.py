@@ -148,8 +148,9 @@ class Loaders:
             loader.forget_step()
 
     def look(self) -> None:
-        """What is drawn from here on isn't told, but found by `catch_up`."""
-        self._unheard = [(ref(one), one._num_yielded) for one in self._iterators]
+        """What is drawn from here on isn't told, but found by `catch_up`; to look again takes little."""
+        known = [ref(one) for one in self._iterators] if self._unheard is None else [one for one, _ in self._unheard]
+        self._unheard = [(one, it._num_yielded) for one in known if (it := one()) is not None]
 
     def opened_again(self, iterator: Any, seconds: float = 0.0) -> bool:
         """Whether an iterator that was made, in so many seconds, begins another epoch of the loader that was drawn from last.

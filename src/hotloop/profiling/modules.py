@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from hotloop.profiles import ModuleTime
 from hotloop.profiling.handover import measured_handover
@@ -253,8 +254,15 @@ class ModuleClock:
                 first = owner
             elif owner is not last:
                 handles.append(node.register_prehook(partial(self._reach, owner)))
+                entered = node
             last = owner
+        if handles and first is not None:
+            handles.append(entered.register_prehook(partial(self._then, first)))
         return first, handles
+
+    def _then(self, owner: Owner, _: Any) -> None:
+        """Who began a pass gets the clock back at its end: what the engine has to clear away is nobody else's."""
+        Variable._execution_engine.queue_callback(partial(self._reach, owner, None))
 
     def _reach(self, owner: Owner, _: Any) -> None:
         """Backward has come to a node of another owner than those before."""

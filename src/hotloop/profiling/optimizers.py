@@ -29,7 +29,7 @@ class _Used:
         self.groups = [_group(group, number) for number, group in enumerate(optimizer.param_groups)]
         self.settings = [_settings(group) for group in optimizer.param_groups]
         self.spent: list[float] = []
-        self.evaluations = 0
+        self.evaluations = self.made = 0
         self.by_group: dict[int, list[float]] = {}
 
 
@@ -50,6 +50,8 @@ class Optimizers:
         self._open: list[tuple[int, float]] = []
         self._nested, self._evaluations = 0.0, 0
         self._groups = GroupClock()
+        self._took: float | None = None
+        self._by_group: dict[int, float] = {}
 
     @property
     def inside(self) -> bool:
@@ -66,18 +68,15 @@ class Optimizers:
 
     def ended(self, optimizer: Optimizer) -> bool:
         """Whether it was the outermost."""
+        self._took = None
         if not self._open:
             return True
         began = self._open.pop()[1]
         if self._open:
             self.nests = True
             return False
-        used, by_group = self._known(optimizer), self._groups.end(optimizer)
-        if self.on and used is not None:
-            used.spent.append(time.perf_counter() - began - self._nested)
-            used.evaluations += self._evaluations
-            for number, seconds in by_group.items():
-                used.by_group.setdefault(number, []).append(seconds)
+        self._took = time.perf_counter() - began - self._nested
+        self._by_group = self._groups.end(optimizer)
         return True
 
     def evaluated(self) -> None:
@@ -89,7 +88,7 @@ class Optimizers:
         """What they took and where is forgotten; their numbers stay, since steps are told by them."""
         self.on = False
         for used in self._used:
-            used.where, used.spent, used.by_group, used.evaluations = "", [], {}, 0
+            used.where, used.spent, used.by_group, used.evaluations, used.made = "", [], {}, 0, 0
 
     def nested(self, seconds: float) -> None:
         """A forward or backward that a closure ran inside of an update is not its own time."""
@@ -97,17 +96,23 @@ class Optimizers:
             self._nested += seconds
 
     def number(self, optimizer: Optimizer, where: str) -> int:
-        """By which it is told from others; one that is made anew again and again takes its predecessor's."""
+        """By which it is told from others, of one that has just stepped; one that is made anew takes its predecessor's."""
         used = self._known(optimizer)
         if used is None:
             used = next((one for one in self._used if one.where == where and one.latest() is None), None)
             if used is not None:
                 used.latest = weakref.ref(optimizer)
+                used.made += self.on
             else:
                 used = _Used(optimizer, len(self._used), where)
                 self._used.append(used)
             self._by_id = {id(one.latest()): one for one in self._used if one.latest() is not None}
         used.where = used.where or where
+        if self.on and self._took is not None:
+            used.spent.append(self._took)
+            used.evaluations += self._evaluations
+            for group, seconds in self._by_group.items():
+                used.by_group.setdefault(group, []).append(seconds)
         return used.number
 
     def known_as(self, number: int) -> dict[str, str]:
@@ -142,6 +147,7 @@ class Optimizers:
                 "steps": len(used.spent) / instrumented,
                 "ms": _per_step(used.spent, instrumented),
                 "evaluations": used.evaluations / len(used.spent),
+                "made": used.made / len(used.spent),
             }
             for used in self._used
             if used.spent

@@ -31,6 +31,7 @@ class Sparing:
         loaders.look()
         if not self._always.spare():
             self._stretch.stop()
+            loaders.catch_up()
 
     def unusual(self) -> None:
         """Something happens that is to be heard, and what follows from it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from statistics import median
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -13,12 +14,12 @@ from hotloop.profiling.phases import Clock
 from hotloop.profiling.schedule import DISTURBING
 from hotloop.profiling.sites import Sites
 
-_SETTLED_MS = 10.0
+_SETTLED_MS = 20.0
 _MOST_SETTLING = 64
 """So long, and so many steps at most, until they are as warm as before; a longer step is no hundredth longer for it."""
 
 _AT_FIRST, _ENOUGH = 4, 24
-"""So many at most until enough are measured, in case that the script has no more steps to spare."""
+"""So many at most until enough are measured, in case that the script has no more steps to spare; see `warm`."""
 
 _OWN = 2
 """Frames of the watch's own where `passes` is asked: itself, and the hook."""
@@ -94,3 +95,14 @@ def until_settled(steps: Sequence[StepFact]) -> int:
     settling = min(_MOST_SETTLING if enough else _AT_FIRST, int(_SETTLED_MS / ms)) if ms else 0
     since = next((n for n, step in enumerate(reversed(steps)) if step.kind in DISTURBING), settling)
     return max(0, settling - since)
+
+
+def warm(measured: Sequence[StepFact]) -> Sequence[StepFact]:
+    """The measured steps without the first ones, where short steps came too soon after others for warm caches.
+
+    All of them where they're long, or too few came later.
+    """
+    later = measured[_ENOUGH:]
+    if len(later) < _ENOUGH or median(step.ms for step in later) * _AT_FIRST > _SETTLED_MS:
+        return measured
+    return later

@@ -377,13 +377,13 @@ class Watch(Listener):
         self.timeline.leave()
         spent = time.perf_counter() - token
         self._optimizers.nested(spent)
+        if self._backwards and not self._optimizers.inside:
+            self._graphs.recomputed(spent, self.sites.caller(4))
         given = None if self._backwards else self._calls.ended(args, kwargs, result)
-        if given is None:
-            return
-        if done and self._graphs.on:
+        if given is not None and done and self._graphs.on:
             lines = self.sites.callers(4)
             self._graphs.forward(args, kwargs, result, spent, lines, rows=given.rows, drawn=given.drawn)
-        if given.graded:
+        if given is not None and given.graded:
             self._note_batch(given)
 
     @safe

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from hotloop.diagnosing.step import COUNTS
 from hotloop.profiles import LineTime, ModuleTime, OperatorTime, Phase, Profile, Remedy, SeldomUpdate
 from hotloop.report.amounts import flops, percent, size, time
 
@@ -292,7 +293,8 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
         yield Text("Nothing was found that would win more than a few percent.")
     notes = _one_of_each([one for one in profile.remedies if one.note])
     for one in notes[:_NOTES]:
-        yield Text(f"Costs little here: {one.cause}, {_at(one.where)} ({percent(one.gain)} of the step).")
+        said = f"{one.cause}, {_at(one.where)} ({percent(one.gain)} of the step)"
+        yield Text(f"Costs little here: {said}." if one.gain < COUNTS else f"Perhaps: {said}: {one.remedy}.")
     if len(notes) > _NOTES:
         yield Text(f"{len(notes) - _NOTES} more that cost little here: --json")
 

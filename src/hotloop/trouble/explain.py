@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotloop.data.feed import lost_worker
 from hotloop.data.order import Order
 from hotloop.data.tree import tensors
-from hotloop.errors import DataError, DeviceError, HotloopError, TaskError, TrainingError, blame, out_of_memory
+from hotloop.errors import (
+    DataError,
+    DeviceError,
+    HotloopError,
+    TaskError,
+    TrainingError,
+    blame,
+    lost_worker,
+    out_of_memory,
+)
 from hotloop.lowering import Program
 from hotloop.trouble import devices, dtypes
 from hotloop.trouble.memory import exhausted

@@ -1,0 +1,72 @@
+"""A ReLU that a plan switches by rounding more than a nudge does is no fault; one that nothing harmless switches is."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hotloop.lowering import lower
+from hotloop.parity import collecting, prove_programs, running
+from hotloop.parity.running import STEPS
+from hotloop.parity.witnesses import of_rounding
+from hotloop.plan import Plan
+from hotloop.verdicts import STATES, Parity
+from tests.cpu.programs import a_task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ULP = torch.finfo(torch.float32).eps
+
+
+class Gated(nn.Module):
+    """Lets more through where one number is larger than another, by some units in the last place.
+
+    Attributes:
+        at: the call of each proof in which the difference comes out smaller by `off` units.
+    """
+
+    PROOF = STATES + 1 + STEPS
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.left, self.right = nn.Parameter(torch.tensor([1.0 + units * ULP])), nn.Parameter(torch.ones(1))
+        self.at, self.off, self.calls = -1, 0, count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        off = self.off * ULP if next(self.calls) % self.PROOF == self.at else 0.0
+        gate = (self.left.detach() - self.right.detach() - off > 0).to(x.dtype)
+        return self.layer(x) * (1 + 0.05 * gate)  # type: ignore[no-any-return]
+
+
+def proven(units: int, off: int, call: int) -> Parity:
+    task = a_task(model=lambda: Gated(units), epochs=9)
+    program = lower(task, Plan(optimizer="foreach"))
+    program.model.at, program.model.off, program.model.calls = call, off, count()  # type: ignore[assignment]
+    return prove_programs(task, [program])[0]
+
+
+CALLS = pytest.mark.parametrize("call", [6, STATES + 3], ids=["a single step", "the free run"])
+
+
+@CALLS
+def test_what_rounding_may_switch_is_told_from_a_fault(call: int) -> None:
+    found = proven(4, 6, call)
+    assert found.parity == "fp32-equivalent", found.reason
+    assert proven(2000, 2001, call).parity == "broken"
+
+
+@CALLS
+def test_nudges_of_the_usual_size_miss_it(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collecting, "FARTHER", 1.0)
+    monkeypatch.setattr(running, "FARTHER", 1.0)
+    assert proven(4, 6, call).parity == "broken"
+
+
+def test_an_error_that_only_grows_with_the_nudge_is_none_of_rounding() -> None:
+    assert of_rounding(8e-6, near=1e-6) == pytest.approx(1e-6)
+    assert of_rounding(5e-5, near=1e-6) == pytest.approx(5e-5 / 8)
+    assert of_rounding(1e-3, near=1e-6) == 1e-3
