@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -347,3 +348,20 @@ def test_numbers_that_are_none_are_found_in_each_part(part: str, value: float) -
 def test_large_numbers_are_no_infinity() -> None:
     roles((torch.full((20, 2), 3e38), Y))
     roles((torch.full((20, 2), 6e4, dtype=torch.float16), Y))
+
+
+def test_looking_for_them_takes_little_memory() -> None:
+    """Summing all up in float64 at once would make a copy of twice the data's size, which was the peak of a training."""
+    seen: list[int] = []
+
+    class Summing(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.overloadpacket is torch.ops.aten.sum:
+                seen.append(args[0].numel())
+            return function(*args, **(kwargs or {}))
+
+    wide = torch.zeros(1000, 3000)
+    wide[-1, -1] = float("nan")
+    with Summing(), pytest.raises(DataError, match=r"first in sample 999"):
+        roles((wide, torch.zeros(1000)))
+    assert max(seen) < wide.numel() / 2

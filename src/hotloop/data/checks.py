@@ -10,6 +10,9 @@ from torch import Tensor
 from hotloop.data.tree import named_columns
 from hotloop.errors import DataError
 
+_AT_ONCE = 1 << 20
+"""Numbers that are summed up at once: torch makes a copy in float64 of what it sums up so."""
+
 
 def check_finite(columns: Any, name: str, *, prepared: bool = False) -> None:
     """Raises DataError naming the first sample of `columns` that holds NaN or infinity."""
@@ -17,7 +20,7 @@ def check_finite(columns: Any, name: str, *, prepared: bool = False) -> None:
         if not column.is_floating_point() or column.numel() == 0:
             continue
         # A sum is finite if all its terms are (float64 can't overflow here), and needs no mask as large as the data.
-        if torch.isfinite(column.sum(dtype=torch.float64)):
+        if all(torch.isfinite(part.sum(dtype=torch.float64)) for part in column.split(_rows_at_once(column))):
             continue
         bad = ~torch.isfinite(column.flatten(1) if column.ndim > 1 else column[:, None]).all(dim=1)
         if bad.any():
@@ -28,6 +31,10 @@ def check_finite(columns: Any, name: str, *, prepared: bool = False) -> None:
                 expected="finite numbers",
                 fix="check what prepare makes of them" if prepared else "remove or replace those samples",
             )
+
+
+def _rows_at_once(column: Tensor) -> int:
+    return max(1, _AT_ONCE * len(column) // column.numel())
 
 
 def check_labels(target: Tensor, classes: int, name: str, *, ignore_index: int | None = None) -> None:
