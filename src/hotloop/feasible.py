@@ -256,7 +256,7 @@ def _rewritten(case: Case) -> Iterator[Violation]:
     if plan.rewrites in ("conv_as_gemm", "conv_in_pool") and not case.facts.convolutions:
         yield Violation(("rewrites",), "the model has no convolution", "use rewrites=none")
     if plan.rewrites == "draw_by_words" and plan.accumulation > 1:
-        reason = "pieces of a batch draw each for themselves, and a proof follows what is drawn for a whole one by words"
+        reason = "a proof follows what is drawn by words for a whole batch, and pieces draw each for itself"
         yield Violation(("rewrites", "accumulation"), reason, "use accumulation=1, or rewrites=none")
 
 

@@ -150,7 +150,7 @@ class Plan(BaseModel):
     residency: Literal["stream", "host", "device"] = "stream"
     compile: Literal["none", "forward", "step", "package"] = "none"
     rewrites: Literal[
-        *("none", "pool_first", "conv_in_pool", "conv_as_gemm", "pool_as_max", "mm_by_onednn", "draw_by_words", "all")
+        "none", "pool_first", "conv_in_pool", "conv_as_gemm", "pool_as_max", "mm_by_onednn", "draw_by_words", "all"
     ] = "none"
     graphs: Literal["none", "step"] | Steps = "none"
     optimizer: Literal["default", "forloop", "foreach", "fused"] = "default"

@@ -16,7 +16,7 @@ from hotloop.parity.collecting import Collector
 from hotloop.parity.draws import Pieces, Words, look
 from hotloop.parity.judging import judged
 from hotloop.parity.needs import lacking
-from hotloop.parity.own_draws import look_at_draws
+from hotloop.parity.own_draws import look_at_draws, look_at_words
 from hotloop.parity.running import NUDGES, Freely, run_freely, steps_of
 from hotloop.parity.witnesses import Truth, Witness, baselines, peers
 from hotloop.plan import Plan
@@ -178,7 +178,10 @@ def _compared(
         try:
             with nullcontext() if draws is None else draws.followed(whole):
                 evidence, free = _seen(truth, witnesses, reduced, programs, progress, brief)
-            if truth.watch.draws and not evidence.unproven:
+            if isinstance(draws, Words) and not evidence.unproven:
+                able = [account for account in evidence.candidates if account.able]
+                look_at_words(evidence.last, witnesses[0].program, able)
+            elif truth.watch.draws and not evidence.unproven:
                 watched = list(zip(programs, evidence.candidates, strict=True))
                 look_at_draws(evidence.last, witnesses[0].program, watched)
         finally:

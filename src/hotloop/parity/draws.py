@@ -121,7 +121,7 @@ class _Noting(TorchDispatchMode):
 
 
 @contextmanager
-def _within(programs: Sequence[Program], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def within(programs: Sequence[Program], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Has the steps of these Programs run in one more context each."""
     before = [(program, program.parts) for program in {id(program): program for program in programs}.values()]
     try:
@@ -140,7 +140,7 @@ class Words:
 
     def followed(self, programs: Sequence[Program]) -> AbstractContextManager[None]:
         """Has Programs that run operation by operation draw by words."""
-        return _within(programs, ByWords)
+        return within(programs, ByWords)
 
 
 @dataclass
