@@ -90,13 +90,11 @@ class Own:
                 return f"{name} depends on that of the step before"
             if piece and _chance_together(self.values[place, 0], steps) < _UNLIKELY:
                 return f"{name} depends on that of the first piece"
-            if place and self._chance_beside(place, piece) < _UNLIKELY <= baseline._chance_beside(place, 0):
-                return f"{name} depends on the draw before"
+            for other in {0, place - 1} if place else ():
+                before = baseline.values[other, 0]
+                if _chance_together(self.values[other, piece], steps) < _UNLIKELY <= _chance_together(before, plain):
+                    return f"{name} depends on draw {other + 1}"
         return None
-
-    def _chance_beside(self, place: int, piece: int) -> float:
-        """That a draw goes so well with the one before it."""
-        return _chance_together(self.values[place - 1, piece], self.values[place, piece])
 
 
 def draws_apart(program: Program) -> bool:
