@@ -52,7 +52,7 @@ REFUSED = {
     ),
     "no convolution to pool": (CPU, {"convolutions": False}, {"rewrites": "conv_in_pool"}, ("no convolution",)),
     "words for the draws of pieces": (
-        CPU, {}, {"compile": "step", "rewrites": "draw_by_words", "accumulation": 2}, ("a whole batch", "accumulation=1"),
+        CPU, {}, {"rewrites": "draw_by_words", "accumulation": 2}, ("a whole batch", "accumulation=1"),
     ),
     "memory that nobody can keep": (CPU, {}, {"allocator": "keep"}, ("only glibc", "allocator=default")),
     "arrays rewritten": (CPU, {}, {"engine": "arrays", "rewrites": "all"}, ("captured step", "rewrites=none")),
