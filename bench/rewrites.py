@@ -90,7 +90,10 @@ class Tabular(nn.Module):
         super().__init__()
         self.embed = nn.Sequential(nn.Flatten(), nn.Linear(features, width))
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+            nn.Sequential(
+                *(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.2)),
+                *(nn.Linear(width, width), nn.Dropout(0.1)),
+            )
             for _ in range(blocks)
         )
         self.head = nn.Linear(width, _CLASSES)
@@ -100,6 +103,27 @@ class Tabular(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)  # type: ignore[no-any-return]
+
+
+def perceptron() -> nn.Sequential:
+    """Two hidden layers, all with dropout (after Srivastava et al., Dropout, 2014)."""
+    return nn.Sequential(
+        *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(784, 256), nn.ReLU(), nn.Dropout(0.5)),
+        *(nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.5), nn.Linear(256, _CLASSES)),
+    )
+
+
+class Rows(nn.Module):
+    """A transformer's encoder that reads the rows of an image, with dropout on attention too (after Vaswani et al., 2017)."""
+
+    def __init__(self, rows: int = 28, width: int = 64) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Linear(rows, width), nn.Parameter(torch.zeros(rows, width))
+        layers = (nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True) for _ in range(2))
+        self.layers, self.head = nn.Sequential(*layers), nn.Linear(width, _CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(images[:, 0]) + self.places).mean(1))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -130,7 +154,9 @@ NETWORKS = {
     "residual": Network(Residual, (3, 32, 32), _CONVOLVING),
     "colour": Network(colour, (3, 32, 32), _POOLED),
     "spectrogram": Network(spectrogram, (1, 64, 64), _POOLED),
-    "tabular": Network(Tabular, (3, 16, 16), ("mm_by_onednn",)),
+    "tabular": Network(Tabular, (3, 16, 16), ("mm_by_onednn", "draw_by_words")),
+    "perceptron": Network(perceptron, (1, 28, 28), ("mm_by_onednn", "draw_by_words")),
+    "rows": Network(Rows, (1, 28, 28), ("mm_by_onednn", "draw_by_words")),
 }
 
 

@@ -255,6 +255,9 @@ def _rewritten(case: Case) -> Iterator[Violation]:
         yield Violation(("rewrites", "device"), reason, "use rewrites=none")
     if plan.rewrites in ("conv_as_gemm", "conv_in_pool") and not case.facts.convolutions:
         yield Violation(("rewrites",), "the model has no convolution", "use rewrites=none")
+    if plan.rewrites == "draw_by_words" and plan.accumulation > 1:
+        reason = "a proof follows what is drawn by words for a whole batch, and pieces draw each for itself"
+        yield Violation(("rewrites", "accumulation"), reason, "use accumulation=1, or rewrites=none")
 
 
 # --- graphs

@@ -107,8 +107,8 @@ class Plan(BaseModel):
         rewrites: equal forms of parts of the network that the compiler makes faster programs of. `pool_first`: ReLU after
             max pooling; `conv_in_pool`: a first convolution with the pooling behind it as sums of shifted views;
             `conv_as_gemm`: a first convolution of few channels as a matrix product; `pool_as_max`: max pooling as a maximum
-            of shifted views; `mm_by_onednn`: products of fp32 matrices by oneDNN; `all` of them that apply and are likely
-            to win.
+            of shifted views; `mm_by_onednn`: products of fp32 matrices by oneDNN; `draw_by_words`: masks of dropout out
+            of the bytes of random words; `all` of them that apply and are likely to win.
         graphs: a CUDA graph of the whole `step`, or of so many steps in one replay.
         optimizer: how the update is written: `default` (as the Task's factory has it), parameter by parameter
             (`forloop`), over lists of them (`foreach`), or as one kernel (`fused`).
@@ -149,9 +149,9 @@ class Plan(BaseModel):
     layout: Literal["contiguous", "channels_last"] = "contiguous"
     residency: Literal["stream", "host", "device"] = "stream"
     compile: Literal["none", "forward", "step", "package"] = "none"
-    rewrites: Literal["none", "pool_first", "conv_in_pool", "conv_as_gemm", "pool_as_max", "mm_by_onednn", "all"] = (
-        "none"
-    )
+    rewrites: Literal[
+        "none", "pool_first", "conv_in_pool", "conv_as_gemm", "pool_as_max", "mm_by_onednn", "draw_by_words", "all"
+    ] = "none"
     graphs: Literal["none", "step"] | Steps = "none"
     optimizer: Literal["default", "forloop", "foreach", "fused"] = "default"
     accumulation: int = Field(default=1, ge=1)

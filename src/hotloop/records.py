@@ -78,6 +78,7 @@ class TaskFacts(Record):
         images: whether an input or a parameter has the 4 or 5 dimensions of images.
         convolutions: whether a parameter has them.
         recurrent: whether a layer is one of torch's recurrent ones.
+        drops: whether a layer of torch's drops numbers at random.
         data_bytes: of the training data, where it lies in memory as arrays.
         steps: of the whole run; None for a stream of unknown length.
     """
@@ -101,6 +102,7 @@ class TaskFacts(Record):
     images: bool = False
     convolutions: bool = False
     recurrent: bool = False
+    drops: bool = False
     data_bytes: int | None = None
     steps: int | None = None
 

@@ -28,6 +28,7 @@ class Step:
         if double:
             program.model.double()
         batch, self.samples = next(program.feed.epoch(0))
+        program.model.train()
         if double:
             batch = (batch[0].double(), batch[1])
         program._step(batch, self.samples, 0)

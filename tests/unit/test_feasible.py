@@ -51,6 +51,9 @@ REFUSED = {
         CPU, {"convolutions": False}, {"rewrites": "conv_as_gemm"}, ("no convolution",),
     ),
     "no convolution to pool": (CPU, {"convolutions": False}, {"rewrites": "conv_in_pool"}, ("no convolution",)),
+    "words for the draws of pieces": (
+        CPU, {}, {"rewrites": "draw_by_words", "accumulation": 2}, ("a whole batch", "accumulation=1"),
+    ),
     "memory that nobody can keep": (CPU, {}, {"allocator": "keep"}, ("only glibc", "allocator=default")),
     "arrays rewritten": (CPU, {}, {"engine": "arrays", "rewrites": "all"}, ("captured step", "rewrites=none")),
     "graphs on a CPU": (CPU, {}, {"graphs": "step"}, ("graphs are CUDA's", "graphs=none")),

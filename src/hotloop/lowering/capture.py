@@ -327,9 +327,11 @@ def _draw_in_order_of_memory(graph: GraphModule) -> None:
         strides = value.stride()
         order = sorted(range(value.ndim), key=strides.__getitem__, reverse=True)
         with graph.graph.inserting_before(node):
-            node.args = (graph.graph.call_function(permute, (node.args[0], order)), *node.args[1:])
+            turned = graph.graph.call_function(permute, (node.args[0], order))
         with graph.graph.inserting_after(node):
             back = graph.graph.call_function(permute, (node, [order.index(place) for place in range(value.ndim)]))
+        node.args, back.meta = (turned, *node.args[1:]), dict(node.meta)
+        turned.meta["val"] = node.meta["val"] = value.permute(order)
         node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
     graph.recompile()
 

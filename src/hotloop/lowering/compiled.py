@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -24,6 +25,7 @@ from hotloop.lowering.inductor import ready_to_compile
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.packages import packaged
 from hotloop.lowering.rewrites import rewrite
+from hotloop.lowering.rewrites.draw_by_words import ByWords
 from hotloop.lowering.step import EagerStep
 
 Runner = Callable[[list[Tensor]], Any]
@@ -106,9 +108,10 @@ class CompiledStep(EagerStep):
         return captured
 
     def _rewrite(self, captured: Captured) -> None:
-        which = self.parts.plan.rewrites
+        which, in_pieces = self.parts.plan.rewrites, self.parts.plan.accumulation > 1
         if which != "none":
-            found = rewrite(captured.graph, which)
+            found = rewrite(captured.graph, which, but=("draw_by_words",) if in_pieces else ())
+            self.draws_by_words = bool(found.get("draw_by_words"))
             self.parts.say(
                 "rewrote the step: " + ", ".join(f"{name} {count}" for name, count in found.items() if count)
             )
@@ -184,7 +187,8 @@ class CompiledStep(EagerStep):
             if samples == self._samples:
                 other = "of other keys, shapes, dtypes or strides than the first"
             self._tell("batch", f"a batch {other}: steps on such batches run eagerly")
-        return EagerStep.__call__(self, batch, samples, step)
+        with ByWords() if self.draws_by_words else nullcontext():
+            return EagerStep.__call__(self, batch, samples, step)
 
     def _tell(self, what: str, line: str) -> None:
         """Says why a step runs eagerly, once of each `what`."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from hotloop.data.feed import peek
 from hotloop.data.roles import Roles
@@ -49,9 +50,16 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
         images=not (dimensions | {value.ndim for value in tensors(inputs_of(batch))}).isdisjoint(_IMAGES),
         convolutions=not dimensions.isdisjoint(_IMAGES),
         recurrent=any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()),
+        drops=any(map(_drops, model.modules())),
         data_bytes=roles.train.nbytes() if isinstance(roles.train, Table) else None,
         steps=_steps(parts.task, roles),
     )
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it has dropout: of attention and recurrent layers that is a number of theirs."""
+    share = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(share, float) and 0.0 < share < 1.0
 
 
 def _steps(task: Task, roles: Roles) -> int | None:

@@ -13,10 +13,10 @@ from hotloop.errors import HotloopError, MemoryExhausted, blame, out_of_memory, 
 from hotloop.lowering import Program, lower
 from hotloop.parity.accounts import Account, Evidence
 from hotloop.parity.collecting import Collector
-from hotloop.parity.draws import Pieces, look
+from hotloop.parity.draws import Pieces, Words, look
 from hotloop.parity.judging import judged
 from hotloop.parity.needs import lacking
-from hotloop.parity.own_draws import look_at_draws
+from hotloop.parity.own_draws import look_at_draws, look_at_words
 from hotloop.parity.running import NUDGES, Freely, run_freely, steps_of
 from hotloop.parity.witnesses import Truth, Witness, baselines, peers
 from hotloop.plan import Plan
@@ -27,6 +27,9 @@ from hotloop.verdicts import STATES, Parity
 
 Progress = Callable[[int, int], None]
 """Told of states done, and how many there are."""
+
+Followed = Pieces | Words | None
+"""What candidates draw otherwise than the baseline, if they do."""
 
 
 def prove(task: Task, plan: Plan, *, progress: Progress = lambda done, total: None) -> Parity:
@@ -84,8 +87,8 @@ def prove_programs(
         return [_unproven(program.parts.plan, why, True) for program in programs]
     found: dict[int, Parity] = {}
     try:
-        for pieces, together in _drawing_alike(task, programs):
-            found |= zip(map(id, together), _proven(task, together, pieces, progress), strict=True)
+        for draws, together in _drawing_alike(task, programs):
+            found |= zip(map(id, together), _proven(task, together, draws, progress), strict=True)
     except Exception as error:
         if not (out_of_memory(error) or isinstance(error, MemoryExhausted)):
             raise
@@ -105,8 +108,15 @@ def _no_memory(error: Exception) -> str:
     )
 
 
-def _drawing_alike(task: Task, programs: Sequence[Program]) -> list[tuple[Pieces | None, list[Program]]]:
-    """Programs that draw the same random numbers, and what pieces of a batch draw, where theirs are cut."""
+def _drawing_alike(task: Task, programs: Sequence[Program]) -> list[tuple[Followed, list[Program]]]:
+    """Programs that draw the same random numbers, and what these are where they aren't the baseline's."""
+    by_words = [program for program in programs if program._step.draws_by_words]
+    others = [program for program in programs if not program._step.draws_by_words]
+    return [*([(Words(), by_words)] if by_words else []), *(_cut_alike(task, others) if others else [])]
+
+
+def _cut_alike(task: Task, programs: Sequence[Program]) -> list[tuple[Followed, list[Program]]]:
+    """Programs that cut batches into as many pieces, and what these draw."""
     plans = [program.parts.plan for program in programs]
     cut = {plan.accumulation for plan in plans if plan.precision == "fp32"} - {1}
     if not cut or not task.roles.exact:
@@ -119,7 +129,7 @@ def _drawing_alike(task: Task, programs: Sequence[Program]) -> list[tuple[Pieces
     if not seen.places and not seen.odd:
         return [(None, list(programs))]
     device = baseline.device
-    groups: list[tuple[Pieces | None, list[Program]]] = []
+    groups: list[tuple[Followed, list[Program]]] = []
     for count in sorted({plan.accumulation for plan in plans}):
         pieces = Pieces(device, count, seen.places, seen.odd) if count in cut else None
         alike = [program for program in programs if program.parts.plan.accumulation == count]
@@ -127,12 +137,12 @@ def _drawing_alike(task: Task, programs: Sequence[Program]) -> list[tuple[Pieces
     return groups
 
 
-def _proven(task: Task, programs: Sequence[Program], pieces: Pieces | None, progress: Progress) -> list[Parity]:
-    found = _compared(task, programs, pieces, progress, brief=True)
+def _proven(task: Task, programs: Sequence[Program], draws: Followed, progress: Progress) -> list[Parity]:
+    found = _compared(task, programs, draws, progress, brief=True)
     # More baselines can only allow more, so what passes beside one passes beside all of them.
     left = [number for number, parity in enumerate(found) if parity.parity == "broken"]
     if left:
-        again = _compared(task, [programs[number] for number in left], pieces, progress, brief=False)
+        again = _compared(task, [programs[number] for number in left], draws, progress, brief=False)
         for number, parity in zip(left, again, strict=True):
             seconds = (found[number].seconds or 0.0) + (parity.seconds or 0.0)
             found[number] = parity.model_copy(update={"seconds": seconds})
@@ -140,7 +150,7 @@ def _proven(task: Task, programs: Sequence[Program], pieces: Pieces | None, prog
 
 
 def _compared(
-    task: Task, programs: Sequence[Program], pieces: Pieces | None, progress: Progress, *, brief: bool
+    task: Task, programs: Sequence[Program], draws: Followed, progress: Progress, *, brief: bool
 ) -> list[Parity]:
     """As `prove_programs` does; `brief` beside as few baselines as there can be, which allows less."""
     began = time.monotonic()
@@ -154,8 +164,8 @@ def _compared(
 
     if not task.roles.exact:
         return all_unproven("the data is a stream with an order of its own, so runs can't be compared step by step")
-    if pieces is not None and pieces.odd:
-        return all_unproven(_in_pieces(pieces.odd))
+    if draws is not None and draws.odd:
+        return all_unproven(_in_pieces(draws.odd))
     with preserved(device, *(other for program in programs for other in program.parts.elsewhere)):
         try:
             truth = Truth(task, device)
@@ -166,9 +176,12 @@ def _compared(
         witnesses, reduced = baselines(task, plans[0].device, few=brief), peers(task, plans[0], few=brief)
         whole = [truth.program, *(witness.program for witness in [*witnesses, *reduced])]
         try:
-            with nullcontext() if pieces is None else pieces.followed(whole):
+            with nullcontext() if draws is None else draws.followed(whole):
                 evidence, free = _seen(truth, witnesses, reduced, programs, progress, brief)
-            if truth.watch.draws and not evidence.unproven:
+            if isinstance(draws, Words) and not evidence.unproven:
+                able = [account for account in evidence.candidates if account.able]
+                look_at_words(evidence.last, witnesses[0].program, able)
+            elif truth.watch.draws and not evidence.unproven:
                 watched = list(zip(programs, evidence.candidates, strict=True))
                 look_at_draws(evidence.last, witnesses[0].program, watched)
         finally:
@@ -176,12 +189,12 @@ def _compared(
                 witness.program.close()
             for program, state in zip(programs, before, strict=True):
                 program.restore(state)
-    evidence.in_pieces = pieces is not None
+    evidence.followed = "" if draws is None else draws.told
     for program, account in zip(programs, evidence.candidates, strict=True):
         if truth.watch.draws and program.parts.elsewhere:
             account.unproven = "it draws random numbers on several devices, so they are other ones than the baseline's"
-        elif truth.watch.draws and program.parts.plan.accumulation > 1 and (pieces is None or pieces.odd):
-            account.unproven = _in_pieces("" if pieces is None else pieces.odd)
+        elif truth.watch.draws and program.parts.plan.accumulation > 1 and (draws is None or draws.odd):
+            account.unproven = _in_pieces("" if draws is None else draws.odd)
     common |= {"states": len(evidence.steps), "seconds": time.monotonic() - began}
     return [
         Parity(

@@ -63,7 +63,7 @@ class Evidence:
         rounding: the worst error at each state of those that candidates are judged by, with more nudges where a
             candidate was far off.
         last: the State that the path came to while the schedule allowed all steps that are to follow; or the first.
-        in_pieces: whether everybody got the random numbers that candidates draw for pieces of a batch.
+        followed: whether everybody got the random numbers that candidates draw, and where these come from.
         unproven: why nothing can be said, where that is so.
     """
 
@@ -73,7 +73,7 @@ class Evidence:
     last: State
     steps: list[int] = field(default_factory=list)
     rounding: list[Errors] = field(default_factory=list)
-    in_pieces: bool = False
+    followed: str = ""
     unproven: str | None = None
 
     @property

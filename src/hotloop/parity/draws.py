@@ -1,13 +1,13 @@
-"""Draws of plans that cut a batch into pieces: everybody else gets the same."""
+"""Draws of plans that draw otherwise than the baseline, in pieces of a batch or by words: everybody else gets the same."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from hotloop.data.tree import to_device
 from hotloop.lowering import Program
 from hotloop.lowering.accumulation import bounds
 from hotloop.lowering.ingredients import counts_samples
+from hotloop.lowering.rewrites.draw_by_words import ByWords
 from hotloop.parallel.draws import Batchwise, Drawing, Drawn, Watching, along
 from hotloop.rng import Streams, generator_states, preserved
 
@@ -119,15 +120,41 @@ class _Noting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@contextmanager
+def within(programs: Sequence[Program], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Has the steps of these Programs run in one more context each."""
+    before = [(program, program.parts) for program in {id(program): program for program in programs}.values()]
+    try:
+        for program, parts in before:
+            program.parts = replace(parts, around=(*parts.around, context))
+        yield
+    finally:
+        for program, parts in before:
+            program.parts = parts
+
+
+class Words:
+    """What a step draws that was rewritten to draw by words; see `lowering/rewrites/draw_by_words.py`."""
+
+    odd, told = "", "which are cut out of random words"
+
+    def followed(self, programs: Sequence[Program]) -> AbstractContextManager[None]:
+        """Has Programs that run operation by operation draw by words."""
+        return within(programs, ByWords)
+
+
 @dataclass
 class Pieces:
     """What the pieces of a batch draw, one after the other, put together to what the whole batch draws.
 
     Attributes:
+        told: where the numbers come from.
         device: that the generator is of.
         count: of pieces.
         odd: why this can't be had after all; empty as long as it can.
     """
+
+    told: ClassVar[str] = "which come for each piece of a batch"
 
     device: torch.device
     count: int

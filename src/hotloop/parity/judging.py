@@ -54,7 +54,7 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
         return known | {"parity": "unproven", "reason": reason}
     if (reason := _incomparable(account, evidence, table)) is not None:
         return known | {"parity": "unproven", "reason": reason}
-    bitwise = not evidence.in_pieces and account.differs is None and (free is None or free.bitwise)
+    bitwise = not evidence.followed and account.differs is None and (free is None or free.bitwise)
     return known | _fine(account, table, bitwise, evidence, 0 if free is None else free.steps)
 
 
@@ -106,8 +106,8 @@ def _fine(
         f"in {compared} no tensor is further from float64 than {max(largest, 0.1):.1f} times what harmless changes of"
         f" the baseline come to (allowed: {TYPICAL:g})"
     )
-    if evidence.in_pieces:
-        reason += "; the baseline drew the plan's random numbers, which come for each piece of a batch"
+    if evidence.followed:
+        reason += f"; the baseline drew the plan's random numbers, {evidence.followed}"
     if account.drawn:
         reason += "; what it draws has the baseline's rate and scale and is independent"
     return {"parity": "fp32-equivalent", "reason": reason}

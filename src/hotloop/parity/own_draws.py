@@ -18,6 +18,7 @@ from hotloop.lowering import Program
 from hotloop.onlooker import Onlooker
 from hotloop.parallel.draws import Drawing
 from hotloop.parity.accounts import Account
+from hotloop.parity.draws import Words, within
 from hotloop.state import Position, State
 
 STEPS = 16
@@ -87,10 +88,12 @@ class Own:
                 return f"{name} has another rate or scale than the baseline's"
             if _chance_between_steps(steps) < _UNLIKELY <= _chance_between_steps(plain):
                 return f"{name} depends on that of the step before"
-            first = self.values[place, 0]
-            both = sorted(first.keys() & steps.keys())
-            if piece and _chance_that_independent([first[at] for at in both], [steps[at] for at in both]) < _UNLIKELY:
+            if piece and _chance_together(self.values[place, 0], steps) < _UNLIKELY:
                 return f"{name} depends on that of the first piece"
+            for other in {0, place - 1} if place else ():
+                before = baseline.values[other, 0]
+                if _chance_together(self.values[other, piece], steps) < _UNLIKELY <= _chance_together(before, plain):
+                    return f"{name} depends on draw {other + 1}"
         return None
 
 
@@ -105,7 +108,7 @@ def look_at_draws(start: State, plain: Program, watched: Sequence[tuple[Program,
     watched = [(program, account) for program, account in watched if account.able and draws_apart(program)]
     if not watched:
         return
-    start = replace(start, position=Position(start.position.step, start.position.epoch, 0), sums={})
+    start = _at_the_beginning(start)
     for program in (plain, *(program for program, _ in watched)):
         program.restore(start)
     baseline, own = Own(), [Own(program.parts.plan.accumulation) for program, _ in watched]
@@ -123,6 +126,33 @@ def look_at_draws(start: State, plain: Program, watched: Sequence[tuple[Program,
         account.draws = None if found.odd else found.wrong(baseline)
 
 
+def look_at_words(start: State, plain: Program, accounts: Sequence[Account]) -> None:
+    """The same for plans that draw by words, of which the eager step draws the same ones; compiled, masks can't be seen."""
+    drawn = _steps(start, plain)
+    with Words().followed([plain]):
+        by_words = _steps(start, plain)
+    baseline, own = Own(), Own()
+    names = tuple(name for name, _ in drawn[0])
+    for step, (one, other) in enumerate(zip(drawn, by_words, strict=True)):
+        baseline.note(step, one, names)
+        own.note(step, other, names)
+    if baseline.odd or own.odd:
+        return
+    for account in accounts:
+        account.drawn, account.draws = True, own.wrong(baseline)
+
+
+def _steps(start: State, program: Program) -> list[list[tuple[str, Tensor]]]:
+    """What each of some steps from there on draws."""
+    program.restore(_at_the_beginning(start))
+    return [_drawn(program, batch) for batch in _batches(program)]
+
+
+def _at_the_beginning(start: State) -> State:
+    """Of its epoch."""
+    return replace(start, position=Position(start.position.step, start.position.epoch, 0), sums={})
+
+
 def _batches(program: Program) -> Iterator[Any]:
     """Those that come, as many as are looked at; fewer where training or its schedule is over before."""
     left, task = program.steps_left(), program.parts.task
@@ -133,8 +163,9 @@ def _batches(program: Program) -> Iterator[Any]:
 
 def _drawn(program: Program, batch: Any) -> list[tuple[str, Tensor]]:
     """What a step draws; nothing where it can't be watched."""
+    recording = Recording()
     try:
-        with Recording() as recording:
+        with within([program], lambda: recording):  # inside of what else surrounds a step, and may draw in its own way
             program.step(copied(batch))
     except Exception:  # the same step ran without being watched
         return []
@@ -147,6 +178,11 @@ def _chance_that_alike(some: dict[int, Tensor], others: dict[int, Tensor]) -> fl
 
     one, other = (torch.cat([each[step] for step in sorted(each)]).numpy() for each in (some, others))
     return float(stats.ks_2samp(one, other, method="asymp").pvalue)
+
+
+def _chance_together(some: dict[int, Tensor], others: dict[int, Tensor]) -> float:
+    both = sorted(some.keys() & others.keys())
+    return _chance_that_independent([some[at] for at in both], [others[at] for at in both])
 
 
 def _chance_between_steps(steps: dict[int, Tensor]) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hotloop.lowering import Program
 from hotloop.lowering.rewrites.conv_as_gemm import MOST_WEIGHTS, likely
+from hotloop.lowering.rewrites.draw_by_words import share_of
 from hotloop.lowering.rewrites.mm_by_onednn import multiplied_faster
 from hotloop.lowering.rewrites.walking import pair
 from hotloop.measuring.runner import Runner
@@ -95,21 +96,23 @@ class _Timing(Onlooker):
         began = time.perf_counter()
         result = function(*args, **(kwargs or {}))
         took_s = time.perf_counter() - began
-        if _stays(function, args, self.rewrites):
+        if _stays(function, args, self.rewrites, kwargs):
             self.library_s += took_s
         else:
             self.other_s += took_s
         return result
 
 
-def _stays(function: Any, args: Sequence[Any], rewrites: bool) -> bool:
-    """Whether a compiled step calls the same library for it; a convolution of small filters can be rewritten, and
-    a product where oneDNN is faster."""
+def _stays(function: Any, args: Sequence[Any], rewrites: bool, kwargs: dict[str, Any] | None = None) -> bool:
+    """Whether a compiled step calls the same library for it; a convolution of small filters can be rewritten, a mask of
+    dropout too, and a product where oneDNN is faster."""
     if function.namespace not in ("aten", "prim", "prims"):
         return True  # nobody knows what those of others do inside
     name = function.overloadpacket.__name__
     if name in ("mm", "addmm") and rewrites and multiplied_faster(*args[-2:]):
         return False
+    if name == "bernoulli_":
+        return not rewrites or share_of(function, args, kwargs or {}) is None
     if name.startswith("convolution"):
         return not (rewrites and _can_be_rewritten(name, args))
     return name in _LIBRARY or any(part in name for part in ("attention", "lstm", "linalg"))

@@ -65,8 +65,9 @@ def recorded_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[C
 
 
 def rewriting_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
-    """What may make a compiled plan faster still: with images, or where oneDNN multiplies faster than torch's own library."""
-    some = facts.convolutions or mkl_is_slow(hardware.processor.model)
+    """What may make a compiled plan faster still: with images or dropout, or where oneDNN multiplies faster than torch's
+    own library."""
+    some = facts.convolutions or facts.drops or mkl_is_slow(hardware.processor.model)
     return _feasible([{"rewrites": "all"}] if some else [], facts, hardware, base)
 
 

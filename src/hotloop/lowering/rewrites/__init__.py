@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch.fx import GraphModule
 
 from hotloop.errors import PlanError
 from hotloop.lowering.rewrites.conv_as_gemm import convolution_as_product, convolution_where_likely
 from hotloop.lowering.rewrites.conv_in_pool import convolution_in_pooling
+from hotloop.lowering.rewrites.draw_by_words import LEAST, draws_by_words
 from hotloop.lowering.rewrites.mm_by_onednn import product_by_onednn, product_where_mkl_is_slow
 from hotloop.lowering.rewrites.pool_as_max import pooling_as_maximum
 from hotloop.lowering.rewrites.pool_first import relu_after_pooling
@@ -20,6 +21,7 @@ REWRITES: dict[str, Callable[[GraphModule], int]] = {
     "pool_as_max": pooling_as_maximum,
     "conv_as_gemm": convolution_as_product,
     "mm_by_onednn": product_by_onednn,
+    "draw_by_words": draws_by_words,
 }
 """Each changes a graph and says how often it could; they apply from first to last."""
 
@@ -33,6 +35,7 @@ EXPECTED = {
     "conv_as_gemm": "a 2d convolution of the data itself, with at most 32 weights in a filter",
     "pool_as_max": "a 2d max pooling whose windows touch, don't overlap, and take in the whole image",
     "mm_by_onednn": "a product of two matrices in fp32 that takes 2 MFLOP or more",
+    "draw_by_words": f"a dropout, or another draw of zeros and ones with one chance, of {LEAST} numbers or more",
 }
 _LIKELY = {
     "conv_as_gemm": ", of one channel or with columns that fit 1 MiB (name conv_as_gemm to have it anyway)",
@@ -41,15 +44,18 @@ _LIKELY = {
 EXPECTED["all"] = "; or ".join(expected + _LIKELY.get(name, "") for name, expected in EXPECTED.items())
 
 
-def rewrite(graph: GraphModule, which: str) -> dict[str, int]:
+def rewrite(graph: GraphModule, which: str, but: Collection[str] = ()) -> dict[str, int]:
     """Applies one rewrite, or all, to a captured step; returns how often each found something.
+
+    Args:
+        but: those that are not for this plan.
 
     Raises:
         PlanError: there is nothing in the step that it applies to.
     """
     straightened(graph)
     given = _WHERE_LIKELY if which == "all" else {which: REWRITES[which]}
-    found = {name: apply(graph) for name, apply in given.items()}
+    found = {name: apply(graph) for name, apply in given.items() if name not in but}
     if not any(found.values()):
         raise PlanError(
             f"rewrites={which} finds nothing in this step that it applies to",
