@@ -199,7 +199,8 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
             f"metrics at each step: {_called(hottest)}",
             _SELDOM,
         )
-    if library in ("", "torch") and _worked(step, ones) > 0.5 * sum(line.own_ms for line in ones):
+    running = step.had_core * sum(line.own_ms for line in ones)  # samples see a line that waits for a core, too
+    if library in ("", "torch") and _worked(step, ones) > 0.5 * running:
         if _joined(step, ones) > 0.5 * _worked(step, ones):
             return (
                 "tensors are put together in the loop, by a copy of all that they hold (torch.cat, torch.stack)",
@@ -218,7 +219,7 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
     if library:
         return _of_library(step, ones)
     return (
-        f"plain Python in the loop, on numbers or lists: {_called(hottest)}",
+        f"plain Python in the loop, on numbers, lists or arrays: {_called(hottest)}",
         _WHOLE,
     )
 
