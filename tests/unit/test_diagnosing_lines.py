@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hotloop.diagnosing.step import Step
-from hotloop.profiles import LineTime, OperatorTime, Profile, Remedy, Threads
+from hotloop.profiles import LineTime, OperatorTime, Profile, Remedy
 from tests.unit.made_steps import STEP_MS, adam, first, line, loop, operator, remedies, seen
 
 
@@ -180,10 +180,21 @@ def test_a_line_that_reads_all_parameters_is_about_them() -> None:
     assert there and all("over parameters" in cause for cause in there)
 
 
-@pytest.mark.parametrize(("others", "named"), [(0.0, "plain Python"), (1.5, "tensors made")])
-def test_a_line_that_waits_for_a_core_is_no_plain_python_for_that(others: float, named: str) -> None:
-    """As one that draws a batch: samples see it wait, its operators don't."""
-    drawn = operator("index", 0.4, phase="batch", where="train.py:20")
-    threads = Threads(torch=1, cores=2, busy=0.5, others=others)
-    found = first(seen({"batch": 1.0}, operators=[drawn], lines=[line("batch", 1.0)], threads=threads))
-    assert found.cause.startswith(named)
+@pytest.mark.parametrize(
+    ("names", "fields", "named"),
+    [
+        (("randint", "index"), {}, False),
+        (("index_select",), {}, False),
+        (("index",), {"calls": 64}, True),
+        (("index",), {"line_runs": 64.0}, True),
+        (("index", "normal_"), {}, True),
+        (("index",), {"phase": "python"}, True),
+        ((), {}, True),
+    ],
+)
+def test_a_batch_that_one_index_cuts_out_is_not_to_be_made_faster(
+    names: tuple[str, ...], fields: dict[str, Any], named: bool
+) -> None:
+    given = dict(phase="batch", where="train.py:20", dtype="") | fields
+    ones = [operator(name, 0.2, bytes=100.0, **given) for name in names]
+    assert bool(remedies(seen({"batch": 1.0}, operators=ones, lines=[line("batch", 1.0)]))) is named
