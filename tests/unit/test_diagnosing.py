@@ -134,7 +134,7 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
     ),
     "plain Python, spread over lines": (
         seen({"python": 5.0}, lines=[line("python", 1.0, f"train.py:{n}", function="count") for n in (40, 41, 42)]),
-        "plain Python in the loop, on numbers or lists: count",
+        "plain Python in the loop, on numbers, lists or arrays: count",
         "train.py:40",
     ),
     "Python within the forward": (

@@ -68,6 +68,12 @@ def test_what_puts_samples_together_is_told_from_what_makes_them(sample_ms: floa
     assert found.cause.startswith("slow samples") and found.where == where
 
 
+def test_what_makes_samples_is_not_said_to_put_them_together_where_they_take_longer_than_was_timed() -> None:
+    lines = [line("data", 5.0, "data.py:7", function="main.<locals>.Texts.__getitem__.<locals>.<listcomp>")]
+    found = first(seen({"data": 6.0}, loaders=[loader(sample_ms=0.02)], lines=lines))
+    assert found.cause == "slow samples: they are loaded one by one" and found.where == "data.py:5"
+
+
 def test_whole_batches_that_take_long_may_take_longer_where_they_are_larger() -> None:
     def gain(batch_ms: float) -> float:
         loaders = [loader(batch_size=None, at_once=True, sample_ms=batch_ms)]
@@ -119,6 +125,19 @@ def test_what_held_a_few_large_operators_up_is_not_the_batchs_fault() -> None:
     ones = [product(1.0, phase=phase, module="net") for phase in ("forward", "backward")]
     found = remedies(seen({"forward": 4.0, "backward": 6.0}, samples_per_step=2).model_copy(update={"operators": ones}))
     assert not [one for one in found if one.cause.startswith("too small a batch")]
+
+
+@pytest.mark.parametrize(
+    ("samples", "spent_ms", "first"), [(2, 2.0, "too"), (8, 1.0, "too"), (8, 4.0, "logging"), (20, 2.0, "logging")]
+)
+def test_a_small_batch_gives_way_to_what_leaves_the_training_as_it_is(
+    samples: int, spent_ms: float, first: str
+) -> None:
+    ones = [operator("mul", 0.02, 2, module=f"net.{n}", where=f"net.py:{n}") for n in range(200)]
+    fields = dict(samples_per_step=samples, operators=ones, lines=[line("logging", spent_ms)])
+    found = remedies(seen({"forward": 9.0 - spent_ms, "logging": spent_ms}, **fields))
+    assert found[0].cause.startswith(first)
+    assert [one.note for one in found if one.cause.startswith("too small a batch")] == [first != "too"]
 
 
 def test_the_loops_own_python_is_not_the_batchs_fault() -> None:

@@ -178,3 +178,23 @@ def test_a_line_that_reads_all_parameters_is_about_them() -> None:
     )
     there = [one.cause for one in found if one.where == "train.py:21"]
     assert there and all("over parameters" in cause for cause in there)
+
+
+@pytest.mark.parametrize(
+    ("names", "fields", "named"),
+    [
+        (("randint", "index"), {}, False),
+        (("index_select",), {}, False),
+        (("index",), {"calls": 64}, True),
+        (("index",), {"line_runs": 64.0}, True),
+        (("index", "normal_"), {}, True),
+        (("index",), {"phase": "python"}, True),
+        ((), {}, True),
+    ],
+)
+def test_a_batch_that_one_index_cuts_out_is_not_to_be_made_faster(
+    names: tuple[str, ...], fields: dict[str, Any], named: bool
+) -> None:
+    given = dict(phase="batch", where="train.py:20", dtype="") | fields
+    ones = [operator(name, 0.2, bytes=100.0, **given) for name in names]
+    assert bool(remedies(seen({"batch": 1.0}, operators=ones, lines=[line("batch", 1.0)]))) is named

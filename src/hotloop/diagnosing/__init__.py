@@ -104,9 +104,9 @@ def remedies(step: Step) -> list[Remedy]:
     general = _worth(chain.from_iterable(detect(told) for detect in (() if arrays else GENERAL)))
     found = _together(step, specific, general)
     paged = [_after(one, specific, found) for one in _worth(paging.given_back(step))]
-    small = _worth(batches.too_small(told))
-    if small and not (batches.may_stay(step) and any(_to_mend(one) for one in found)):
-        found = _together(step, [*specific, *small], general)
+    small, others = _worth(batches.too_small(told)), [one for one in found if _to_mend(one)]
+    if small and not (batches.may_stay(step) and others):
+        found = _together(step, [*specific, *(batches.after(step, one, others) for one in small)], general)
     if not step.profile.plan:
         found = [_of_a_script(one, specific) for one in found]
         paged = [one.model_copy(update={"axes": {}}) for one in paged]

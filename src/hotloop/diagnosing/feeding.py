@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hotloop.diagnosing.parts import function_of
 from hotloop.diagnosing.step import COUNTS, OFTEN, Step, percent
 from hotloop.profiles import LineTime, LoaderUse, Remedy
 
 _MOSTLY = 0.5
 """Share of the wait that the making of samples must have for being its cause; and of the steps that a loader must feed."""
+
+_MAKING = ("__getitem__", "__getitems__")
+"""How the functions of a data set are called that make samples."""
 
 _HANDED_MS = 2.0
 """Handing a batch over from a worker was measured to take 0.7 to 0.9 ms; a step that is shorter may wait for that alone."""
@@ -151,10 +155,16 @@ def _collating(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
     if loader.workers or loader.at_once or (loader.sample_where and loader.sample_ms is None):
         return None
     samples = _timed(step, loader)
-    hot = [line for line in lines if line.where != loader.where]
+    hot = [line for line in lines if line.where != loader.where and not _in_sample(line, loader)]
     if samples >= _MOSTLY * waited or sum(line.own_ms for line in hot) < _MOSTLY * waited:
         return None
     return max(hot, key=lambda line: line.own_ms)
+
+
+def _in_sample(line: LineTime, loader: LoaderUse) -> bool:
+    """Whether a line stands in the function that makes samples, which its time says better than what some samples took."""
+    file, function = function_of(line)
+    return file == loader.sample_where.rpartition(":")[0] and function.rpartition(".")[2] in _MAKING
 
 
 def _made(step: Step, loader: LoaderUse, lines: Sequence[LineTime]) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from hotloop.diagnosing.parameters import IN_LISTS, over_parameters, reading
 from hotloop.diagnosing.parts import part_of, parts
-from hotloop.diagnosing.rounds import rounds_of
+from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
 from hotloop.diagnosing.spread import Spread, spread
 from hotloop.diagnosing.step import ASIDE, COMPUTING, COUNTS, DEDUCED, IN_PYTHON, Step, grouped, heaviest
 from hotloop.diagnosing.waits import brings_back
@@ -24,6 +24,13 @@ _COUNTING = frozenset({"aten::sum", "aten::mean"})
 
 _JOINING = frozenset({"aten::cat", "aten::stack", "aten::hstack", "aten::vstack"})
 
+_CUTTING = frozenset({"aten::index", "aten::index_select"})
+_NUMBERING = frozenset(
+    f"aten::{name}"
+    for name in ("randint", "random_", "randperm", "arange", "empty", "resize_", "reshape", "add", "scalar_tensor")
+)
+"""How a batch is cut out of tensors with one index, and what the index is made by."""
+
 _TALLYING = frozenset({"aten::bincount", "aten::histc"})
 """What a confusion matrix is made by."""
 
@@ -37,7 +44,8 @@ _ARRAYS = ("numpy", "scipy", "cupy", "pandas")
 def aside(step: Step) -> Iterator[Remedy]:
     """What the loop does beside training: logging, pictures, work in NumPy or in plain Python."""
     small: Counter[str] = Counter()
-    for ones in parts(step, _users(step, step.lines(*ASIDE)), lambda line: line.own_ms):
+    lines = (line for line in _users(step, step.lines(*ASIDE)) if not _draws(step, line))
+    for ones in parts(step, lines, lambda line: line.own_ms):
         spent = sum(line.own_ms for line in ones)
         if step.share(spent) < COUNTS:
             small.update(_by_place(ones))
@@ -159,6 +167,17 @@ def _drives(step: Step, line: LineTime) -> bool:
     return line.library not in ("", "torch", *_ARRAYS) and line.where in trains | {step.profile.step_where}
 
 
+def _draws(step: Step, line: LineTime) -> bool:
+    """Whether a line only cuts the batch out with one index, or makes that: without a loader no way is faster.
+
+    What has whole numbers alone counts as an index.
+    """
+    there = [one for one in step.spots.get(line.where, []) if one.phase == line.phase and not is_view(one)]
+    known = all(one.name in _CUTTING or (one.name in _NUMBERING and not one.dtype) for one in there)
+    once = all(one.calls < LOOP and (one.line_runs or 0) < LOOP for one in there)
+    return line.phase == "batch" and line.library in ("", "torch") and bool(there) and known and once
+
+
 def _users(step: Step, lines: list[LineTime]) -> Iterator[LineTime]:
     """Without the edges of what torch does: lines that call it for the training itself."""
     training = {line.where for line in step.lines(*COMPUTING) if line.library == "torch"} | {step.profile.step_where}
@@ -218,7 +237,7 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
     if library:
         return _of_library(step, ones)
     return (
-        f"plain Python in the loop, on numbers or lists: {_called(hottest)}",
+        f"plain Python in the loop, on numbers, lists or arrays: {_called(hottest)}",
         _WHOLE,
     )
 

@@ -35,7 +35,7 @@ class Follower:
         self._lines: list[Line | None] = []
         self._frames: list[FrameType] = []
         self._ran: Counter[Line] = Counter()
-        self._called: Counter[Line] = Counter()
+        self._called: Counter[tuple[CodeType, int, int]] = Counter()
         self._on = self._entered = False
 
     @property
@@ -49,8 +49,11 @@ class Follower:
 
     @property
     def runs(self) -> Counter[Line]:
-        """How often each line ran since it began, or what it calls, as `map` does, if that is more."""
-        return self._ran | self._called
+        """How often each line ran since it began, or one call on it called something, as `map` does, if that is more."""
+        found = self._ran.copy()
+        for (code, line, _), often in self._called.items():
+            found[code.co_filename, line] = max(found[code.co_filename, line], often)
+        return found
 
     def functions(self) -> dict[Line, str]:
         """The user's functions that ran so far, by their lines."""
@@ -118,10 +121,13 @@ class Follower:
         return self._step
 
     def _note_call(self, frame: FrameType) -> None:
-        """A library's function begins; one that goes on, such as a generator of parameters, isn't called again."""
+        """A library's function begins; one that goes on, such as a generator of parameters, isn't called again.
+
+        Several modules that one line calls make no loop of it: each is called by an instruction of its own.
+        """
         caller = frame.f_back
         if caller is not None and self._owns(caller.f_code) and not frame.f_code.co_flags & _SUSPENDED:
-            self._called[caller.f_code.co_filename, caller.f_lineno] += 1
+            self._called[caller.f_code, caller.f_lineno, caller.f_lasti] += 1
 
     def _step(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
