@@ -76,3 +76,12 @@ def test_stages_that_wait_get_more_microbatches() -> None:
     idle = {"waiting": 5.0, "forward": 2.0, "backward": 3.0}
     assert axes_of(of_ranks(idle, idle, plan="parallel=stages ranks=2")) == [{"microbatches": 16}]
     assert axes_of(of_ranks(idle, idle, plan="parallel=stages ranks=2 microbatches=3")) == [{"microbatches": 6}]
+
+
+@pytest.mark.parametrize(("fields", "named"), [({}, True), ({"shapes": ["64"]}, False), ({"function": "other"}, False)])
+def test_the_zeros_that_are_scattered_into_count_with_the_scatter(fields: dict[str, Any], named: bool) -> None:
+    given = dict(phase="backward", function="Pool.backward", shapes=["16x48x1024"])
+    zeros = operator("zero_", 1.0, **(given | dict(where="pool.py:7") | fields))
+    scatter = operator("scatter_", 0.2, **(given | dict(where="pool.py:8")))
+    found = remedies(seen({"backward": 5.0}, operators=[zeros, scatter]))
+    assert [one.where for one in found if "scatter" in one.cause] == ["pool.py:8"] * named

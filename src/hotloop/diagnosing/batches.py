@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 
 from hotloop.diagnosing.feeding import waited_ms
@@ -16,7 +16,7 @@ _AMORTISED = 32
 """Samples whose work takes longer than all that calling costs are enough: a larger batch wins less with each."""
 
 _TINY = 4
-"""So few samples are too few whatever else there is; of twice as many, what wins half as much comes first, and so on."""
+"""So few samples are too few whatever else there is."""
 
 _LARGER = 2
 """Times as many samples are proposed, and at least `_AMORTISED`."""
@@ -57,15 +57,14 @@ def too_small(step: Step) -> Iterator[Remedy]:
 
 
 def may_stay(step: Step) -> bool:
-    """Whether there are so many samples that anything else should be mended first, which leaves the training what it is."""
+    """Whether there are so many samples that nothing is said of them beside anything else that is to be mended."""
     return (step.profile.samples_per_step or 0.0) >= _AMORTISED
 
 
-def after(step: Step, small: Remedy, others: Iterable[Remedy]) -> Remedy:
-    """A note beside what leaves the training as it is, unless that wins little, or the batch is tiny."""
+def after(step: Step, small: Remedy, others: Sequence[Remedy]) -> Remedy:
+    """A note beside what is to be mended and leaves the training as it is, unless the batch is tiny."""
     samples = step.profile.samples_per_step or 0.0
-    nearly = any(one.gain * samples >= _TINY * small.gain for one in others)
-    return small.model_copy(update={"note": samples > _TINY and nearly})
+    return small.model_copy(update={"note": bool(others) and samples > _TINY})
 
 
 def _most(step: Step, samples: float) -> float:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hotloop.diagnosing.chains import written
+from hotloop.diagnosing.parts import function_of
 from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest, least_of, percent
-from hotloop.profiles import Remedy
+from hotloop.profiles import OperatorTime, Remedy
 
 _BY_INDEX = ("index_put", "scatter", "index_add", "index_copy", "put_", "index_reduce", "masked_scatter")
 _SUMMING = ("scatter_add", "index_add", "scatter_reduce", "index_reduce")
+_ZEROING = ("aten::zero_", "aten::fill_")
 _MAINLY, _AT_LEAST = 1 / 3, 0.1
 """Part that scatters must have of a line's time with floating-point numbers, and of all of it, for being what it is about."""
 
@@ -36,7 +38,9 @@ def by_index(step: Step) -> Iterator[Remedy]:
             needed = spent - floating  # what else the line calculates with stays as it is
             if not (where and scatters) or scattering < max(_MAINLY * (floating + scattering), _AT_LEAST * spent):
                 continue
-            least = sum(least_of(one, step.profile) for one in scatters)
+            zeros = _zeros(step, scatters)
+            least = sum(least_of(one, step.profile) for one in [*scatters, *zeros])
+            needed += sum(map(step.cost, zeros))
             worst = max(scatters, key=step.cost)
             yield Remedy(
                 cause=f"a scatter by index in the {phase}: {worst.name}",
@@ -46,6 +50,17 @@ def by_index(step: Step) -> Iterator[Remedy]:
                 evidence=f"{worst.name} and what it needs take {needed:.2f} ms of each step of {step.ms:.2f} ms, "
                 f"where reading and writing as much takes {least:.2f} ms",
             )
+
+
+def _zeros(step: Step, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
+    """What makes the tensors zero that are scattered into, at other lines of the same function."""
+    into = {(function_of(one), one.phase, *one.shapes[:1]) for one in scatters if one.shapes}
+    lines = {one.where for one in scatters}
+    return step.operators(
+        lambda one: (
+            one.name in _ZEROING and one.where not in lines and (function_of(one), one.phase, *one.shapes[:1]) in into
+        )
+    )
 
 
 def _instead(name: str) -> str:
