@@ -128,7 +128,7 @@ def test_a_proof_has_the_memory_of_all_plans_but_one(long, pretended, found, mon
 
 
 def test_choosing_leaves_the_callers_generators_alone(long, pretended, found) -> None:
-    found(compile__package=2.0)
+    found(compile__package=2.0, rewrites__all=1.5)  # which a model with dropout may have
     torch.manual_seed(3)
     first = torch.rand(2)
     torch.manual_seed(3)
