@@ -203,6 +203,12 @@ def test_memory_given_back_comes_after_what_may_allocate_it(beside: dict[str, An
     assert found[0].cause.startswith("memory") is not note
 
 
+def test_an_operator_that_takes_long_may_do_so_since_its_memory_comes_anew() -> None:
+    ones = [operator("mul", 3.0, where="net.py:7", bytes=1e6, shapes=["160x64x32x32"])]
+    found = remedies(seen({"forward": 6.0}, operators=ones, **PAGED))
+    assert [one.cause.partition(" ")[0] for one in found] == ["memory", "aten::mul"] and not found[0].note
+
+
 @pytest.mark.parametrize(("data", "note"), [(2.0, True), (0.7, False)])
 def test_to_compile_a_script_comes_after_what_is_nearly_as_much(data: float, note: bool) -> None:
     ones = [operator("mul", 0.01, 2, module=f"net.{n}", where=f"net.py:{n}") for n in range(600)]

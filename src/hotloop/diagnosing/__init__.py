@@ -131,9 +131,10 @@ def _of_a_script(one: Remedy, specific: Sequence[Remedy]) -> Remedy:
 def _after(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Remedy]) -> Remedy:
     """Memory given back is a note beside what is to be mended, which may change what is allocated.
 
-    What only says where the time goes may do so since the memory is given back.
+    What only says where the time goes may do so since the memory is given back, above all an operator that takes long.
     """
-    beside = any(_to_mend(one) and (one in specific or one.gain >= _NEARLY * paged.gain) for one in found)
+    others = [one for one in found if _to_mend(one) and operators.MUCH not in one.cause]
+    beside = any(one in specific or one.gain >= _NEARLY * paged.gain for one in others)
     return paged.model_copy(update={"note": beside})
 
 

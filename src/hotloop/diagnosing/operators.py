@@ -9,6 +9,9 @@ from hotloop.diagnosing.parts import function_of
 from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest, least_of, percent
 from hotloop.profiles import OperatorTime, Remedy
 
+MUCH = "takes much of the"
+"""Said of operators that take longer than what they read and write; so do those whose memory comes anew each time."""
+
 _BY_INDEX = ("index_put", "scatter", "index_add", "index_copy", "put_", "index_reduce", "masked_scatter")
 _SUMMING = ("scatter_add", "index_add", "scatter_reduce", "index_reduce")
 _ZEROING = ("aten::zero_", "aten::fill_")
@@ -134,7 +137,7 @@ def unusual(step: Step) -> Iterator[Remedy]:
             continue
         worst = max(same, key=step.cost)
         yield Remedy(
-            cause=f"{name} takes much of the {worst.phase}",
+            cause=f"{name} {MUCH} {worst.phase}",
             where=where or step.profile.step_where,
             remedy="another operation that gives the same, inputs that are contiguous, or torch.compile",
             gain=step.share(spent - least / _REACHED),
