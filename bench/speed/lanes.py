@@ -79,7 +79,15 @@ PEERS = (
     Lane("lightning", "with_lightning", needs=("lightning",)),
     Lane("accelerate", "with_accelerate", needs=("accelerate",), short=_SMALL),
     Lane(
-        "jax-scan", "with_jax", ("scan",), needs=("jax",), cpu_alone=_NO_JAX, written="small", compiles=True, brief=True
+        "jax-scan",
+        "with_jax",
+        ("scan",),
+        needs=("jax",),
+        cpu_alone=_NO_JAX,
+        written="small",
+        compiles=True,
+        brief=True,
+        short=("W1", "W2", "W4", "W5"),  # a step of W3 takes it 6 s
     ),
     Lane(
         "jax-step",
