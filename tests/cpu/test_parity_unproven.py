@@ -37,7 +37,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
+        wide = x.to(torch.bfloat16)
         return (wide * wide.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype) * self.weight
 
 
@@ -92,7 +92,7 @@ class Rows(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"model": lambda: nn.Sequential(Norm(), nn.Linear(6, 3))}, "'0' (Norm) turns float64 into float32"),
+        ({"model": lambda: nn.Sequential(Norm(), nn.Linear(6, 3))}, "'0' (Norm) turns float64 into bfloat16"),
         ({"model": lambda: Bits(6, 3)}, "can't be run in float64"),
         ({"model": lambda: NoDouble(6, 3)}, "weights of 32 bits alone"),
         ({"optimizer": OPTIMIZERS["Muon"]}, "the optimizer (Muon) turns float64 into bfloat16"),

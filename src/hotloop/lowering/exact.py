@@ -105,6 +105,11 @@ def _wide_single(value: Tensor) -> Tensor:
     return _wide(value) if value.dtype in _SINGLE else value
 
 
+def _asking_for_wide(kwargs: Any) -> Any:
+    """A cast to fp32, such as of logits or in a norm, is none where the numbers are fp32: so here it isn't one either."""
+    return {**kwargs, "dtype": _WIDE[kwargs["dtype"]]} if kwargs.get("dtype") in _SINGLE else kwargs
+
+
 def _single_widened(tree: Any) -> Any:
     return tree_map_only(Tensor, _wide_single, tree)
 
@@ -221,6 +226,7 @@ class Watch(Onlooker):
         elif function._schema.is_mutable:
             result = self._write(function, args, kwargs, follows)
         elif follows:
+            kwargs = _asking_for_wide(kwargs)
             result = function(*(_single_widened(args) if _first_of(_SINGLE, args) else args), **kwargs)
         else:
             return self._constant(function, args, kwargs)
