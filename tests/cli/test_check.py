@@ -95,20 +95,27 @@ task = make(model=lambda: Chance(4, 3), epochs=4)
     assert "too random to compare" in done.document["reason"]
 
 
-def test_a_model_that_casts_has_no_truth(hotloop: Hotloop, tmp_path: Path) -> None:
-    (tmp_path / "casts.py").write_text(
-        f"""{SMALL}
+CASTS = f"""{SMALL}
 class Norm(nn.Module):
     def forward(self, x):
-        wide = x.to(torch.float32)
+        wide = x.to(torch.{{dtype}})
         return (wide / wide.pow(2).mean(-1, keepdim=True).sqrt()).to(x.dtype)
 
 task = make(model=lambda: nn.Sequential(nn.Linear(4, 8), Norm(), nn.Linear(8, 3)), epochs=4)
 """
-    )
+
+
+def test_a_model_that_narrows_inside_has_no_truth(hotloop: Hotloop, tmp_path: Path) -> None:
+    (tmp_path / "casts.py").write_text(CASTS.format(dtype="bfloat16"))
     done = hotloop("check", "casts.py", "--set", "optimizer=foreach", *CPU, "--json")
     assert done.document["parity"] == "unproven"
     assert "'1' (Norm)" in done.document["reason"]
+
+
+def test_a_model_that_casts_to_fp32_has_one(hotloop: Hotloop, tmp_path: Path) -> None:
+    (tmp_path / "casts.py").write_text(CASTS.format(dtype="float32"))
+    done = hotloop("check", "casts.py", "--set", "optimizer=foreach", *CPU, "--json")
+    assert done.document["parity"] in {"bitwise", "fp32-equivalent"}
 
 
 def test_convergence_on_demand(hotloop: Hotloop) -> None:
