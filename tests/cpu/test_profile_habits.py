@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections import UserDict, deque
+import sys
+from collections import Counter, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hotloop.probe.limits import CgroupLimits
 from hotloop.profiling import habits, tensors, usage
+from hotloop.profiling.keeping import matched
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.watcher import Watch
 from tests.cpu.watching import watched
@@ -30,8 +32,8 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def seen(step: Step) -> dict[str, float]:
-    """How often each habit was seen in a step of a loop of 40."""
+def training(step: Step) -> Callable[[], None]:
+    """A loop of 40."""
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
@@ -42,7 +44,12 @@ def seen(step: Step) -> dict[str, float]:
             loss.backward()
             optimizer.step()
 
-    return {habit.what: habit.per_step for habit in watched(loop).habits}
+    return loop
+
+
+def seen(step: Step) -> dict[str, float]:
+    """How often each habit was seen in a step of a loop."""
+    return {habit.what: habit.per_step for habit in watched(training(step)).habits}
 
 
 def double_q(net: nn.Module, batch: Tensor) -> Tensor:
@@ -258,6 +265,71 @@ def keeping(what: str) -> Step:
 @pytest.mark.parametrize(("what", "is_kept"), [("a term", 1), ("outputs", 1), ("numbers", 0), ("the last", 0)])
 def test_whatever_keeps_a_part_of_the_graph_is_seen(what: str, is_kept: int) -> None:
     assert set(seen(keeping(what))) == ({"kept graph"} if is_kept else set())
+
+
+def put(kept: Any, value: Any, way: str) -> None:
+    match way:
+        case "append":
+            kept.append(value)
+        case "a tuple":
+            kept.append((3, value))
+        case "extend":
+            kept.extend([value])
+        case "appendleft":
+            kept.appendleft(value)
+        case "no call":
+            kept += [value]
+
+
+WAYS = ["append", "a tuple", "extend", "appendleft"]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "no call"])
+def test_a_kept_graph_is_told_where_it_is_put_into_a_list_and_else_at_its_backward(way: str) -> None:
+    kept: deque[Any] = deque()
+
+    def step(net: nn.Module, batch: Tensor) -> Tensor:
+        loss = net(batch).pow(2).mean()
+        put(kept, loss, way)
+        return loss
+
+    (habit,) = watched(training(step)).habits
+    code, text = inspect.getsourcelines(put)[1], inspect.getsource(put).splitlines()
+    puts = [code + number for number, line in enumerate(text) if "kept" in line and "def" not in line]
+    backward = inspect.getsourcelines(training)[1]
+    line = int(habit.where.rpartition(":")[2])
+    assert line == puts[WAYS.index(way)] if way in WAYS else backward < line < backward + 20
+    assert sys.getprofile() is None
+
+
+def test_each_of_two_kept_graphs_is_told_where_it_is_put() -> None:
+    lines = Counter({"gan.py:9": 3, "gan.py:12": 3})
+    assert matched(["gan.py:8", "gan.py:11"], lines) == {"gan.py:8": "gan.py:9", "gan.py:11": "gan.py:12"}
+    assert matched(["gan.py:8", "gan.py:11"], Counter({"log.py:3": 6})) == {
+        "gan.py:8": "log.py:3",
+        "gan.py:11": "log.py:3",
+    }
+    assert matched(["gan.py:8", "gan.py:11"], lines + Counter({"gan.py:20": 1})) == {}
+    assert matched(["gan.py:8"], Counter()) == {}
+
+
+def test_a_profiler_of_the_scripts_own_is_left_in_its_place() -> None:
+    kept: list[Tensor] = []
+
+    def mine(*event: Any) -> None: ...
+
+    def step(net: nn.Module, batch: Tensor) -> Tensor:
+        kept.append(net(batch).pow(2).mean())
+        assert sys.getprofile() is mine
+        return kept[-1]
+
+    sys.setprofile(mine)
+    try:
+        (habit,) = watched(training(step)).habits
+        assert sys.getprofile() is mine
+    finally:
+        sys.setprofile(None)
+    assert habit.what == "kept graph"
 
 
 @pytest.mark.parametrize(("many", "what"), [(100, "carried graph"), (4, "kept graph")])

@@ -85,3 +85,16 @@ def test_the_zeros_that_are_scattered_into_count_with_the_scatter(fields: dict[s
     scatter = operator("scatter_", 0.2, **(given | dict(where="pool.py:8")))
     found = remedies(seen({"backward": 5.0}, operators=[zeros, scatter]))
     assert [one.where for one in found if "scatter" in one.cause] == ["pool.py:8"] * named
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({}, True), ({"shapes": ["64"]}, False), ({"function": "other"}, False), ({"dtype": "float32"}, False)],
+)
+def test_what_works_out_the_index_counts_with_the_scatter(fields: dict[str, Any], named: bool) -> None:
+    given = dict(phase="backward", function="Pool.backward")
+    index = operator("add", 1.0, **(given | dict(where="pool.py:7", shapes=["320x196"] * 2, dtype="") | fields))
+    shapes = ["250880", "62720"]
+    scatter = operator("_index_put_impl_", 0.2, **(given | dict(where="pool.py:8", shapes=shapes, dtype="float32")))
+    found = remedies(seen({"backward": 5.0}, operators=[index, scatter]))
+    assert [one.where for one in found if "scatter" in one.cause] == ["pool.py:8"] * named

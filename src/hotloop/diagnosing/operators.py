@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hotloop.diagnosing.chains import written
 from hotloop.diagnosing.parts import function_of
-from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest, least_of, percent
+from hotloop.diagnosing.step import COMPUTING, Step, elements, grouped, heaviest, least_of, percent
 from hotloop.profiles import OperatorTime, Remedy
 
 MUCH = "takes much of the"
@@ -43,7 +43,7 @@ def by_index(step: Step) -> Iterator[Remedy]:
                 continue
             zeros = _zeros(step, scatters)
             least = sum(least_of(one, step.profile) for one in [*scatters, *zeros])
-            needed += sum(map(step.cost, zeros))
+            needed += sum(map(step.cost, [*zeros, *_places(step, scatters)]))
             worst = max(scatters, key=step.cost)
             yield Remedy(
                 cause=f"a scatter by index in the {phase}: {worst.name}",
@@ -62,6 +62,24 @@ def _zeros(step: Step, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
     return step.operators(
         lambda one: (
             one.name in _ZEROING and one.where not in lines and (function_of(one), one.phase, *one.shapes[:1]) in into
+        )
+    )
+
+
+def _places(step: Step, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
+    """What works out the index, at other lines of the same function: operators on as many whole numbers."""
+    indexed = {
+        (function_of(one), one.phase, elements(shape))
+        for one in scatters
+        for shape in one.shapes[1:]  # the first is scattered into
+        if elements(shape) > 1
+    }
+    lines = {one.where for one in scatters}
+    return step.operators(
+        lambda one: (
+            not one.dtype
+            and one.where not in lines
+            and any((function_of(one), one.phase, elements(shape)) in indexed for shape in one.shapes)
         )
     )
 

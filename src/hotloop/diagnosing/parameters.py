@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 
 from hotloop.diagnosing.rounds import is_view, rounds_of
-from hotloop.diagnosing.step import COMPUTING, Step, grouped, heaviest
+from hotloop.diagnosing.step import COMPUTING, Step, elements, grouped, heaviest
 from hotloop.profiles import OperatorTime, Remedy
 
 _WITH_BUFFERS = 2.0
@@ -179,6 +178,5 @@ def _are_all(step: Step, numbers: float) -> bool:
 
 
 def _numbers(one: OperatorTime) -> int:
-    """In the first of an operator's inputs; of lists of tensors nobody says how many there are."""
-    sizes = one.shapes[0].split("x") if one.shapes else []
-    return prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0
+    """In the first of an operator's inputs."""
+    return elements(one.shapes[0]) if one.shapes else 0

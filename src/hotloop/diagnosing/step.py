@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TypeVar
 
 from hotloop.counting import Counts, least_ms, precision_of
@@ -244,6 +245,12 @@ def least_of(one: OperatorTime, profile: Profile) -> float:
     if one.flops is None and one.bytes is None:
         return 0.0
     return least_ms(Counts(one.flops or 0.0, one.bytes), profile.limits, precision_of(one.dtype)) or 0.0
+
+
+def elements(shape: str) -> int:
+    """Numbers in a tensor of a shape such as `8x3x28x28`; 0 for lists of tensors, of which nobody says how many there are."""
+    sizes = shape.split("x")
+    return prod(map(int, sizes)) if all(size.isdigit() for size in sizes) else 0
 
 
 def is_product(one: OperatorTime) -> bool:

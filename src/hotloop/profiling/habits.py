@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hotloop.patches import Patches
 from hotloop.profiling.forwards import Forward, Mark, apart, evaluates, inputs_of, is_again, repeated
 from hotloop.profiling.hooks import around, safe
+from hotloop.profiling.keeping import Keeping, matched
 from hotloop.profiling.room import Room
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.tensors import known_again, tensors_in
@@ -44,16 +45,12 @@ class Graphs:
     Args:
         fail: is told of an error of its own in the midst of the script's evaluation.
         parameters: gives those of all optimizers that have stepped.
-
-    Attributes:
-        on: whether the step that is on is looked at.
     """
 
     def __init__(
         self, sites: Sites, fail: Callable[[Exception], Any], parameters: Callable[[], Iterable[Tensor]] = tuple
     ) -> None:
-        self.on, self.fail = False, fail
-        self._sites = sites
+        self.fail, self._sites, self._on = fail, sites, False
         self._step = self._around = 0
         self._looked: list[int] = []
         self._followed: list[int] = []
@@ -71,9 +68,23 @@ class Graphs:
         self._profiled: list[tuple[int, float]] = []
         self._found: defaultdict[tuple[Any, str], Counter[int]] = defaultdict(Counter)
         self._seconds: defaultdict[tuple[Any, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self._keeping, self._keepers = Keeping(sites, fail), Counter[str]()
         self._evaluating, self._room = Patches(), Room()
         self._graded: list[Mark] = []
         self._evaluated = self._depth = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether the step that is on is looked at."""
+        return self._on
+
+    @on.setter
+    def on(self, on: bool) -> None:
+        self._on = on
+        if on and any(what == "kept graph" for what, _ in self._found):
+            self._keeping.listen(self._step)
+        else:
+            self._keeping.stop()
 
     def forward(
         self,
@@ -187,6 +198,7 @@ class Graphs:
         self._retained = [mark for mark in self._retained if mark.step >= self._step]
         for step, where, _ in (one for one in self._losses if one[0] == self._step - _LATER and one[2]() is not None):
             self._found["kept graph", where][step] += 1
+        self._keepers.update(self._keeping.still_there(self._step - _LATER))
         self._losses = [loss for loss in self._losses if loss[0] > self._step - _LATER]
 
     def _in_vain(self, one: Forward, trained: Sequence[Forward]) -> str:
@@ -273,7 +285,7 @@ class Graphs:
             "kept graph": [step for step in self._looked if step < self._step - _LATER],
             "unused gradients": self._looked[1:],  # the first tells what a parameter was before
         }
-        found = []
+        found, keepers = [], matched([where for what, where in self._found if what == "kept graph"], self._keepers)
         for (what, where), counts in self._found.items():
             over = steps.get(what, self._followed if what.startswith(_AFTERWARDS) else self._looked)
             seconds = self._seconds[what, where]
@@ -282,6 +294,8 @@ class Graphs:
                 found[-1] |= {"calls": _middle(self._profiled, 0), "call_us": _middle(self._profiled, 1)}
             if part := self._part(what, where, seconds):
                 found[-1] |= {"what": _CARRIED.get(what, what), "part": part}
+            elif what == "kept graph":
+                found[-1]["where"] = keepers.get(where, where)
         return [habit for habit in found if habit["per_step"]] + self._with_graphs()
 
     def _part(self, what: str, where: str, seconds: Mapping[int, float]) -> float:

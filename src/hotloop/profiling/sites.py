@@ -35,7 +35,10 @@ class Sites:
 
         Empty where a Task's step itself calls: the lines that had it trained are none of the step's.
         """
-        frame: FrameType | None = sys._getframe(depth)
+        return self.above(sys._getframe(depth))
+
+    def above(self, frame: FrameType | None) -> str:
+        """Like `caller`, from a frame on."""
         first = None
         while frame is not None:
             if self.is_own(frame.f_code):

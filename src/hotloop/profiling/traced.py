@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hotloop.profiles import Phase
 from hotloop.profiling.following import Line
@@ -15,6 +15,9 @@ from hotloop.profiling.naming import Name
 
 Within = Literal["", "step", "zero_grad"]
 """What of an optimizer's an operator lies in."""
+
+_TELLING = 3
+"""Steps from which on it can be told what is usual."""
 
 
 class Key(NamedTuple):
@@ -96,10 +99,32 @@ class Traced:
 
 
 def together(steps: Sequence[Traced]) -> Traced:
-    """All that were like the others: what a loop does now and then, such as sampling or a plot, makes a step longer."""
+    """All that were like the others: what a loop does now and then, such as sampling or a plot, makes a step longer.
+
+    What an operator took longer in one of them because another program had its core is none of its time.
+    """
     found = Traced()
     limit = SEVERAL * median_low(step.ms for step in steps) if steps else 0.0
-    for step in steps:
-        if step.ms <= limit:
-            found.add(step)
+    alike = [step for step in steps if step.ms <= limit]
+    for step in alike:
+        found.add(step)
+    for key, total in found.sums.items():
+        if key.device == "cpu" and (held_up := _held_up([step.sums[key] for step in alike if key in step.sums])):
+            total.ns -= held_up
+            found.ms -= held_up / 1e6
+            _lessen(found.walls, (key.module, key.phase), held_up)
+            _lessen(found.phases, key.phase, held_up)
     return found
+
+
+def _lessen(times: Counter[Any], of: Any, ns: float) -> None:
+    if of in times:
+        times[of] = max(0, times[of] - round(ns))
+
+
+def _held_up(sums: Sequence[Sum]) -> float:
+    """Nanoseconds that calls took beyond the usual in steps in which they took several times as long; of two, nobody knows."""
+    if len(sums) < _TELLING:
+        return 0.0
+    usual = median_low(one.ns / one.calls for one in sums)
+    return sum(one.ns - usual * one.calls for one in sums if one.ns > SEVERAL * usual * one.calls)
