@@ -270,7 +270,7 @@ class _Loop:
         value = self.steering.value(record)
         if math.isfinite(value):
             return
-        if not all_finite(self.program.state()):
+        if not all_finite(self.program.state(lent=self.world.alone)):
             raise self._nonfinite(record.step)
         source = self.program.parts.roles.validation
         raise nonfinite_figure(self.program, source, self.steering.figure, value, self._saved_step)
@@ -282,7 +282,7 @@ class _Loop:
 
     def _save(self) -> None:
         started = time.perf_counter()
-        state = self.program.state()
+        state = self.program.state(lent=self.world.alone)
         if not all_finite(state):
             raise self._nonfinite(state.position.step)
         check_in_step(self.world, state)

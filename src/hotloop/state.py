@@ -108,25 +108,28 @@ def held_like(value: Tensor, other: Any) -> Tensor:
 
 def host_copy(value: Any) -> Any:
     """A copy on the CPU that training no longer changes."""
+    return on_host(value, lent=False)
+
+
+def on_host(value: Any, *, lent: bool) -> Any:
+    """On the CPU; `lent` leaves tensors that are there already in training's own memory."""
     if isinstance(value, Tensor):
-        return whole(value.detach()).to("cpu", copy=True).contiguous()
+        return whole(value.detach()).to("cpu", copy=not lent).contiguous()
     if isinstance(value, Counter):  # MultiStepLR counts its milestones
         return Counter(value)
     if isinstance(value, dict):
-        return {key: host_copy(item) for key, item in value.items()}
+        return {key: on_host(item, lent=lent) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [host_copy(item) for item in value]
+        items = [on_host(item, lent=lent) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
 
 
-def capture_model(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Parameters, buffers and extra state of a module, as host copies."""
-    return {
-        "parameters": {name: host_copy(value) for name, value in model.named_parameters()},
-        "buffers": {name: host_copy(value) for name, value in model.named_buffers()},
-        "extra": {name: host_copy(module.get_extra_state()) for name, module in _with_extra_state(model)},
-    }
+def capture_model(model: nn.Module, *, lent: bool = False) -> dict[str, dict[str, Any]]:
+    """Parameters, buffers and extra state of a module, on the CPU: copies, unless `lent`."""
+    extra = {name: module.get_extra_state() for name, module in _with_extra_state(model)}
+    found = {"parameters": dict(model.named_parameters()), "buffers": dict(model.named_buffers()), "extra": extra}
+    return on_host(found, lent=lent)
 
 
 @torch.no_grad()
@@ -188,11 +191,11 @@ def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """An optimizer's state by qualified parameter name, as host copies."""
+def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
+    """An optimizer's state by qualified parameter name, on the CPU: copies, unless `lent`."""
     names = {id(value): name for name, value in model.named_parameters()}
     groups = [
-        {key: host_copy(value) for key, value in group.items() if key not in _NOT_OF_THE_STATE}
+        {key: on_host(value, lent=lent) for key, value in group.items() if key not in _NOT_OF_THE_STATE}
         | {"params": [names[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
@@ -200,9 +203,9 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     holders: dict[Any, Any] = optimizer.state
     for holder, values in holders.items():
         if isinstance(holder, Tensor):
-            state[names[id(holder)]] = host_copy(dict(values))
+            state[names[id(holder)]] = on_host(dict(values), lent=lent)
         else:  # what belongs to no parameter, such as a count of all steps
-            own[holder] = host_copy(values)
+            own[holder] = on_host(values, lent=lent)
     return {"name": type(optimizer).__name__, "state": state, "own": own, "groups": groups}
 
 

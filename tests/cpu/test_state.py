@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as schedules
 
 import hotloop
-from hotloop.checkpoint import all_finite
+from hotloop.checkpoint import Checkpoint, Checkpoints, all_finite
 from hotloop.errors import CheckpointError
-from hotloop.state import State, differences
+from hotloop.loop import _Loop
+from hotloop.state import State, differences, leaves
 from tests.cpu.programs import a_task, assert_resumes, labelled, state_after
 
 # ---------------------------------------------------------------- what counts as a difference
@@ -345,3 +347,42 @@ def test_what_is_not_trained_may_be_infinite_and_what_is_empty_is_fine() -> None
     assert finite({"mask": mask, "weight": torch.ones(2), "none": torch.zeros(0, 4)}, ["weight", "none"])
     assert finite({"mask": mask}, [])
     assert finite({"huge": torch.full((9,), 3e38)}, ["huge"])
+
+
+# ---------------------------------------------------------------- what is lent
+
+
+def memory_of(state: State) -> set[int]:
+    return {one.data_ptr() for _, one in leaves([state.parameters, state.buffers, state.optimizer["state"]])}
+
+
+def test_a_state_that_is_lent_is_the_same_without_a_copy() -> None:
+    program = hotloop.lower(a_task(model=network, optimizer=optim.Adam))
+    program.advance(3)
+    copied, lent = program.state(), program.state(lent=True)
+    assert differences(copied, lent) == []
+    live = [*program.model.parameters(), *program.model.buffers()]
+    assert {one.data_ptr() for one in live} <= memory_of(lent)
+    assert not memory_of(copied) & memory_of(lent)
+    program.advance(1)
+    assert differences(copied, lent)  # it is training's own memory
+    program.close()
+
+
+def test_a_training_lends_its_state_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, live = [], set[int]()
+    written = Checkpoints.save
+
+    def save(self: Checkpoints, checkpoint: Checkpoint) -> Path:
+        saved.append(memory_of(checkpoint.state))
+        live.update(loop.program.model[0].weight.data_ptr() for loop in loops)
+        return written(self, checkpoint)
+
+    loops: list[Any] = []
+    made = _Loop.begin
+    monkeypatch.setattr(_Loop, "begin", lambda self, resume: (loops.append(self), made(self, resume))[1])
+    monkeypatch.setattr(Checkpoints, "save", save)
+    hotloop.fit(
+        a_task(model=network, optimizer=optim.Adam, epochs=1), run=tmp_path / "run", plan="baseline", progress=False
+    )
+    assert live and live <= saved[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,35 @@ def test_a_model_that_cannot_be_traced_trains_all_the_same(tmp_path: Path) -> No
     events = _trained(tmp_path, Branching)
     assert not events.Tags()["graph"]
     assert len(events.Scalars("loss/train")) == 3
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_model_that_was_drawn_is_gone(tmp_path: Path, traced: bool) -> None:
+    made: list[weakref.ref[nn.Module]] = []
+    alive: list[int] = []
+
+    def model() -> nn.Module:
+        built = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2) if traced else Branching())
+        made.append(weakref.ref(built))
+        return built
+
+    def look(view: hotloop.View) -> None:
+        if view.event == "epoch":
+            alive.append(sum(one() is not None for one in made))
+
+    data = (torch.randn(40, 4), torch.arange(40) % 2)
+    task = hotloop.Task(
+        model=model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        data=data,
+        batch_size=8,
+        epochs=2,
+    )
+    gc.disable()  # or it might happen to look meanwhile
+    try:
+        hotloop.fit(task, plan="baseline", run=tmp_path / "run", progress=False, callbacks=[look])
+    finally:
+        gc.enable()
+    assert len(made) == 2
+    assert alive[-1] == 1

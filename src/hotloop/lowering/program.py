@@ -26,6 +26,7 @@ from hotloop.state import (
     capture_model,
     copy_into,
     host_copy,
+    on_host,
     restore_model,
     restore_optimizer,
 )
@@ -235,24 +236,28 @@ class Program:
         self._step.meet()
         return self._step.gathered(self._weights())
 
-    def state(self) -> State:
-        """Everything that training changes, copied to the CPU; of several ranks all must ask."""
+    def state(self, *, lent: bool = False) -> State:
+        """Everything that training changes, on the CPU; of several ranks all must ask.
+
+        Args:
+            lent: what lies there already isn't copied, for who is done with it before anything is trained on.
+        """
         self._step.meet()
         own = replace(
-            self._weights(),
-            optimizer=self._step.optimizer_state(),
+            self._weights(lent=lent),
+            optimizer=self._step.optimizer_state(lent=lent),
             schedule=host_copy(_schedule_state(self._step.schedule)),
             sums=_plain_counts(host_copy(self._step.totals())),
             scaler={} if self._step.scaler is None else self._step.scaler.state_dict(),
-            outer=host_copy(self._step.outer),
+            outer=on_host(self._step.outer, lent=lent),
         )
         return self._step.gathered(own)
 
-    def _weights(self) -> State:
+    def _weights(self, *, lent: bool = False) -> State:
         """This process' own."""
         return State(
-            **capture_model(self.model),
-            average=host_copy(self._step.average),
+            **capture_model(self.model, lent=lent),
+            average=on_host(self._step.average, lent=lent),
             loss=host_copy(self._loss_buffers()),
             position=self.position,
         )

@@ -160,7 +160,7 @@ class ServedProgram(Program):
     _step: ServedStep
     feed: GradientFeed
 
-    def state(self) -> State:
+    def state(self, *, lent: bool = False) -> State:
         ledger = self.feed.ledger
         ledger.paused = True
         try:
@@ -168,7 +168,7 @@ class ServedProgram(Program):
                 self.advance(ledger.outstanding)
         finally:
             ledger.paused = False
-        return super().state()
+        return super().state(lent=lent)
 
     @property
     def staleness(self) -> dict[int, int]:

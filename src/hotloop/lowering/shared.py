@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,8 +139,8 @@ class TowersStep(SharedStep):
         super()._update()
         self._module.spread()
 
-    def optimizer_state(self) -> dict[str, Any]:
-        return self.parts.world.from_first(super().optimizer_state)
+    def optimizer_state(self, *, lent: bool = False) -> dict[str, Any]:
+        return self.parts.world.from_first(partial(super().optimizer_state, lent=lent))
 
     def rebind(self) -> None:
         self._module.hold()

@@ -157,9 +157,9 @@ class EagerStep:
         """The module whose parameters the optimizer updates; only of towers it is another than the model."""
         return self.parts.model
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state by qualified parameter name, copied to the CPU."""
-        return capture_optimizer(self.optimizer, self.holder)
+    def optimizer_state(self, *, lent: bool = False) -> dict[str, Any]:
+        """The optimizer's state by qualified parameter name, on the CPU: copies, unless `lent`."""
+        return capture_optimizer(self.optimizer, self.holder, lent=lent)
 
     def meet(self) -> None:
         """Brings ranks together that have gone ways of their own; all of them call it at the same places."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import warnings
 from collections.abc import Callable
@@ -59,8 +60,10 @@ class TensorBoard:
             with warnings.catch_warnings(), redirect_stdout(StringIO()):  # torch prints what it also raises
                 warnings.simplefilter("ignore")  # tracing warns of each Python branch; the picture says enough
                 self._writer.add_graph(model.eval(), inputs)
+            del model, inputs
         except Exception as error:  # tracing fails in as many ways as there are models, and training needs no picture
             self._say(f"TensorBoard gets no graph of this model, since it can't be traced ({type(error).__name__})")
+        gc.collect()  # a model that was traced refers to itself, and would keep its memory for as long as Python lets it
 
     def _write(self, view: View) -> None:
         assert self._writer is not None
