@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -58,7 +59,7 @@ class Collector:
         """Goes along the path, until it ends or nothing can be proven."""
         evidence = self.evidence
         for number, stop in enumerate(stops(self.walker)):
-            here = self.walker.state()
+            here = replace(stop.state, position=self.walker.position)
             left = self.walker.steps_left()
             evidence.last = here if left is None or left >= self._ahead else evidence.last
             evidence.unproven = (number < 2 and self._unrepeatable(stop)) or self._compare(stop, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from hotloop.state import State, leaves
 Key = tuple[str, str]
 """(what, name), as in `TensorError`."""
 
-Seen = dict[Key, Tensor]
+Seen = Mapping[Key, Tensor]
 """float64 on the CPU; what is counted stays whole."""
 
 KINDS = ("count", "loss", "buffer", "gradient", "optimizer", "update", "size of update", "average")
@@ -27,37 +27,65 @@ UNIT = 2.0**-24
 """Unit roundoff of fp32: half of the distance from 1 to the next number."""
 
 
+class _Noted(Seen):
+    """Keeps what it is told of as it is, and makes float64 of one after the other: a whole network so would be large."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, tuple[Any, Any]] = {}
+
+    def note(self, key: Key, value: Any, before: Any = None) -> None:
+        """With a value `before`, by how much it has changed."""
+        self._kept[key] = value, before
+
+    def __getitem__(self, key: Key) -> Tensor:
+        value, before = self._kept[key]
+        return wide(value) if before is None else wide(value) - wide(before)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
 def one_step(program: Program, state: State, batch: Any) -> tuple[Seen, State]:
     """Runs a step from `state` on a copy of `batch`; the State after it is also given as it is."""
     program.restore(replace(state, sums={}))
     before = {name: (value.grad, _version(value.grad)) for name, value in program.model.named_parameters()}
     given = copied(batch)
     program.step(given)
-    after = program.state()
-    seen: Seen = {("count" if name in _COUNTS else "loss", name): wide(value) for name, value in after.sums.items()}
-    seen |= dict(_buffers(after))
+    after, seen = program.state(), _Noted()
+    for name, value in after.sums.items():
+        seen.note(("count" if name in _COUNTS else "loss", name), value)
+    for key, value in _buffers(after):
+        seen.note(key, value)
     for name, parameter in program.model.named_parameters():
         gradient, (old, version) = parameter.grad, before[name]
         if gradient is not None and (gradient is not old or gradient._version != version):  # made in this step
-            seen["gradient", name] = wide(gradient)
+            seen.note(("gradient", name), gradient.detach().to("cpu", copy=True))
     for path, value in leaves({key: after.optimizer[key] for key in ("state", "own", "groups")}):
         if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
-            seen["optimizer", path.strip("/")] = wide(value)
+            seen.note(("optimizer", path.strip("/")), value)
     for name, value in after.parameters.items():
         if is_real(value):
-            seen["update", name] = wide(value) - wide(state.parameters[name])
-    seen |= {("average", name): wide(value) for name, value in after.average.items()}
+            seen.note(("update", name), value, state.parameters[name])
+    for name, value in after.average.items():
+        seen.note(("average", name), value)
     for place, (was, now) in enumerate(zip(tensors(batch), tensors(given), strict=True)):
-        seen["count", f"tensors {place} of the batch that were changed"] = wide(0 if torch.equal(was, now) else 1)
+        changed = 0 if torch.equal(was, now) else 1
+        seen.note(("count", f"tensors {place} of the batch that were changed"), changed)
     return seen, after
 
 
 _COUNTS = ("samples", "weight")
 
 
-def _buffers(state: State) -> Iterator[tuple[Key, Tensor]]:
+def _buffers(state: State) -> Iterator[tuple[Key, Any]]:
     for name, value in {**state.buffers, **state.loss}.items():
-        yield ("buffer", name), wide(value)
+        yield ("buffer", name), value
 
 
 def _version(tensor: Tensor | None) -> int:
@@ -84,7 +112,7 @@ def scales(truth: Seen, before: State) -> dict[Key, float]:
     So an error in what is truly zero, such as the gradient of a bias before a batch normalisation, is measured by its
     neighbours; but not by a buffer that the step leaves as it was `before`, such as a mask, which may have any size.
     """
-    constant = {key for key, value in _buffers(before) if key in truth and torch.equal(value, truth[key])}
+    constant = {key for key, value in _buffers(before) if key in truth and torch.equal(wide(value), truth[key])}
     sizes = {key: _size(value) for key, value in truth.items()}
     largest: dict[Key, float] = {}
     for key, value in truth.items():
