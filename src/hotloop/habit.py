@@ -24,10 +24,12 @@ class Habit(Record):
             `recomputed forward`: one that runs again within the backward, as checkpointing of activations has it;
             `shared graph`: a backward that walks nodes of an earlier one of the same step, and adds to its gradients;
             `unused gradients`: of parameters that no optimizer steps, and that stay as they are;
+            `cleared gradients`: of a network that a backward goes through, cleared before its optimizer steps;
             `input gradients`: of other tensors, which nobody asked for by `torch.autograd.grad`;
             `hook`: torch's anomaly detection;
             `profiler`: a profiler of the script's own;
-            `garbage collection`: of Python's.
+            `garbage collection`: of Python's;
+            `checkpoint`: what `torch.save` writes.
         where: the line.
         per_step: times in a step; gradients, of which some are unused.
         call_us: what a tiny operator takes meanwhile, and `calls`, how many operators there are; for `profiler` alone.
@@ -48,10 +50,12 @@ class Habit(Record):
         "recomputed forward",
         "shared graph",
         "unused gradients",
+        "cleared gradients",
         "input gradients",
         "hook",
         "profiler",
         "garbage collection",
+        "checkpoint",
     ]
     where: str
     per_step: float

@@ -226,6 +226,7 @@ class Threads(Record):
         busy: cores that this process kept busy on average, from its CPU time.
         others: cores that other programs kept busy.
         slower: how many times as long operations take with so many threads as with fewer, where that was measured here.
+        where: the line that says how many; empty if none does.
     """
 
     torch: int
@@ -233,6 +234,7 @@ class Threads(Record):
     busy: float
     others: float
     slower: float | None = None
+    where: str = ""
 
 
 class Paging(Record):

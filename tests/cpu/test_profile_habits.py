@@ -7,6 +7,7 @@ import sys
 from collections import Counter, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -472,3 +473,96 @@ def test_what_is_done_once_in_an_epoch_is_no_habit(every: int, evaluates: bool, 
         return net(batch).pow(2).mean()
 
     assert set(seen(step)) - {"autograd in evaluation"} == set()
+
+
+def adversarial(way: str) -> Callable[[], None]:
+    """A generator and a discriminator in turn; some ways go back through the generator for nothing."""
+    make, judge = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)), nn.Linear(4, 1)
+    first, second = (torch.optim.SGD(net.parameters(), lr=0.01) for net in (judge, make))
+
+    def loop() -> None:
+        for _ in range(40):
+            fake = make(torch.randn(8, 4))
+            if way == "two backwards":
+                first.zero_grad()
+                judge(torch.randn(8, 4)).pow(2).mean().backward()
+                judge(fake).abs().mean().backward(retain_graph=True)
+            else:
+                first.zero_grad()
+                given = fake.detach() if way == "detached" else fake
+                (judge(torch.randn(8, 4)).pow(2).mean() + judge(given).abs().mean()).backward(retain_graph=True)
+            first.step()
+            if way != "added up":
+                second.zero_grad(set_to_none=way != "zeros")
+            judge(fake).mean().backward()
+            second.step()
+            if way == "added up":
+                second.zero_grad()
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("way", "told"), [("once", 1), ("two backwards", 1), ("zeros", 1), ("detached", 0), ("added up", 0)]
+)
+def test_gradients_of_a_network_that_are_cleared_before_it_is_updated_are_for_nothing(way: str, told: int) -> None:
+    habits_ = [habit for habit in watched(adversarial(way)).habits if habit.what == "cleared gradients"]
+    assert len(habits_) == told
+    if told:
+        assert (habits_[0].ms or 0.0) > 0
+
+
+def test_gradients_that_are_put_aside_before_they_are_cleared_are_used() -> None:
+    """As those of several losses that are made to agree with one another."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for _ in range(40):
+            out, aside = net(torch.randn(8, 4)), []
+            for loss in (out.pow(2).mean(), out.abs().mean()):
+                optimizer.zero_grad()
+                loss.backward(retain_graph=True)
+                aside.append([value.grad.clone() for value in net.parameters() if value.grad is not None])
+            for value, *both in zip(net.parameters(), *aside, strict=True):
+                value.grad = both[0] + both[1]
+            optimizer.step()
+
+    assert "cleared gradients" not in {habit.what for habit in watched(loop).habits}
+
+
+@pytest.mark.parametrize(("every", "told"), [(1, True), (5, False)])
+def test_a_checkpoint_at_each_step_is_a_habit(every: int, told: bool, tmp_path: Path) -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for step in range(60):
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+            if step % every == 0:
+                torch.save(net.state_dict(), tmp_path / "last.pt")
+
+    found = [habit for habit in watched(loop).habits if habit.what == "checkpoint"]
+    assert [habit.per_step for habit in found] == [1.0] * told
+    if told:
+        line = inspect.getsourcelines(test_a_checkpoint_at_each_step_is_a_habit)[1]
+        assert line < int(found[0].where.rpartition(":")[2]) < line + 16 and (found[0].ms or 0.0) > 0
+
+
+def test_the_line_that_says_how_many_threads_there_are_is_known() -> None:
+    before = torch.get_num_threads()
+
+    def loop() -> None:
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        torch.set_num_threads(before)
+        for _ in range(40):
+            optimizer.zero_grad()
+            net(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+
+    threads = watched(loop).threads
+    assert threads is not None and "test_profile_habits.py" in threads.where
+    assert not hasattr(torch.set_num_threads, "__wrapped__")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hotloop.diagnosing.step import Step
-from hotloop.profiles import LineTime, OperatorTime, Profile, Remedy
+from hotloop.profiles import Habit, LineTime, OperatorTime, Profile, Remedy, Threads
 from tests.unit.made_steps import STEP_MS, adam, first, line, loop, operator, remedies, seen
 
 
@@ -198,3 +198,22 @@ def test_a_batch_that_one_index_cuts_out_is_not_to_be_made_faster(
     given = dict(phase="batch", where="train.py:20", dtype="") | fields
     ones = [operator(name, 0.2, bytes=100.0, **given) for name in names]
     assert bool(remedies(seen({"batch": 1.0}, operators=ones, lines=[line("batch", 1.0)]))) is named
+
+
+@pytest.mark.parametrize(("where", "named"), [("train.py:36", True), ("train.py:99", False)])
+def test_what_saves_at_each_step_is_a_checkpoint_and_all_of_its_function_goes_with_it(where: str, named: bool) -> None:
+    lines = [
+        line("logging", 1.5, "train.py:36", function="save", library="torch"),
+        line("python", 2.0, "train.py:37", function="save"),
+    ]
+    habits = [Habit(what="checkpoint", where=where, per_step=1.0, ms=1.5)]
+    one = remedies(seen({"logging": 1.5, "python": 2.0}, lines=lines, habits=habits))[0]
+    assert (one.where, one.gain) == ("train.py:37", pytest.approx(0.35))
+    assert one.cause.startswith("a checkpoint is written at each step") is named
+
+
+@pytest.mark.parametrize(("where", "told"), [("train.py:3", "train.py:3"), ("", "train.py:12")])
+def test_too_many_threads_are_told_where_they_are_asked_for(where: str, told: str) -> None:
+    threads = Threads(torch=48, cores=2, busy=1.9, others=0.0, slower=4.0, where=where)
+    found = remedies(seen({"forward": 8.0}, threads=threads).model_copy(update={"step_where": "train.py:12"}))
+    assert [one.where for one in found if "too many threads" in one.cause] == [told]

@@ -6,6 +6,7 @@ import pytest
 
 from hotloop.diagnosing import repeats
 from hotloop.diagnosing.step import Step
+from hotloop.profiles import LineTime
 from tests.unit.made_steps import STEP_MS, adam, first, loader, loop, operator, remedies, seen
 
 SAMPLE = ["256"]
@@ -69,3 +70,14 @@ def test_of_a_script_a_kernel_stays_between_two_products() -> None:
         (found,) = repeats.starting(Step(own, STEP_MS))
         gains.append(found.gain)
     assert gains[0] - gains[1] == pytest.approx(100 * 3e-3 / STEP_MS)
+
+
+@pytest.mark.parametrize(("backwards", "named"), [(64.0, True), (1.0, False), (32.0, False)])
+def test_a_loop_of_small_batches_whose_gradients_add_up_is_told_at_its_backward(backwards: float, named: bool) -> None:
+    root = operator("ones_like", 0.0, backwards, phase="loss", where="train.py:42", line_runs=backwards)
+    back = LineTime(where="train.py:42", function="train", phase="backward", ms=4.0, own_ms=4.0, library="torch")
+    profile = seen({"forward": 8.0}, operators=[*loop(64, 0.01, shapes=["8x256"]), root])
+    found = remedies(profile.model_copy(update={"lines": [*profile.lines, back]}))
+    told = [one for one in found if "accumulated over 64 backwards" in one.cause]
+    assert [one.where for one in told] == ["train.py:42"] * named
+    assert any("time steps" in one.cause for one in found) is not named

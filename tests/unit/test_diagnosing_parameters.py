@@ -56,6 +56,7 @@ NOT_READ: dict[str, list[OperatorTime]] = {
     "a library's own loop": read(SMALL, "python", line_runs=1.0),
     "time steps, which are all alike": read({"16x16": 20}, line_runs=20.0),
     "other tensors": read({"160x16": 10, "16": 10}, line_runs=20.0),
+    "ten times as many numbers, in other tensors": read({"169x16": 10, "16": 10}, line_runs=20.0),
 }
 
 
@@ -116,3 +117,50 @@ def test_a_backward_of_ones_own_is_no_hook(shapes: dict[str, int]) -> None:
 
 def test_what_no_backward_calls_is_no_hook() -> None:
     assert not any("hook" in one.cause for one in hooked(SMALL, within=""))
+
+
+TWICE = {shape: 2 * calls for shape, calls in SMALL.items()}
+"""As where gradients and weights are read, or for each of two backwards."""
+
+
+@pytest.mark.parametrize("runs", [20.0, 40.0])
+def test_parameters_may_be_read_several_times_in_a_step(runs: float) -> None:
+    one = found(read(TWICE, line_runs=runs), SMALL)[0]
+    assert "20 tensors are read" in one.cause
+
+
+def statistics(where: str, *names: str, back: bool = False) -> list[OperatorTime]:
+    """Of each gradient, read on the host."""
+    given = dict(where=where, phase="python", line_runs=20.0, function="Monitor.record")
+    reads = [operator("item", 0.0, 20 * len(names), shapes=[], bytes=0.0, flops=0.0, **given)]
+    backward = [operator("mul", 0.1, 20, **(given | dict(phase="backward")))] if back else []
+    ones = [
+        one.model_copy(update={"name": f"aten::{name}"}) for name in names for one in read(SMALL, ms=0.8, **given)[:2]
+    ]
+    return [*ones, *reads, *backward]
+
+
+def test_what_only_measures_is_won_as_a_whole_over_all_lines_of_a_statement() -> None:
+    ones = [*statistics("train.py:33", "abs", "std"), *statistics("train.py:34", "mean")]
+    (one,) = (one for one in found(ones, SMALL, "python") if "over parameters" in one.cause)
+    assert one.gain == pytest.approx(3 * 0.4 / 10) and one.where == "train.py:33"
+    assert "every hundred steps" in one.remedy
+
+
+def test_lines_of_another_function_or_far_away_are_another_loop() -> None:
+    far = [*statistics("train.py:33", "abs", "std"), *statistics("train.py:44", "mean", "abs")]
+    assert len([one for one in found(far, SMALL, "python") if "over parameters" in one.cause]) == 2
+
+
+def test_what_a_backward_comes_back_to_doesnt_only_measure() -> None:
+    ones = statistics("train.py:33", "abs", "std", back=True)
+    assert not [one for one in found(ones, SMALL, "python") if "over parameters" in one.cause and one.gain > 0.05]
+
+
+@pytest.mark.parametrize(("outer", "named"), [("aten::to", True), ("", False)])
+def test_a_cast_changes_no_parameter_in_place(outer: str, named: bool) -> None:
+    """As the one of `(gradient == 0).float()`; `kept.copy_(weight)` changes what it is called on."""
+    given = dict(where="train.py:22", phase="python", line_runs=20.0, bytes=1e3, outer=outer, function="Monitor.record")
+    copies = [operator("copy_", 0.0, calls, shapes=[shape, shape], **given) for shape, calls in SMALL.items()]
+    ones = [*statistics("train.py:22", "abs", "std"), *copies]
+    assert any("are read one by one" in one.cause for one in found(ones, SMALL, "python")) is named

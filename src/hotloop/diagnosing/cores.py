@@ -16,7 +16,7 @@ def crowded(step: Step) -> Iterator[Remedy]:
     computing = step.phase(*COMPUTING)
     yield Remedy(
         cause=f"too many threads: {threads.torch} of torch's on {threads.cores} cores",
-        where=step.profile.step_where,
+        where=threads.where or step.profile.step_where,
         remedy=f"torch.set_num_threads({threads.cores}), or OMP_NUM_THREADS={threads.cores}",
         gain=step.share(computing * (1 - 1 / threads.slower)),
         evidence=f"operations are cut into {threads.torch} pieces and wait for the last of them: such take "
@@ -37,7 +37,7 @@ def idle(step: Step) -> Iterator[Remedy]:
     computing = step.phase(*COMPUTING)
     yield Remedy(
         cause=f"idle cores: torch uses {threads.torch} of {threads.cores}",
-        where=step.profile.step_where or step.profile.source,
+        where=threads.where or step.profile.step_where or step.profile.source,
         remedy=f"torch.set_num_threads({free})",
         gain=step.share(computing * (1 - threads.torch / free)),
         evidence=f"{threads.busy:.1f} cores were busy while operations took {computing:.2f} ms of each step of "

@@ -57,6 +57,11 @@ _SAID = {
         "gradients that nobody uses: no optimizer updates these parameters",
         "requires_grad_(False) for what isn't trained, before the loop; or call it within torch.no_grad()",
     ),
+    "cleared gradients": (
+        "gradients that are cleared before anybody uses them: a loss goes back through a network that isn't updated by it, as a "
+        "discriminator's through the generator",
+        "detach what comes from that network: net(fake.detach()); then retain_graph=True isn't needed either",
+    ),
     "input gradients": (
         "gradients of the inputs are computed, as requires_grad on them asks for",
         "leave out requires_grad if nobody looks at their .grad",
@@ -88,7 +93,7 @@ _CHECKING = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::
 def habitual(step: Step) -> Iterator[Remedy]:
     """What was seen to happen at each step, or nearly."""
     for habit in step.profile.habits:
-        if habit.per_step < OFTEN and habit.what != "autograd in evaluation":
+        if (habit.per_step < OFTEN and habit.what != "autograd in evaluation") or habit.what not in _SAID:
             continue
         cause, remedy = _SAID[habit.what]
         gain = step.share(_won(step, habit))

@@ -187,6 +187,11 @@ def _users(step: Step, lines: list[LineTime]) -> Iterator[LineTime]:
 def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, str]:
     """What it is, in words, and what to do."""
     library = _library(ones)
+    if _saves(step, ones):
+        return (
+            f"a checkpoint is written at each step: {_called(hottest)}",
+            "once in an epoch, or every some minutes",
+        )
     if hottest.phase == "logging":
         with_ = f" with {library}" if library not in ("", "torch") else ""
         return (
@@ -240,6 +245,12 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
         f"plain Python in the loop, on numbers, lists or arrays: {_called(hottest)}",
         _WHOLE,
     )
+
+
+def _saves(step: Step, ones: Sequence[LineTime]) -> bool:
+    """Whether one of the lines writes a checkpoint at each step."""
+    saving = {habit.where for habit in step.profile.habits if habit.what == "checkpoint"}
+    return any(line.where in saving for line in ones)
 
 
 def _worked(step: Step, ones: Sequence[LineTime]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from hotloop.diagnosing.rounds import is_view, rounds_of
 from hotloop.diagnosing.step import COMPUTING, Step, elements, grouped, heaviest
@@ -11,8 +12,19 @@ from hotloop.profiles import OperatorTime, Remedy
 _WITH_BUFFERS = 2.0
 """So many times as many tensors as parameters has a network at most, with what its batch norms keep."""
 
-_ALL = (0.9, 1.1)
-"""Part of the optimizer's numbers that is all of them: biases may be left out, and what is frozen may be in."""
+_OFF = 0.1
+"""Part of the optimizer's numbers that may be missing, as biases may, or too many, as what is frozen may be in."""
+
+_TIMES = 64
+"""So often a step goes over all parameters at most: once for each thing that is asked, and for each backward that adds up."""
+
+_MOST_OF = 1 / 3
+"""Of an optimizer's tensors, so that it goes over them several times; biases and norms may be left out."""
+
+_BESIDE = 2
+"""Lines from one to the next that stand side by side."""
+
+_READ = ("aten::item", "aten::_local_scalar_dense")
 
 _BETWEEN = ("loss", "python", "batch")
 """Phases in which the loop itself calculates."""
@@ -41,15 +53,22 @@ def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> 
 
 
 def _changed(ones: Sequence[OperatorTime]) -> set[tuple[str, ...]]:
-    """Shapes of what is changed in place."""
-    return {tuple(one.shapes[:1]) for one in ones if one.name.endswith("_") and (one.bytes or one.bytes is None)}
+    """Shapes of what is changed in place; what a cast is copied to is new."""
+    changing = (one for one in ones if one.name.endswith("_") and (one.bytes or one.bytes is None))
+    return {tuple(one.shapes[:1]) for one in changing if not (one.name == "aten::copy_" and _is_cast(one))}
+
+
+def _is_cast(one: OperatorTime) -> bool:
+    """Whether a copy is made by a conversion, such as `float()`."""
+    return one.outer.startswith(("aten::to", "aten::_to_copy"))
 
 
 def read_one_by_one(step: Step) -> Iterator[Remedy]:
     """Loops that only read parameters or their gradients, however few tensors these are: large ones take their traffic."""
-    for lines in reading(step):
+    for lines in _side_by_side(step, reading(step)):
         ones = [one for where in lines for one in step.spots[where]]
-        remedy, won = _given_anyway(step, lines) if _are_squares(ones) else _in_lists(step, lines)
+        seldom = _are_squares(ones) or _only_measures(step, lines)
+        remedy, won = _given_anyway(step, lines) if seldom else _in_lists(step, lines)
         tensors = max(_tensors(step, step.spots[where]) for where in lines)
         yield Remedy(
             cause=f"a Python loop over parameters, outside of the optimizer: {tensors:.0f} tensors are read one by one",
@@ -59,6 +78,25 @@ def read_one_by_one(step: Step) -> Iterator[Remedy]:
             evidence=f"{sum(one.calls for one in ones):.0f} operations go over as many numbers as the optimizer updates; "
             f"{won:.2f} ms of each step of {step.ms:.2f} ms are to be won",
         )
+
+
+def _side_by_side(step: Step, loops: Sequence[list[str]]) -> list[list[str]]:
+    """The lines of each loop, with those of others that stand beside them in one function, as the parts of one statement do."""
+    found: list[list[str]] = []
+    for lines in sorted(loops, key=lambda lines: _place(lines[0])):
+        file, number = _place(lines[0])
+        last = found[-1] if found else []
+        beside = last and _place(last[-1])[0] == file and number - _place(last[-1])[1] <= _BESIDE
+        if beside and step.spots[last[0]][0].function == step.spots[lines[0]][0].function:
+            last += [where for where in lines if where not in last]
+        else:
+            found.append(list(lines))
+    return found
+
+
+def _place(where: str) -> tuple[str, int]:
+    file, _, number = where.rpartition(":")
+    return file, int(number) if number.isdigit() else 0
 
 
 def in_hooks(step: Step) -> Iterator[Remedy]:
@@ -100,6 +138,13 @@ def _are_squares(ones: Sequence[OperatorTime]) -> bool:
         or (one.name == "aten::mul" and len(one.shapes) > 1 == len({*one.shapes}))
         for one in working
     )
+
+
+def _only_measures(step: Step, lines: Sequence[str]) -> bool:
+    """Whether each line reads a number on the host of every tensor, and no backward comes by: the training needs none of it."""
+    each = [step.spots[where] for where in lines]
+    read = (sum(one.calls for one in ones if one.name in _READ) >= _tensors(step, ones) for ones in each)
+    return all(read) and not any(one.phase == "backward" for ones in each for one in ones)
 
 
 def _given_anyway(step: Step, lines: Sequence[str]) -> tuple[str, float]:
@@ -166,15 +211,26 @@ def _gone_over(step: Step, ones: Sequence[OperatorTime], runs: float | None = No
     for same in grouped(ones, lambda one: one.name).values():
         calls = sum(one.calls for one in same)
         several = len({one.shapes[0] for one in same if one.shapes}) > 1
-        all_of_them = _are_all(step, sum(one.calls * _numbers(one) for one in same))
-        if (runs is None or runs >= calls) and several and all_of_them:
-            return calls
+        passes = _passes(step, same)
+        if passes and several and (runs is None or runs >= calls / passes):
+            return calls / passes
     return 0.0
 
 
-def _are_all(step: Step, numbers: float) -> bool:
-    updated = [sum(group.numbers for group in use.groups) for use in step.profile.optimizers]
-    return any(many and _ALL[0] <= numbers / many <= _ALL[1] for many in (*updated, sum(updated)))
+def _passes(step: Step, same: Sequence[OperatorTime]) -> int:
+    """How often an operator goes over all that an optimizer updates, or all of them do; 0 if it goes over something else."""
+    groups = [use.groups for use in step.profile.optimizers]
+    numbers, calls = sum(one.calls * _numbers(one) for one in same), sum(one.calls for one in same)
+    for updated in (*groups, list(chain.from_iterable(groups))):
+        times = numbers / (sum(group.numbers for group in updated) or 1)
+        passes = min(_TIMES, max(1, round(times)))
+        several = passes == 1 or (
+            all(one.calls % passes == 0 for one in same)
+            and calls / passes >= _MOST_OF * sum(group.tensors for group in updated)
+        )
+        if several and abs(times / passes - 1) <= _OFF:
+            return passes
+    return 0
 
 
 def _numbers(one: OperatorTime) -> int:

@@ -83,8 +83,14 @@ def in_loops(step: Step, *, plain: bool = True) -> frozenset[str]:
 
 
 def loops(step: Step) -> Iterator[Remedy]:
-    """Python loops: over time steps, samples, columns, heads."""
+    """Python loops: over time steps, samples, columns, heads, and over small batches whose gradients add up."""
+    where, backwards = _backwards(step)
+    pieces = [loop for loop in repeated(step) if backwards >= LOOP and abs(loop.rounds - backwards) < 0.5]
+    if pieces:
+        yield _accumulated(step, pieces, where, backwards)
     for loop in repeated(step):
+        if loop in pieces:
+            continue
         ones, rounds, many = loop.operators, loop.rounds, len(loop.lines)
         lines = "the line runs" if many == 1 else f"{many} lines of {ones[0].function} run"
         calls = sum(one.calls for one in ones)
@@ -100,6 +106,27 @@ def loops(step: Step) -> Iterator[Remedy]:
                 f"backward, of {1e3 * spent / calls:.0f} us each: {spent:.2f} ms of {step.ms:.2f} ms"
             ),
         )
+
+
+def _backwards(step: Step) -> tuple[str, float]:
+    """The line of the backward that runs most often in a step, and how often."""
+    lines = {line.where for line in step.profile.lines if line.phase == "backward" and line.library == "torch"}
+    runs = {where: max(one.line_runs or 0.0 for one in step.spots[where]) for where in lines & step.spots.keys()}
+    return max(runs.items(), key=lambda one: one[1], default=("", 0.0))
+
+
+def _accumulated(step: Step, pieces: Sequence[Loop], where: str, backwards: float) -> Remedy:
+    """All that is gone through once for each of an update's backwards."""
+    ones = [one for loop in pieces for one in loop.operators]
+    calls, spent = sum(one.calls for one in ones), sum(map(step.cost, ones))
+    return Remedy(
+        cause=f"gradients are accumulated over {backwards:.0f} backwards for each update, each with small operations of its own",
+        where=where,
+        remedy="larger batches at a time, as memory allows, and fewer of them for each update: the gradient stays the same; of "
+        "several losses of one batch one backward of their sum",
+        gain=step.share(sum(loop.won(step) for loop in pieces)),
+        evidence=f"{calls:.0f} operations of {1e3 * spent / calls:.0f} us each: {spent:.2f} ms of {step.ms:.2f} ms",
+    )
 
 
 def _named(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str]:

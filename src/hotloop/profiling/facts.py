@@ -57,6 +57,7 @@ class Facts:
         between_ms: time of what isn't done in every step, in those that went by between the ones that are kept.
         modules, operators, lines, functions, loaders, optimizers, habits: records, dumped.
         collections: habits as well, of garbage.
+        threads_set_at: the line at which the script says how many threads torch has; empty if it doesn't.
         seldom: optimizers that step beside the one that ends a step, each with the flag of a step that has it.
         children: processes of Python that it started.
         closed: why watching ended; empty as long as it goes on.
@@ -91,6 +92,7 @@ class Facts:
     collections: list[dict[str, Any]] = field(default_factory=list)
     seldom: list[dict[str, Any]] = field(default_factory=list)
     threads: dict[str, Any] | None = None
+    threads_set_at: str = ""
     peak_memory_bytes: int | None = None
     trace: str | None = None
     notes: list[str] = field(default_factory=list)

@@ -10,17 +10,21 @@ from hotloop.profiling.habits import Graphs
 from hotloop.profiling.identities import identities_among
 from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
+from hotloop.profiling.pauses import Pauses
 from hotloop.profiling.usage import compile_seconds, held_memory
 
 
-def gathered(course: Course, loaders: Loaders, optimizers: Optimizers, graphs: Graphs, *, wait: bool = False) -> Facts:
+def gathered(
+    course: Course, loaders: Loaders, optimizers: Optimizers, graphs: Graphs, pauses: Pauses, *, wait: bool = False
+) -> Facts:
     """All facts so far; with `wait`, of steps too that the device hasn't done yet."""
     facts = course.facts
     course.catch_up()
     course.settle(wait=wait)
     facts.loaders, facts.optimizers = loaders.records(), optimizers.records(course.measured())
     facts.seldom = course.seldom.records(optimizers)
-    facts.samples_per_step, facts.habits = loaders.samples_per_step(), graphs.records()
+    facts.samples_per_step = loaders.samples_per_step()
+    facts.habits = graphs.records() + pauses.records(facts.steps)
     facts.one_batch = graphs.one_batch
     for observer in reversed(list(course.observers)):  # what operators say of the phases, lines go by
         for field, values in observer.records().items():

@@ -23,6 +23,7 @@ from hotloop.profiling.keeping import Keeping, matched
 from hotloop.profiling.room import Room
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.tensors import known_again, tensors_in
+from hotloop.profiling.thrown import Thrown
 from hotloop.profiling.tiny import creating_us, remembered, remembering_us, tiny_us
 from hotloop.profiling.walks import Walks, walk
 
@@ -63,6 +64,7 @@ class Graphs:
         self._created: tuple[str, int] | None = None
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
         self._walks, self._asked = Walks(parameters), -1
+        self._thrown = Thrown(self._walks)
         self._trained_s: dict[int, float] = {}
         self._remembered = 0
         self._profiled: list[tuple[int, float]] = []
@@ -151,6 +153,7 @@ class Graphs:
         found = [
             *self._walks.shared(again, where, self._step),
             *self._walks.in_vain(nodes, _forward_of, where, self._step),
+            *self._thrown.saw(nodes, where, self._step, _forward_of),
         ]
         for one in found:
             if one.what != "input gradients" or self._asked != self._step:
@@ -163,6 +166,7 @@ class Graphs:
     def step_done(self, *, usual: bool = True) -> None:
         """A step has ended; one that was not like the others is none of which habits are told."""
         self.on = self.on and usual
+        self._thrown.step_done()
         if self.on or self._losses or self._retained or self._before is not None:
             self._look_back()
         self._step += 1

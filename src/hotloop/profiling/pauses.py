@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
 
 from hotloop.profiling.facts import StepFact
 from hotloop.profiling.habits import Graphs
@@ -20,6 +23,7 @@ class Pauses:
         self._graphs, self._step = graphs, step
         self._modes = 0
         self._evaluating_since: float | None = None
+        self._saved: Counter[str] = Counter()
 
     @property
     def evaluating(self) -> bool:
@@ -51,3 +55,18 @@ class Pauses:
         if step is not None:
             step.flags += [what] if what not in step.flags else []
             step.apart_ms[what] = step.apart_ms.get(what, 0.0) + seconds * 1e3
+
+    def saved(self, where: str, began: float | None) -> None:
+        """A checkpoint was written, of which it is known since when."""
+        if began is not None:
+            self.note("checkpoint", time.perf_counter() - began)
+            self._saved[where] += 1
+
+    def records(self, steps: Sequence[StepFact]) -> list[dict[str, Any]]:
+        """As `profiles.Habit`: checkpoints, if more than half of the measured steps write one."""
+        measured = [step for step in steps if step.kind in ("clean", "instrumented")]
+        spent = [step.apart_ms["checkpoint"] for step in measured if "checkpoint" in step.apart_ms]
+        if 2 * len(spent) <= len(measured) or not self._saved:
+            return []
+        ((where, _),) = self._saved.most_common(1)
+        return [{"what": "checkpoint", "where": where, "per_step": len(spent) / len(measured), "ms": median(spent)}]

@@ -53,10 +53,14 @@ class Walks:
         self._all[step] += inner
         self._older[where].append((older, inner))
 
+    def needless(self, what: str, where: str, step: int, nodes: int) -> None:
+        """A backward went through so many that it needn't."""
+        self._needless[what, where][step] += nodes
+
     def shared(self, nodes: Sequence[Any], where: str, step: int) -> Iterator[Found]:
         """A backward goes through these once more, after another one that added to the same gradients."""
         if nodes and _gathered(nodes):
-            self._needless["shared graph", where][step] += len(nodes)
+            self.needless("shared graph", where, step, len(nodes))
             yield Found("shared graph", where, 1)
 
     def in_vain(self, nodes: Sequence[Any], forward: Callable[[Any], str], where: str, step: int) -> Iterator[Found]:
@@ -74,12 +78,12 @@ class Walks:
         idle = {node: leaf for node, leaf in leaves if id(leaf) not in updated and self._is_idle(leaf, step)}
         if not idle:
             return
-        needed = _leading_to(nodes, lambda node: not node.next_functions and node not in idle)
+        needed = leading_to(nodes, lambda node: not node.next_functions and node not in idle)
         vain = [node for node in nodes if node.next_functions and node not in needed]
         where = next(filter(None, map(forward, [*vain, *nodes])), where)
         own = [node for node, leaf in idle.items() if isinstance(leaf, nn.Parameter)]
         if own:
-            self._needless["unused gradients", where][step] += len(vain)
+            self.needless("unused gradients", where, step, len(vain))
             yield Found("unused gradients", where, len(own))
         elif not any(after in idle for node in nodes if _is_custom(node) for after, _ in node.next_functions):
             yield Found("input gradients", where, len(idle))
@@ -122,7 +126,7 @@ def walk(roots: list[Any]) -> Iterator[Any]:
                 ahead.append(after)
 
 
-def _leading_to(nodes: Sequence[Any], is_end: Callable[[Any], bool]) -> set[Any]:
+def leading_to(nodes: Sequence[Any], is_end: Callable[[Any], bool]) -> set[Any]:
     """The nodes from which some end can be reached; functions of the user's own, and what wasn't walked to, may be any."""
     known, above = set(nodes), defaultdict[Any, list[Any]](list)
     ends: list[Any] = []

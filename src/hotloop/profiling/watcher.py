@@ -82,8 +82,6 @@ class Watch(Listener):
         self._backwards, self._forwards, self._close, self._busy = 0, 0, False, False
         self._published = float("inf") if in_step else time.monotonic()  # work of one holds up others
 
-    # What the outside calls
-
     def install(self) -> None:
         """Begins listening."""
         self._always.install()
@@ -162,7 +160,7 @@ class Watch(Listener):
 
     def _collect(self, *, wait: bool = False) -> Facts:
         """All facts so far."""
-        return gathered(self._course, self._loaders, self._optimizers, self._graphs, wait=wait)
+        return gathered(self._course, self._loaders, self._optimizers, self._graphs, self._pauses, wait=wait)
 
     def begin(self, kind: Kind) -> Phase:
         """A step begins."""
@@ -238,8 +236,6 @@ class Watch(Listener):
     def _making(self) -> Phase:
         """What comes before the forward: making the batch, unless there are no modules to show where a forward begins."""
         return "forward" if self.facts.functional else "batch"
-
-    # What happens
 
     def mine(self) -> bool:
         """Whether this is the thread that trains, and not in something of the watch's own."""
@@ -341,8 +337,11 @@ class Watch(Listener):
     @safe
     def saving_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
         self.timeline.leave()
-        if token is not None:
-            self._pauses.note("checkpoint", time.perf_counter() - token)
+        self._pauses.saved(self.sites.caller(), token)
+
+    @safe
+    def threads_set(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+        self.facts.threads_set_at = self.sites.caller()
 
     @safe
     def mode_began(self, args: tuple, kwargs: dict) -> Any:
