@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from hotloop.data.bundle import Bundle, Pair, Standardize
-from hotloop.data.download import download_files
 from hotloop.data.idx import read_idx
 from hotloop.errors import DataError
 
@@ -217,6 +216,10 @@ def _find(spec: IdxSet, download: bool) -> Path:
     remedy = f"{install}give folder= with the four IDX files, or pass otherwise='digits' to use small digits"
     if not download:
         raise DataError(f"{sought}, and downloading is off", fix=f"Pass download=True, {remedy}")
+    from hotloop.data.download import (
+        download_files,
+    )  # most have the files already, and what talks to the web takes time
+
     if failure := download_files(spec.urls, spec.sha256, cache):
         raise DataError(f"{sought}, and {failure}", fix=f"Check the network, {remedy}")
     return cache

@@ -36,7 +36,6 @@ from hotloop.lowering.rewound import no_rewound_draws
 from hotloop.lowering.side_effects import no_side_effects, no_side_effects_of_update, refused
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.subnormals import without_subnormals
-from hotloop.lowering.symbols import Symbols
 from hotloop.task import Computed, hooked_parameter
 
 
@@ -120,6 +119,8 @@ class _Tracer:
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         if others:
             raise refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
+        from hotloop.lowering.symbols import Symbols  # brings sympy along, which takes a third of a second
+
         mode = FakeTensorMode(shape_env=Symbols(), static_shapes=True, allow_non_fake_inputs=True)
         # Each leaf is an input of its own, also where this batch holds one tensor twice.
         examples = [mode.from_tensor(_another(leaf), static_shapes=True) for leaf in leaves]
