@@ -216,9 +216,8 @@ def _find(spec: IdxSet, download: bool) -> Path:
     remedy = f"{install}give folder= with the four IDX files, or pass otherwise='digits' to use small digits"
     if not download:
         raise DataError(f"{sought}, and downloading is off", fix=f"Pass download=True, {remedy}")
-    from hotloop.data.download import (
-        download_files,
-    )  # most have the files already, and what talks to the web takes time
+    # What talks to the web takes time to import.
+    from hotloop.data.download import download_files
 
     if failure := download_files(spec.urls, spec.sha256, cache):
         raise DataError(f"{sought}, and {failure}", fix=f"Check the network, {remedy}")
