@@ -394,15 +394,15 @@ def test_a_position_is_where_training_goes_on(copy: Path) -> None:
     assert found[0].state.position == Position(step=20, epoch=1, batch=20 - STEPS_PER_EPOCH)
 
 
-def test_one_process_copies_its_state_to_the_host_for_checkpoints_alone(
+def test_one_process_asks_for_its_state_for_checkpoints_alone_and_copies_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied, state = list[int](), Program.state
+    asked, state = list[tuple[int, bool]](), Program.state
 
-    def counted(program: Program) -> State:
-        copied.append(program.position.step)
-        return state(program)
+    def counted(program: Program, *, lent: bool = False) -> State:
+        asked.append((program.position.step, lent))
+        return state(program, lent=lent)
 
     monkeypatch.setattr(Program, "state", counted)
     run = trained(a_task(epochs=2), tmp_path / "run", checkpoint_every="10h")
-    assert copied == [event["step"] for event in run.journal() if event["event"] == "checkpoint"] == [10]
+    assert asked == [(event["step"], True) for event in run.journal() if event["event"] == "checkpoint"] == [(10, True)]
