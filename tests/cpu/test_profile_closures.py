@@ -186,7 +186,7 @@ def test_an_optimizer_of_ones_own_may_clear_gradients_first() -> None:
     assert phases_of(profile, "aten::sub_", "aten::sign") == {"update"}
 
 
-@pytest.mark.parametrize("clears", ["model", "optimizer"])
+@pytest.mark.parametrize("clears", ["model", pytest.param("optimizer", marks=pytest.mark.more)])
 def test_a_line_search_is_no_loop_and_the_loop_in_its_closure_is(clears: str) -> None:
     plain, looping = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), Recurrent()
     found = {}

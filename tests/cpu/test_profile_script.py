@@ -63,7 +63,7 @@ def test_workers_evaluation_and_checkpoints(alone) -> None:
     assert {"0", "2"} <= {module.name for module in profile.modules}
 
 
-@pytest.mark.parametrize("how", ["forward", "backward"])
+@pytest.mark.parametrize("how", [pytest.param("forward", marks=pytest.mark.more), "backward"])
 def test_an_error_in_a_step_that_is_watched_closely(alone, how) -> None:
     profile = alone("fails.py", how, "9")  # an instrumented step
     assert profile.exit_code == 1 and profile.steps > 0 and profile.stopped == ""
@@ -86,7 +86,7 @@ def test_a_loss_in_a_compiled_function_is_not_compiled_again(alone) -> None:
     assert alone("compiles.py").steps > 20
 
 
-@pytest.mark.parametrize("how", ["before", "after", "never"])
+@pytest.mark.parametrize("how", ["before", *(pytest.param(how, marks=pytest.mark.more) for how in ("after", "never"))])
 def test_files_beside_a_script_that_have_names_of_pythons_modules(how, tmp_path, alone) -> None:
     for name in ("statistics", "resource"):
         (tmp_path / f"{name}.py").write_text("print('run', __name__)\nmedian = own = 7\n")

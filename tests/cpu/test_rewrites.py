@@ -60,7 +60,13 @@ def test_all_of_them_leave_the_step_as_it_is(name: str, double: bool, monkeypatc
     assert_stays_the_same(Step(hotloop.Task(**given), double), "all", TIMES[name], 1e-12 if double else 1e-4)
 
 
-@pytest.mark.parametrize("which", REWRITES)
+@pytest.mark.parametrize(
+    "which",
+    [
+        which if which in ("conv_in_pool", "draw_by_words") else pytest.param(which, marks=pytest.mark.more)
+        for which in REWRITES
+    ],
+)
 def test_the_bench_has_three_networks_for_each_and_names_them(which: str) -> None:
     fires = []
     for name in NETWORKS:

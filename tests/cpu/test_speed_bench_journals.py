@@ -179,6 +179,7 @@ def test_a_search_fills_the_cache_that_is_measured_with(tmp_path: Path, monkeypa
     assert len(begun_with) == 3  # it's there
 
 
+@pytest.mark.more
 def test_a_search_that_is_cut_off_leaves_a_measurement_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
