@@ -16,14 +16,17 @@ from hotloop.lowering.rewrites.pool_first import relu_after_pooling
 from hotloop.lowering.rewrites.walking import straightened
 
 REWRITES: dict[str, Callable[[GraphModule], int]] = {
-    "pool_first": relu_after_pooling,
     "conv_in_pool": convolution_in_pooling,
     "pool_as_max": pooling_as_maximum,
+    "pool_first": relu_after_pooling,
     "conv_as_gemm": convolution_as_product,
     "mm_by_onednn": product_by_onednn,
     "draw_by_words": draws_by_words,
 }
-"""Each changes a graph and says how often it could; they apply from first to last."""
+"""Each changes a graph and says how often it could; they apply from first to last.
+
+A pooling that becomes a maximum joins with the ReLU before it, and was slower with that behind it: so `pool_first` has what is left.
+"""
 
 _WHERE_LIKELY = {**REWRITES, "conv_as_gemm": convolution_where_likely, "mm_by_onednn": product_where_mkl_is_slow}
 """For `all`: the same, but where one is known to be slower; who names it gets it everywhere."""
