@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,18 +30,20 @@ class Branching(nn.Module):
         return {"x": self.layer(x)}["y" if torch.jit.is_tracing() else "x"]
 
 
-def _trained(tmp_path: Path, model: type[nn.Module]) -> accumulator.EventAccumulator:
-    data = (torch.randn(40, 4), torch.arange(40) % 2)
-    task = hotloop.Task(
+def _task(model: Callable[[], nn.Module], **fields: Any) -> hotloop.Task:
+    return hotloop.Task(
         model=model,
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, 0.1),
-        data=data,
-        validation=8,
+        data=(torch.randn(40, 4), torch.arange(40) % 2),
         batch_size=8,
         epochs=3,
+        **fields,
     )
-    run = hotloop.fit(task, run=tmp_path / "run", progress=False)
+
+
+def _trained(tmp_path: Path, model: Callable[[], nn.Module]) -> accumulator.EventAccumulator:
+    run = hotloop.fit(_task(model, validation=8), run=tmp_path / "run", progress=False)
     events = accumulator.EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     return events
@@ -83,18 +87,9 @@ def test_a_model_that_was_drawn_is_gone(tmp_path: Path, traced: bool) -> None:
         if view.event == "epoch":
             alive.append(sum(one() is not None for one in made))
 
-    data = (torch.randn(40, 4), torch.arange(40) % 2)
-    task = hotloop.Task(
-        model=model,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, 0.1),
-        data=data,
-        batch_size=8,
-        epochs=2,
-    )
     gc.disable()  # or it might happen to look meanwhile
     try:
-        hotloop.fit(task, plan="baseline", run=tmp_path / "run", progress=False, callbacks=[look])
+        hotloop.fit(_task(model), plan="baseline", run=tmp_path / "run", progress=False, callbacks=[look])
     finally:
         gc.enable()
     assert len(made) == 2

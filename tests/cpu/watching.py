@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from hotloop.profiles import Profile
 from hotloop.profiling.compose import profile_of
 from hotloop.profiling.protocols import Observer
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.watcher import Watch
+
+Step = Callable[[nn.Module, Tensor], Tensor]
+"""Gives the loss of a batch, and does what it does beside."""
 
 
 def watched(
@@ -25,3 +31,22 @@ def watched(
         watch.remove()
     assert not [note for note in watch.facts.notes if "own" in note], watch.facts.notes
     return profile_of(watch.facts, "loop")
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def training(step: Step) -> Callable[[], None]:
+    """A loop of 40."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for _ in range(40):
+            loss = step(net, torch.randn(8, 4))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return loop

@@ -80,6 +80,9 @@ _SAID = {
     ),
 }
 
+_SAID_OF_LINES = ("checkpoint",)
+"""What is told with all that goes on in the function that does it."""
+
 _MAY_BE_MEANT = ("input gradients",)
 """What may well be a part of the method, and stays a note."""
 
@@ -93,7 +96,7 @@ _CHECKING = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::
 def habitual(step: Step) -> Iterator[Remedy]:
     """What was seen to happen at each step, or nearly."""
     for habit in step.profile.habits:
-        if (habit.per_step < OFTEN and habit.what != "autograd in evaluation") or habit.what not in _SAID:
+        if habit.what in _SAID_OF_LINES or (habit.per_step < OFTEN and habit.what != "autograd in evaluation"):
             continue
         cause, remedy = _SAID[habit.what]
         gain = step.share(_won(step, habit))

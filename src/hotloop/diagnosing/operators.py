@@ -78,6 +78,7 @@ def _places(step: Step, scatters: Sequence[OperatorTime]) -> list[OperatorTime]:
     return step.operators(
         lambda one: (
             not one.dtype
+            and one.name not in _ZEROING
             and one.where not in lines
             and any((function_of(one), one.phase, elements(shape)) in indexed for shape in one.shapes)
         )

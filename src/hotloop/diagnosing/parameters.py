@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from hotloop.diagnosing.parts import place_of
 from hotloop.diagnosing.rounds import is_view, rounds_of
 from hotloop.diagnosing.step import COMPUTING, Step, elements, grouped, heaviest
 from hotloop.profiles import OperatorTime, Remedy
@@ -83,20 +84,15 @@ def read_one_by_one(step: Step) -> Iterator[Remedy]:
 def _side_by_side(step: Step, loops: Sequence[list[str]]) -> list[list[str]]:
     """The lines of each loop, with those of others that stand beside them in one function, as the parts of one statement do."""
     found: list[list[str]] = []
-    for lines in sorted(loops, key=lambda lines: _place(lines[0])):
-        file, number = _place(lines[0])
+    for lines in sorted(loops, key=lambda lines: place_of(lines[0])):
+        file, number = place_of(lines[0])
         last = found[-1] if found else []
-        beside = last and _place(last[-1])[0] == file and number - _place(last[-1])[1] <= _BESIDE
+        beside = last and place_of(last[-1])[0] == file and number - place_of(last[-1])[1] <= _BESIDE
         if beside and step.spots[last[0]][0].function == step.spots[lines[0]][0].function:
             last += [where for where in lines if where not in last]
         else:
             found.append(list(lines))
     return found
-
-
-def _place(where: str) -> tuple[str, int]:
-    file, _, number = where.rpartition(":")
-    return file, int(number) if number.isdigit() else 0
 
 
 def in_hooks(step: Step) -> Iterator[Remedy]:

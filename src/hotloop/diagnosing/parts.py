@@ -35,7 +35,7 @@ def part_of(step: Step, alone: Collection[str] = ()) -> Callable[[Place], tuple[
     """
     loop = loop_of(step)
     trains = {line.where for line in step.lines(*_TRAINING) if line.library == "torch" and function_of(line) in loop}
-    numbers = sorted(_number(where) for where in trains | {step.profile.step_where} if where)
+    numbers = sorted(place_of(where)[1] for where in trains | {step.profile.step_where} if where)
 
     def part(one: Place) -> tuple[str, ...]:
         function = function_of(one)
@@ -43,7 +43,7 @@ def part_of(step: Step, alone: Collection[str] = ()) -> Callable[[Place], tuple[
             return function
         if one.where in alone:
             return one.where, ""
-        return *function, one.phase, str(bisect(numbers, _number(one.where)))
+        return *function, one.phase, str(bisect(numbers, place_of(one.where)[1]))
 
     return part
 
@@ -59,6 +59,7 @@ def function_of(one: Place) -> tuple[str, str]:
     return one.where.rpartition(":")[0], one.function.partition(".<locals>.<")[0]
 
 
-def _number(where: str) -> int:
-    number = where.rpartition(":")[2]
-    return int(number) if number.isdigit() else 0
+def place_of(where: str) -> tuple[str, int]:
+    """File and line; 0 where there is none."""
+    file, _, number = where.rpartition(":")
+    return file, int(number) if number.isdigit() else 0

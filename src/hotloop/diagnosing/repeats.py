@@ -8,7 +8,7 @@ from typing import Any
 
 from hotloop.diagnosing.parameters import hooked, over_parameters, reading
 from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
-from hotloop.diagnosing.step import COMPUTING, COUNTS, IN_PYTHON, Step, heaviest, is_product
+from hotloop.diagnosing.step import COMPUTING, COUNTS, IN_PYTHON, Step, grouped, heaviest, is_product
 from hotloop.profiles import OperatorTime, Phase, Remedy
 
 _COMPILED: tuple[Phase, ...] = ("forward", "backward")
@@ -85,12 +85,10 @@ def in_loops(step: Step, *, plain: bool = True) -> frozenset[str]:
 def loops(step: Step) -> Iterator[Remedy]:
     """Python loops: over time steps, samples, columns, heads, and over small batches whose gradients add up."""
     where, backwards = _backwards(step)
-    pieces = [loop for loop in repeated(step) if backwards >= LOOP and abs(loop.rounds - backwards) < 0.5]
-    if pieces:
-        yield _accumulated(step, pieces, where, backwards)
-    for loop in repeated(step):
-        if loop in pieces:
-            continue
+    pieces = grouped(repeated(step), lambda loop: backwards >= LOOP and abs(loop.rounds - backwards) < 0.5)
+    if True in pieces:
+        yield _accumulated(step, pieces[True], where, backwards)
+    for loop in pieces.get(False, []):
         ones, rounds, many = loop.operators, loop.rounds, len(loop.lines)
         lines = "the line runs" if many == 1 else f"{many} lines of {ones[0].function} run"
         calls = sum(one.calls for one in ones)

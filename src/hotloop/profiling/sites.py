@@ -50,6 +50,14 @@ class Sites:
             frame = frame.f_back
         return self._place_in(first.f_code, first.f_lineno) if first is not None else ""
 
+    def calls_itself(self, depth: int = 2) -> str:
+        """The line of the user's that calls a function of torch's itself; empty where somebody else does, as hotloop for a Task."""
+        frame: FrameType | None = sys._getframe(depth)
+        while frame is not None and frame.f_code.co_filename.startswith((_PROFILING, HIDDEN)):
+            frame = frame.f_back
+        own = frame is not None and self.is_own(frame.f_code)
+        return self._place_in(frame.f_code, frame.f_lineno) if own and frame is not None else ""
+
     def callers(self, depth: int = 2) -> tuple[str, ...]:
         """Like `caller`, and the user's lines around it, from inside out."""
         frame: FrameType | None = sys._getframe(depth)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hotloop.profiling.walks import Found, Walks, leading_to
+from hotloop.profiling.walks import Found, Walks, leading_to, seen_as
 
 WHAT = "cleared gradients"
 
@@ -19,12 +19,12 @@ class _Backward:
 
     Attributes:
         nodes: that it goes through.
-        leaves: of the nodes that add to a gradient, the tensor and which version of it that was.
+        leaves: nodes that add to a gradient, with what their tensor was then, as far as that can be told.
         where: the line of the backward.
     """
 
     nodes: Sequence[Any]
-    leaves: dict[Any, tuple[Tensor, int]]
+    leaves: dict[Any, tuple | None]
     where: str
 
 
@@ -43,16 +43,15 @@ class Thrown:
         """A backward begins. What did those before it in vain? See `Walks.in_vain`."""
         left = []
         for one in self._waiting:
-            cleared = {
-                node for node, (leaf, version) in one.leaves.items() if leaf._version == version and _is_cleared(leaf)
-            }
-            updated = any(leaf._version != version for leaf, version in one.leaves.values())
+            stayed = {node for node, before in one.leaves.items() if before and seen_as(node.variable) == before}
+            cleared = {node for node in stayed if _is_cleared(node.variable)}
+            updated = len(stayed) < len(one.leaves)
             if not cleared:
                 left.append(one)
             elif updated and (vain := _in_vain(one, cleared, forward)):
                 self._walks.needless(WHAT, one.where, step, len(vain))
                 yield Found(WHAT, one.where, 1)
-        leaves = {node: (node.variable, node.variable._version) for node in nodes if _is_leaf(node)}
+        leaves = {node: seen_as(node.variable) for node in nodes if _is_leaf(node)}
         self._waiting = [*left, _Backward(nodes, leaves, where)]
 
     def step_done(self) -> None:

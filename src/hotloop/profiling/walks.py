@@ -95,12 +95,7 @@ class Walks:
         """
         if leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None):
             return False
-        if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            return False
-        try:
-            with torch._C._DisableTorchDispatch():
-                now = leaf._version, *some_numbers(leaf)
-        except RuntimeError:  # there are no numbers to look at
+        if (now := seen_as(leaf)) is None:
             return False
         first, before = self._leaves.setdefault(leaf, (step, now))
         return (first < step or not isinstance(leaf, nn.Parameter)) and before == now
@@ -112,6 +107,17 @@ class Walks:
         needless = self._needless.get((what, where), Counter())
         walked = sum(self._all[step] for step, many in needless.items() if many)
         return sum(needless.values()) / walked if walked else 0.0
+
+
+def seen_as(leaf: Tensor) -> tuple | None:
+    """What shows that a tensor has changed: its version alone isn't, which fused optimizers leave. None if it can't be told."""
+    if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return None
+    try:
+        with torch._C._DisableTorchDispatch():
+            return leaf._version, *some_numbers(leaf)
+    except RuntimeError:  # there are no numbers to look at
+        return None
 
 
 def walk(roots: list[Any]) -> Iterator[Any]:

@@ -341,7 +341,7 @@ class Watch(Listener):
 
     @safe
     def threads_set(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
-        self.facts.threads_set_at = self.sites.caller()
+        self.facts.threads_set_at = self.sites.calls_itself() or self.facts.threads_set_at
 
     @safe
     def mode_began(self, args: tuple, kwargs: dict) -> Any:
