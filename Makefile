@@ -88,6 +88,8 @@ $(BENCH_STAMP): pyproject.toml constraints.txt
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_OPTIONS) -e '.[bench]'
 	@# As below.
 	$(BENCH_VENV)/bin/python -m pip install $(PIP_OPTIONS) --no-deps timm
+	@printf '#!/bin/sh\ncd "%s" && exec "%s" -m bench.speed "$$@"\n' "$(CURDIR)" "$(abspath $(BENCH_VENV))/bin/python" \
+	  > $(BENCH_VENV)/bin/hotloop-bench && chmod +x $(BENCH_VENV)/bin/hotloop-bench
 	@touch $@
 
 $(RUN_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt

@@ -83,6 +83,82 @@ def spectrogram() -> nn.Sequential:
     )
 
 
+def digits() -> nn.Sequential:
+    """As it was long the example of PyTorch for MNIST: pooled before the ReLU, with dropout of whole channels."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(10, 20, 5), nn.Dropout2d(), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(320, 50), nn.ReLU(), nn.Dropout(), nn.Linear(50, _CLASSES)),
+    )
+
+
+def overlapping() -> nn.Sequential:
+    """Convolutions with overlapping pooling (after Krizhevsky, Sutskever and Hinton, ImageNet classification, 2012)."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(32, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Flatten(), nn.Linear(32 * 49, _CLASSES)),
+    )
+
+
+def stem() -> nn.Sequential:
+    """How a ResNet for photographs begins, with one block after it (He et al., 2016)."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(3, 2, 1)),
+        *(nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, _CLASSES)),
+    )
+
+
+def squeezed() -> nn.Sequential:
+    """Small filters between layers that narrow the channels, overlapping pooling (after Iandola et al., SqueezeNet, 2016)."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, stride=2), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True)]
+    for given, narrow, made in ((32, 8, 64), (64, 16, 128)):
+        layers += [nn.Conv2d(given, narrow, 1), nn.ReLU(), nn.Conv2d(narrow, made, 3, padding=1), nn.ReLU()]
+        layers += [nn.MaxPool2d(3, 2, ceil_mode=True)]
+    return nn.Sequential(*layers, nn.Conv2d(128, _CLASSES, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+class Mixed(nn.Module):
+    """Layers that mix patches, then features, in turn (after Tolstikhin et al., MLP-Mixer, 2021)."""
+
+    def __init__(self, patches: int = 16, width: int = 192, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(1, width, 7, stride=7)
+        self.over_patches, self.over_features = (
+            nn.ModuleList(
+                nn.Sequential(
+                    nn.LayerNorm(width), *turned, nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size)
+                )
+                for _ in range(blocks)
+            )
+            for size, turned in ((patches, [Turned()]), (width, []))
+        )
+        self.head = nn.Linear(width, _CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images).flatten(2).mT
+        for patches, features in zip(self.over_patches, self.over_features, strict=True):
+            x = x + patches(x).mT
+            x = x + features(x)
+        return self.head(x.mean(1))  # type: ignore[no-any-return]
+
+
+class Turned(nn.Module):
+    """The last two dimensions the other way round."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
+
+
+def recommending() -> nn.Sequential:
+    """A wide network on a bag of clicks, as for recommendations (after Covington, Adams and Sargin, 2016)."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for given, made in ((3072, 1024), (1024, 512), (512, 256)):
+        layers += [nn.Linear(given, made), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(256, _CLASSES))
+
+
 class Tabular(nn.Module):
     """Residual blocks of linear layers (after Gorishniy et al., Revisiting deep learning models for tabular data, 2021)."""
 
@@ -141,8 +217,8 @@ class Network:
     batch_size: int = 32
 
     def asked(self, which: Sequence[str]) -> list[str]:
-        """Those of `which` to try here; all together where that is more than one."""
-        return [one for one in which if one in self.rewrites or (one == "all" and len(self.rewrites) > 1)]
+        """Those of `which` to try here; all together leaves out what isn't likely to win."""
+        return [one for one in which if one in self.rewrites or one == "all"]
 
 
 _CONVOLVING = ("pool_first", "pool_as_max", "conv_as_gemm")
@@ -154,6 +230,12 @@ NETWORKS = {
     "residual": Network(Residual, (3, 32, 32), _CONVOLVING),
     "colour": Network(colour, (3, 32, 32), _POOLED),
     "spectrogram": Network(spectrogram, (1, 64, 64), _POOLED),
+    "digits": Network(digits, (1, 28, 28), ("pool_as_max", "conv_as_gemm", "conv_in_pool", "draw_by_words")),
+    "overlapping": Network(overlapping, (3, 32, 32), ("pool_first",)),
+    "stem": Network(stem, (3, 64, 64), ("pool_first",)),
+    "squeezed": Network(squeezed, (3, 64, 64), ("pool_first", "conv_as_gemm")),
+    "mixed": Network(Mixed, (1, 28, 28), ("mm_by_onednn",)),
+    "recommending": Network(recommending, (3, 32, 32), ("mm_by_onednn",)),
     "tabular": Network(Tabular, (3, 16, 16), ("mm_by_onednn", "draw_by_words")),
     "perceptron": Network(perceptron, (1, 28, 28), ("mm_by_onednn", "draw_by_words")),
     "rows": Network(Rows, (1, 28, 28), ("mm_by_onednn", "draw_by_words")),

@@ -13,7 +13,8 @@ from bench.speed.models import build, loss_module
 def train(job: Job) -> Evaluate:
     torch.manual_seed(0)
     x, y, *_ = tensors(job.workload)
-    loader = DataLoader(TensorDataset(x, y), batch_size=job.workload.batch, shuffle=True)
+    # The epoch's last batch is smaller, and has the model compiled once more, for batches of any size.
+    loader = DataLoader(TensorDataset(x, y), batch_size=job.workload.batch, shuffle=True, drop_last=True)
     device = placed(job)
     model = build(job.workload.name).to(device)
     compiled = torch.compile(model)

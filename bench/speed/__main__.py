@@ -1,6 +1,7 @@
 """hotloop beside what a user would pick instead, on this machine, in one run.
 
     make bench                                  sets up .venv-bench, then: python -m bench.speed
+    .venv-bench/bin/hotloop-bench W1            the same from anywhere, with the options below
     python -m bench.speed W1 W4                 a part of the workloads, within their share of the half hour
     python -m bench.speed --peers tutorial,lightning --plans auto/baseline
     python -m bench.speed --search              what hotloop searches, races and proves beforehand, as long as it takes

@@ -10,6 +10,7 @@ import numpy as np
 from bench.speed.workloads import HOME, Kind
 
 PARTS = ("x", "y", "test_x", "test_y")
+_AT_ONCE = 1 << 20
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,;:\n"
 
 
@@ -29,7 +30,11 @@ class Data:
     @property
     def scale(self) -> tuple[float, float]:
         """Mean and standard deviation of the training images' numbers, on the scale 0..1."""
-        counts = np.bincount(self.x.reshape(-1), minlength=256)
+        numbers = self.x.reshape(
+            -1
+        )  # which NumPy counts as int64, so in pieces, or that is the most memory of all peers
+        pieces = (numbers[first : first + _AT_ONCE] for first in range(0, numbers.size, _AT_ONCE))
+        counts = np.sum([np.bincount(piece, minlength=256) for piece in pieces], axis=0)
         values = np.arange(256) / 255
         mean = float(counts @ values / counts.sum())
         return mean, float((counts @ (values - mean) ** 2 / counts.sum()) ** 0.5)
@@ -42,7 +47,11 @@ class Data:
 
         def floats(images: np.ndarray) -> np.ndarray:
             grey = images.reshape(len(images), -1, *images.shape[-2:])
-            return (grey.astype(np.float32) / np.float32(255) - np.float32(mean)) / np.float32(std)
+            made = grey.astype(np.float32)
+            made /= np.float32(255)
+            made -= np.float32(mean)
+            made /= np.float32(std)
+            return made
 
         return Data(floats(self.x), self.y, floats(self.test_x), self.test_y)
 

@@ -10,6 +10,8 @@ from bench.speed.workloads import Workload
 
 OURS = "hotloop"
 TUTORIAL = "tutorial"
+BASELINE = f"{OURS}:baseline"
+"""hotloop's own eager step, which runs where `--plans auto/baseline` asks for it."""
 
 COMPILE_S = 30.0
 """What torch.compile takes for a small network whose cache is empty."""

@@ -14,7 +14,7 @@ from hotloop.files import write_atomic
 
 BEGIN, END = "<!-- figures of make bench -->", "<!-- end of the figures -->"
 
-_HEAD = ("network", "hotloop", "tutorial's loop", "Lightning", "fastest of those that ran")
+_HEAD = ("network", "hotloop", "tutorial's loop", "Lightning", "fastest of those that ran", "of the machine's limit")
 
 
 def put_between(path: Path, text: str) -> None:
@@ -51,7 +51,9 @@ def _cells(found: Summary) -> Iterator[list[str]]:
         if own is not None and own.step_ms is not None:
             others = [_times(found.line(workload, name)) for name in (TUTORIAL, "lightning")]
             fastest = f"{best.name}, {_times(best)}" if best is not None else ""
-            yield [f"{workload} {WORKLOADS[workload].title}", f"{own.step_ms:.3g} ms", *others, fastest]
+            share = found.of_limit(workload)
+            limit = "not known" if share is None else f"{share:.0%}"
+            yield [f"{workload} {WORKLOADS[workload].title}", f"{own.step_ms:.3g} ms", *others, fastest, limit]
 
 
 def _times(line: Line | None) -> str:

@@ -92,9 +92,10 @@ def _by_cache(found: Mapping[str, float], digits: str, unit: str = "s") -> str:
 
 def _limit(found: Summary, workload: str) -> str:
     """How far the step is from the machine's measured roofline, and who came below it."""
-    limit, line = found.limits.get(workload), found.line(workload, found.ours)
-    if not limit or not limit["least_ms"] or line is None or not line.step_ms:
+    share = found.of_limit(workload)
+    if share is None:
         return ""
+    limit = found.limits[workload]
     below = [
         f"{one.name} in {one.step_ms:.3g} ms"
         for one in found.lines[workload]
@@ -103,7 +104,7 @@ def _limit(found: Summary, workload: str) -> str:
     no_limit = f". It is no limit: faster were {', '.join(below)}" if below else ""
     return (
         f"the roofline measured on this machine allows {limit['least_ms']:.3g} ms ({limit['flops'] / 1e9:.3g} GFLOP, "
-        f"{limit['bytes'] / 1e6:.3g} MB): {line.name} reaches {limit['least_ms'] / line.step_ms:.0%} of it{no_limit}"
+        f"{limit['bytes'] / 1e6:.3g} MB): {found.ours} reaches {share:.0%} of it{no_limit}"
     )
 
 

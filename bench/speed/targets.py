@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.speed.lanes import PEERS, TUTORIAL
+from bench.speed.lanes import BASELINE, PEERS, TUTORIAL
 from bench.speed.summary import RUN_S, Summary
 from bench.speed.workloads import WORKLOADS
 
@@ -67,7 +67,7 @@ class Target:
 def targets(found: Summary, device: str) -> list[Target]:
     """Those of a device, in order."""
     kept = _on_cpu(found) if device == "cpu" else _on_gpu(found)
-    return [*kept, *(_memory(found, workload) for workload in found.lines)]
+    return [*kept, *_plain(found), *(_memory(found, workload) for workload in found.lines)]
 
 
 def _on_cpu(found: Summary) -> Iterator[Target]:
@@ -94,6 +94,15 @@ def _on_gpu(found: Summary) -> Iterator[Target]:
     for workload in ("W6", "W7", "W9"):
         yield Target(f"{workload}, step over {TUTORIAL}, in fp32", 1.5, _step(found, TUTORIAL)(workload))
         yield Target(f"{workload}, step over {TUTORIAL}, bf16 allowed", 3.0, None, why="no lane allows it")
+
+
+def _plain(found: Summary) -> Iterator[Target]:
+    """hotloop's plan beside its own baseline, where that ran too: what it chooses may never be slower."""
+    for workload in found.lines:
+        line = found.line(workload, BASELINE)
+        if line is not None and line.ratio:
+            within = line.ratio.median if line.ratio.high is None else line.ratio.high
+            yield Target(f"{workload}, step over hotloop's own baseline (upper end of its interval)", 1.0, within)
 
 
 def _best(found: Summary, workloads: Sequence[str], goal: float) -> Iterator[Target]:

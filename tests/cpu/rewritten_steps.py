@@ -87,9 +87,9 @@ def convolving(*layers: nn.Module, size: int | tuple[int, int] = 8, channels: in
 class Twice(nn.Module):
     """Convolves the same data with the same weight, each time in its own way."""
 
-    def __init__(self, *hows: dict[str, Any]) -> None:
+    def __init__(self, *hows: dict[str, Any], channels: int = 2) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 2, 3, 3, generator=torch.Generator().manual_seed(3)))
+        self.weight = nn.Parameter(torch.randn(3, channels, 3, 3, generator=torch.Generator().manual_seed(3)))
         self.hows = hows
 
     def forward(self, x: Tensor) -> Tensor:

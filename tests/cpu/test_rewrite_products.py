@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +100,44 @@ def test_all_has_it_where_mkl_is_slow(processor: str | None, slow: bool, monkeyp
     hardware = replace(machine, processor=replace(machine.processor, model=processor))
     facts = facts_of(Ingredients.of(task(), Plan()))
     assert bool(candidates.rewriting_changes(facts, hardware, Plan(device="cpu", compile="step"))) is slow
-    function, args = torch.ops.aten.mm.default, (torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH))
+    function, args = torch.ops.aten.mm.default, (torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, 8 * WIDTH))
     assert bounds._stays(function, args, True) is not slow
     assert bounds._stays(function, args, False)
+    assert bounds._stays(function, (torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)), True), "narrow and small"
+
+
+@pytest.mark.parametrize(
+    ("rows", "terms", "columns", "layouts"),
+    [  # that win there, of: both by rows, the second by columns, the first by columns
+        (128, 2048, 2048, "second rows"),
+        (128, 128, 9216, "first second rows"),
+        (256, 32, 784, "first second rows"),
+        (128, 4096, 128, "second rows"),
+        (576, 1576, 192, "second rows"),
+        (1576, 192, 768, "second rows"),
+        (8, 100, 1960, "first rows"),
+        (896, 64, 64, ""),
+        (200, 200, 200, ""),
+    ],
+)
+def test_all_leaves_products_to_mkl_for_which_it_is_no_slower(
+    rows: int, terms: int, columns: int, layouts: str
+) -> None:
+    """Where oneDNN won by more than the noise, or lost, on an AMD EPYC."""
+    one, other = torch.empty(rows, terms), torch.empty(terms, columns)
+    found = {
+        "rows": mm_by_onednn.is_slow_by_mkl(one, other),
+        "second": mm_by_onednn.is_slow_by_mkl(one, other.t().contiguous().t()),
+        "first": mm_by_onednn.is_slow_by_mkl(one.t().contiguous().t(), other),
+    }
+    assert " ".join(sorted(layout for layout, wins in found.items() if wins)) == " ".join(sorted(layouts.split()))
+
+
+def test_in_a_step_all_takes_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five: the gradient of the first layer's weights is narrow, with a first operand by columns."""
+    monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: True)
+    model = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.ReLU(), nn.Linear(8 * WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    for which, many in ("mm_by_onednn", 5), ("all", 4):
+        said: list[str] = []
+        lower(task(lambda: deepcopy(model)), NAMED.with_axes(rewrites=which), said.append).close()
+        assert f"rewrote the step: mm_by_onednn {many}" in said

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from hotloop.lowering import Program
-from hotloop.lowering.rewrites.conv_as_gemm import MOST_WEIGHTS, likely
+from hotloop.lowering.rewrites.conv_in_pool import LIKELY_TERMS
 from hotloop.lowering.rewrites.draw_by_words import share_of
 from hotloop.lowering.rewrites.mm_by_onednn import multiplied_faster
-from hotloop.lowering.rewrites.walking import pair
 from hotloop.measuring.runner import Runner
 from hotloop.onlooker import Onlooker
 
@@ -32,6 +28,9 @@ _LIBRARY = (
 )
 """Operations that stay calls of a library in a compiled step, or that a compiler writes no better than PyTorch has them;
 so do those with `attention`, `lstm` or `linalg` in the name."""
+
+_SMALLEST_WINDOW = 4
+"""Of pooling, as a rule: 2 x 2."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +118,9 @@ def _stays(function: Any, args: Sequence[Any], rewrites: bool, kwargs: dict[str,
 
 
 def _can_be_rewritten(name: str, args: Sequence[Any]) -> bool:
-    """A convolution as `conv_as_gemm` takes it: of images that learn nothing themselves, in one group, few enough at a time."""
+    """A convolution as `conv_in_pool` takes it, if it is pooled: of images that learn nothing themselves, in one group."""
     backward = name == "convolution_backward"
     image, filters, groups = (args[1], args[2], args[9]) if backward else (args[0], args[1], args[8])
     learns, transposed = (args[10][0], args[7]) if backward else (image.requires_grad, args[6])
-    if image.ndim != 4 or groups != 1 or learns or transposed or filters[0].numel() > MOST_WEIGHTS:
-        return False
-    places = math.prod(args[0].shape[2:] if backward else _put_at(image, filters, *args[3:6]))
-    return likely(filters, len(image) * places)
-
-
-def _put_at(
-    image: Tensor, filters: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> list[int]:
-    """Height and width of what a convolution makes of an image."""
-    sizes = zip(image.shape[2:], filters.shape[2:], *map(pair, (stride, padding, dilation)), strict=True)
-    return [(size + 2 * margin - apart * (filled - 1) - 1) // by + 1 for size, filled, by, margin, apart in sizes]
+    small = filters[0].numel() * _SMALLEST_WINDOW <= LIKELY_TERMS
+    return image.ndim == 4 and groups == 1 and small and not learns and not transposed

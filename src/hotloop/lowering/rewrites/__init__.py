@@ -7,8 +7,13 @@ from collections.abc import Callable, Collection
 from torch.fx import GraphModule
 
 from hotloop.errors import PlanError
-from hotloop.lowering.rewrites.conv_as_gemm import convolution_as_product, convolution_where_likely
-from hotloop.lowering.rewrites.conv_in_pool import convolution_in_pooling
+from hotloop.lowering.rewrites.conv_as_gemm import MOST_WEIGHTS, convolution_as_product
+from hotloop.lowering.rewrites.conv_in_pool import (
+    LIKELY_TERMS,
+    MOST_TERMS,
+    convolution_in_pooling,
+    convolution_in_small_pooling,
+)
 from hotloop.lowering.rewrites.draw_by_words import LEAST, draws_by_words
 from hotloop.lowering.rewrites.mm_by_onednn import product_by_onednn, product_where_mkl_is_slow
 from hotloop.lowering.rewrites.pool_as_max import pooling_as_maximum
@@ -16,35 +21,40 @@ from hotloop.lowering.rewrites.pool_first import relu_after_pooling
 from hotloop.lowering.rewrites.walking import straightened
 
 REWRITES: dict[str, Callable[[GraphModule], int]] = {
-    "conv_in_pool": convolution_in_pooling,
-    "pool_as_max": pooling_as_maximum,
     "pool_first": relu_after_pooling,
+    "conv_in_pool": convolution_in_pooling,
     "conv_as_gemm": convolution_as_product,
+    "pool_as_max": pooling_as_maximum,
     "mm_by_onednn": product_by_onednn,
     "draw_by_words": draws_by_words,
 }
-"""Each changes a graph and says how often it could; they apply from first to last.
+"""Each changes a graph and says how often it could."""
 
-A pooling that becomes a maximum joins with the ReLU before it, and was slower with that behind it: so `pool_first` has what is left.
+_ALL: dict[str, Callable[[GraphModule], int]] = {
+    "conv_in_pool": convolution_in_small_pooling,
+    "pool_as_max": pooling_as_maximum,
+    "mm_by_onednn": product_where_mkl_is_slow,
+    "draw_by_words": draws_by_words,
+}
+"""For `all`, from first to last: those that won in several networks, where they are likely to; by name they apply everywhere.
+
+Left out are those that lost more often than they won: see docs/speed.md.
 """
-
-_WHERE_LIKELY = {**REWRITES, "conv_as_gemm": convolution_where_likely, "mm_by_onednn": product_where_mkl_is_slow}
-"""For `all`: the same, but where one is known to be slower; who names it gets it everywhere."""
 
 EXPECTED = {
     "pool_first": "a ReLU whose result is max pooled and nothing else",
     "conv_in_pool": "a 2d convolution of the data itself whose result is max pooled, in windows as for pool_as_max, and nothing "
-    "else, with at most 128 weights of a filter times numbers of a window",
-    "conv_as_gemm": "a 2d convolution of the data itself, with at most 32 weights in a filter",
+    f"else, with at most {MOST_TERMS} weights of a filter times numbers of a window",
+    "conv_as_gemm": f"a 2d convolution of the data itself, with at most {MOST_WEIGHTS} weights in a filter",
     "pool_as_max": "a 2d max pooling whose windows touch, don't overlap, and take in the whole image",
     "mm_by_onednn": "a product of two matrices in fp32 that takes 2 MFLOP or more",
     "draw_by_words": f"a dropout, or another draw of zeros and ones with one chance, of {LEAST} numbers or more",
 }
 _LIKELY = {
-    "conv_as_gemm": ", of one channel or with columns that fit 1 MiB (name conv_as_gemm to have it anyway)",
-    "mm_by_onednn": ", on a processor for which MKL is slow (name mm_by_onednn to have it anyway)",
+    "conv_in_pool": f", here {LIKELY_TERMS} (name conv_in_pool to have it of more)",
+    "mm_by_onednn": ", wide or large, on a processor for which MKL is slow (name mm_by_onednn to have it anyway)",
 }
-EXPECTED["all"] = "; or ".join(expected + _LIKELY.get(name, "") for name, expected in EXPECTED.items())
+EXPECTED["all"] = "; or ".join(EXPECTED[name] + _LIKELY.get(name, "") for name in _ALL)
 
 
 def rewrite(graph: GraphModule, which: str, but: Collection[str] = ()) -> dict[str, int]:
@@ -57,7 +67,7 @@ def rewrite(graph: GraphModule, which: str, but: Collection[str] = ()) -> dict[s
         PlanError: there is nothing in the step that it applies to.
     """
     straightened(graph)
-    given = _WHERE_LIKELY if which == "all" else {which: REWRITES[which]}
+    given = _ALL if which == "all" else {which: REWRITES[which]}
     found = {name: apply(graph) for name, apply in given.items() if name not in but}
     if not any(found.values()):
         raise PlanError(

@@ -35,34 +35,9 @@ threads 2 and 4 times as fast as a single one, and hardly less so at twice or ha
 _PARAMETERS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 
 
-CACHED_BYTES = 1 << 20
-"""Of `u` of several channels, which a core's own cache keeps between the products: where it doesn't, the library is faster
-(0.6 to 0.9 times as fast at 2.5 to 14 MB of three channels)."""
-
-MOST_BYTES = 64 << 20
-"""Of `u` of one channel, for which libraries are slow at any size: with 10 or 32 filters steps of 128 and 512 images of 28 x 28
-were 1.2 to 1.8 times as fast with this alone, and 2 to 4 times with pooling as a maximum."""
-
-
 def convolution_as_product(graph: GraphModule) -> int:
     """Wherever a convolution is of data, whose gradient nobody wants; returns how often."""
     return sum(_rewritten(graph, node) for node in calls(graph, aten.convolution.default))
-
-
-def convolution_where_likely(graph: GraphModule) -> int:
-    """Only where that is likely to be faster."""
-    nodes = calls(graph, aten.convolution.default)
-    return sum(_rewritten(graph, node) for node in nodes if _is_likely(value_of(node), value_of(operand(node, 1))))
-
-
-def _is_likely(made: Tensor, filters: Tensor) -> bool:
-    return likely(filters, made.numel() // max(1, made.shape[1]))
-
-
-def likely(filters: Tensor, places: int) -> bool:
-    """Whether a product is likely to be faster; `places` are those of all images that a filter is put at."""
-    columns = filters[0].numel() * places * filters.element_size()
-    return columns <= (MOST_BYTES if filters.shape[1] == 1 else CACHED_BYTES)
 
 
 def _rewritten(graph: GraphModule, forward: Node) -> bool:
