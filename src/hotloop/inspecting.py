@@ -198,13 +198,14 @@ def inspected(
     trace: Path | None = None,
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
+    keeps: bool = False,
 ) -> Profile:
-    """Profiles a loaded Task; see `profile`. Of several ranks, the first says what all saw, and the others what they did."""
+    """Profiles a loaded Task; see `profile`, and `profile_task` for what it keeps. Of several ranks, the first says what all saw, and the others what they did."""
     task = overridden(loaded.task, overrides)
     plan = placed(plan)
     progress("watching", 0.0)
     source = task.name if loaded.record is None else loaded.record.reference
-    seen = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say)
+    seen = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
     if not World.of(plan).first:
         return seen
     if seen.ranks:  # which share the machine: what one of them leaves idle another may use

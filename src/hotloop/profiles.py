@@ -305,6 +305,10 @@ class Remedy(Record):
     won: tuple[float, float, float] | None = None
 
 
+CTRL_C = "Ctrl-C"
+"""What stopped the measuring of a Task."""
+
+
 class Profile(Record):
     """Where the time of a training step goes.
 
@@ -327,7 +331,7 @@ class Profile(Record):
         slowest: the rank that the others wait for: it spends least in waiting and communication; None of one process.
         trace: file of the Chrome trace, if one was written.
         exit_code: of the script; None for a Task.
-        stopped: why watching ended before the script did; empty if it didn't.
+        stopped: why watching ended before the script did, or a Task had all its steps; empty if it didn't.
         notes: what couldn't be seen, and why.
     """
 

@@ -165,9 +165,7 @@ class Settling:
             if timing.failure is not None:
                 self._pass_over(plan, timing.failure)
             elif timing.verdict != "faster" or (timing.ratio or 0.0) <= ratio:
-                figures = f"it's {timing.ratio:.2f} times as fast as the baseline"
-                if timing.left_out and timing.verdict is None:
-                    figures = f"it was left out after {timing.windows} pairs, since {figures}"
+                figures = _figures(timing, ratio)
                 self._pass_over(plan, figures if ratio == 1.0 else f"{figures}, and {otherwise.brief()} {ratio:.2f}")
             elif why := self._too_long(timing, ratio):
                 self._pass_over(plan, why)
@@ -224,3 +222,13 @@ class Settling:
             versions=speed_versions(),
             seconds=seconds,
         )
+
+
+def _figures(timing: Timing, ratio: float) -> str:
+    """Why a plan isn't taken beside one that is `ratio` times as fast as the baseline."""
+    figures = f"it's {timing.ratio:.2f} times as fast as the baseline"
+    if timing.left_out and timing.verdict is None:
+        return f"it was left out after {timing.windows} pairs, since {figures}"
+    if (timing.ratio or 0.0) > ratio and timing.ratio_low is not None:
+        return f"{figures}, which {timing.windows} pairs don't show ({timing.ratio_low:.2f} to {timing.ratio_high:.2f})"
+    return figures

@@ -72,6 +72,43 @@ def test_which_files_are_tasks(hotloop: Hotloop, asked: Asked) -> None:
     assert asked.calls[-1][1] == (Path("task.py"), ["--x"])
 
 
+INTERRUPTED = """
+import signal
+import time
+
+calls = 0  # of which some 25 are warm-up
+
+
+class Late(torch.nn.Linear):
+    def forward(self, x):
+        global calls
+        calls += 1
+        if calls == {at}:
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.02)
+        return super().forward(x)
+
+
+task = make(model=lambda: Late(4, 3))
+"""
+
+
+def test_ctrl_c_in_a_task_shows_what_was_measured(hotloop: Hotloop, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(SMALL + INTERRUPTED.format(at=80))
+    done = hotloop("profile", "late.py", "--steps", 1000, "--json", "--try")
+    assert done.code == 130
+    assert 0 < done.document["steps"] < 80 and done.document["phases"] and done.document["stopped"] == "Ctrl-C"
+    (tmp_path / "late.py").write_text(SMALL + INTERRUPTED.format(at=90))
+    done = hotloop("profile", "late.py", "--steps", 1000)
+    assert done.code == 130 and "Measuring ended early: Ctrl-C." in done.err and "a step takes" in done.err
+
+
+def test_ctrl_c_before_a_step_was_measured_is_one_line(hotloop: Hotloop, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(SMALL + INTERRUPTED.format(at=2))
+    done = hotloop("profile", "late.py", "--json")
+    assert (done.code, done.document["error"]["message"]) == (130, "stopped by Ctrl-C")
+
+
 def test_a_module_with_relative_imports_and_a_file_of_any_name(hotloop: Hotloop, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "said.py").write_text("import sys\nWORDS = sys.argv[1:]\n")

@@ -37,6 +37,13 @@ def test_a_race_has_the_time_that_it_takes_to_tell_anything() -> None:
     assert Budget.of(0.01, 10_000, 4.0).race_s(1 / 8) == 0.5  # the user's limit is kept to
 
 
+def test_of_long_steps_races_may_take_as_long_as_the_proof_of_what_they_find() -> None:
+    short, long = (Budget.of(step_s, 10_000_000, None) for step_s in (0.1, 2.0))
+    assert long.racing_s == pytest.approx(long.proof_s) and long.proof_s > short.racing_s
+    few = Budget.of(2.0, 5_000, None)
+    assert few.racing_s < 0.05 * few.run_s
+
+
 def test_a_short_run_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     races = Races(threads__1=3.0)
     looked = searching(monkeypatch, races, steps=2_000)  # 20 s

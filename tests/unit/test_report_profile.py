@@ -102,6 +102,13 @@ def test_no_note_is_hidden_behind_many_of_another_cause() -> None:
     assert f"{len(many) + 1 - text.count('Costs little here')} more" in text
 
 
+def test_how_many_remedies_are_not_shown_is_said() -> None:
+    many = [Remedy(cause=f"cause {n}", where="", remedy="", gain=0.1) for n in range(10)]
+    text = shown(made(remedies=many))
+    assert f"{10 - text.count('cause ')} more: --json" in text and text.count("cause ") < 10
+    assert "more: --json" not in shown(made(remedies=many[:2]))
+
+
 def test_without_steps_it_says_so() -> None:
     text = shown(Profile(source="plain.py", steps=0, step_ms=None, notes=["it never imported torch"], exit_code=3))
     assert "no training steps could be told apart" in text

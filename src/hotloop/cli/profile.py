@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotloop.cli.common import (
+    INTERRUPTED,
     AsJson,
     Device,
     Param,
@@ -121,6 +122,11 @@ def profile(
             return  # the first rank speaks for all
         found = of_task
     _show(found, module, pictures, as_json)
+
+    from hotloop.profiles import CTRL_C
+
+    if found.stopped == CTRL_C:
+        raise typer.Exit(INTERRUPTED)
     if found.exit_code:
         raise typer.Exit(found.exit_code if found.exit_code > 0 else 128 - found.exit_code)
 
@@ -187,6 +193,7 @@ def _of_task(
     from hotloop import inspecting
     from hotloop.launch import command, launch, ranks_of
     from hotloop.parallel.world import World
+    from hotloop.profiles import CTRL_C
     from hotloop.taking_part import to_start
     from hotloop.task import overridden
     from hotloop.taskfile import load_task
@@ -200,8 +207,8 @@ def _of_task(
         with inspecting.as_rank(wanted, console) as moved:
             common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
             chosen = inspecting.planned(overridden(loaded.task, overrides), wanted)
-            found = inspecting.inspected(loaded, chosen, steps=steps, trace=trace, **common)
-            if given["try_remedies"]:
+            found = inspecting.inspected(loaded, chosen, steps=steps, trace=trace, keeps=True, **common)
+            if given["try_remedies"] and found.stopped != CTRL_C:
                 found = inspecting.tried(loaded, found, chosen, time_limit=time_limit, **common)
             return found if World.of(chosen).first else None
 

@@ -19,7 +19,7 @@ from hotloop.measuring.runner import Runner
 from hotloop.parallel.waiting import Spent
 from hotloop.patches import Patches
 from hotloop.plan import BASELINE, Plan
-from hotloop.profiles import Phase, Profile
+from hotloop.profiles import CTRL_C, Phase, Profile
 from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.compose import profile_of
 from hotloop.profiling.facts import Facts
@@ -46,6 +46,7 @@ def profile_task(
     trace: Path | None = None,
     source: str = "",
     say: Say = lambda line: None,
+    keeps: bool = False,
 ) -> Profile:
     """Trains a while under a plan, and says where the time of a step goes; nothing of the training is kept.
 
@@ -56,6 +57,7 @@ def profile_task(
         trace: a file for the Chrome trace of a few steps.
         source: what the Task is called in the profile; its name if empty.
         say: is told what the user should know of the lowering.
+        keeps: whether Ctrl-C ends the measuring alone, once there are some steps, where one process trains.
 
     Raises:
         HotloopError: the Task can't be run under the plan.
@@ -70,7 +72,7 @@ def profile_task(
     with _noted(plan) as compilations:
         program = lower(task, plan, say)
         try:
-            return _profile(program, compilations, steps, trace, source or task.name)
+            return _profile(program, compilations, steps, trace, source or task.name, keeps=keeps)
         finally:
             program.close()
 
@@ -100,9 +102,15 @@ def _noted(plan: Plan) -> Iterator[Compilations]:
 
 
 def _profile(
-    program: Program, compilations: Compilations, steps: int | None, trace: Path | None, source: str
+    program: Program,
+    compilations: Compilations,
+    steps: int | None,
+    trace: Path | None,
+    source: str,
+    *,
+    keeps: bool = False,
 ) -> Profile:
-    runner, world = Runner(program), program.parts.world
+    runner, world, spent, stopped = Runner(program), program.parts.world, list[Spent](), ""
     _, step_s = runner.warm_up()
     compilations.model = program.parts.model if compilations.graphs else None
     began = time.monotonic()
@@ -121,6 +129,10 @@ def _profile(
     try:
         with _within(program, watch):
             spent = _run(runner, watch, _LONGEST_S if steps is None else math.inf)
+    except KeyboardInterrupt:
+        if not (keeps and world.alone):
+            raise
+        stopped = CTRL_C
     finally:
         watch.close("enough steps were seen")
         watch.remove()
@@ -129,8 +141,15 @@ def _profile(
     measured = [] if world.alone else settled(facts, spent, relayed=program.parts.relayed)
     plan = program.parts.plan
     profile = profile_of(facts, source, plan=plan.brief())
+    if stopped and profile.step_ms is None:
+        raise KeyboardInterrupt  # there is nothing to keep
     roles = program.parts.roles
-    known = {"samples_per_step": roles.batch_size, "one_batch": roles.batches == 1, "engine": plan.engine}
+    known = {
+        "samples_per_step": roles.batch_size,
+        "one_batch": roles.batches == 1,
+        "engine": plan.engine,
+        "stopped": stopped,
+    }
     profile = profile.model_copy(update={"seconds": time.monotonic() - began, **known})
     return profile if world.alone else put_together(profile, measured, program.parts)
 

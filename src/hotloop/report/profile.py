@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hotloop.diagnosing.step import COUNTS
-from hotloop.profiles import LineTime, ModuleTime, OperatorTime, Phase, Profile, Remedy, SeldomUpdate
+from hotloop.profiles import CTRL_C, LineTime, ModuleTime, OperatorTime, Phase, Profile, Remedy, SeldomUpdate
 from hotloop.report.amounts import flops, percent, size, time
 
 COLOURS: dict[str, str] = {
@@ -73,8 +73,6 @@ def headline(profile: Profile) -> str:
     rate = (
         "" if not profile.samples_per_step else f", {1000 * profile.samples_per_step / profile.step_ms:,.0f} samples/s"
     )
-    if not profile.steps:  # times are then of all that was watched
-        return f"{what}: {time(profile.step_ms)} were watched; training steps could not be told apart"
     return f"{what}: a step takes {time(profile.step_ms)}{rate} (median of {profile.steps:,})"
 
 
@@ -289,6 +287,8 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
     for number, one in enumerate(counted[:_REMEDIES], start=1):
         yield Text(f"{number}. {one.cause}: up to {percent(one.gain)} of the step")
         yield from (_indented(text, 3) for text in _details(one))
+    if len(counted) > _REMEDIES:
+        yield Text(f"{len(counted) - _REMEDIES} more: --json")
     if not counted and profile.step_ms is not None and profile.engine == "eager":
         yield Text("Nothing was found that would win more than a few percent.")
     notes = _one_of_each([one for one in profile.remedies if one.note])
@@ -342,7 +342,8 @@ def _endnotes(profile: Profile) -> Iterator[str]:
     if profile.trace:
         yield f"Trace of a few steps: {nearby(profile.trace)} (open it in ui.perfetto.dev or chrome://tracing)."
     if profile.stopped:
-        yield f"Watching ended before the script did: {profile.stopped}."
+        ended = "Measuring ended early" if profile.stopped == CTRL_C else "Watching ended before the script did"
+        yield f"{ended}: {profile.stopped}."
     if profile.exit_code:
         yield f"The script ended with exit code {profile.exit_code}."
     yield from (f"Note: {note}" for note in profile.notes)

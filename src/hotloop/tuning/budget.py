@@ -16,7 +16,8 @@ _MOST_SHARE = 0.05
 """Of the run, for the first race, where long steps make it need more than that."""
 
 _LEAST_S, _MOST_S = 1.0, 60.0
-"""A race tells nothing below the first; where steps are short, it knows all that it will know by the second."""
+"""A race tells nothing below the first; where steps are short, it knows all that it will know by the second. Where they are long,
+it may take as long as the proof of what it finds."""
 
 _SMALL_S, _TIGHT_S = 1.5, 6.0
 """With less than the first for racing, a search costs more than it wins; with less than the second, plans stay out that are
@@ -130,10 +131,12 @@ class Budget:
         """From what a step and a copy of the State take; a time limit of the user's is kept to, however short the run is."""
         run_s = None if steps is None else steps * step_s
         round_s = Layout.of(device.partition(":")[0], step_s, step_s, brief=True).round_s(step_s)
-        rest = (round_s, proving_s(step_s, copying_s), deadline or Deadline())
+        proof_s = proving_s(step_s, copying_s)
+        rest = (round_s, proof_s, deadline or Deadline())
         if time_limit_s is not None:
             return cls(run_s, time_limit_s, 0.0, *rest)
-        return cls(run_s, _UNKNOWN_S if run_s is None else min(_MOST_S, _SHARE * run_s), _LEAST_S, *rest)
+        most_s = max(_MOST_S, proof_s)
+        return cls(run_s, _UNKNOWN_S if run_s is None else min(most_s, _SHARE * run_s), _LEAST_S, *rest)
 
     @property
     def set_by_user(self) -> bool:
