@@ -52,7 +52,7 @@ EXPECTED = {
 }
 _LIKELY = {
     "conv_in_pool": f", here {LIKELY_TERMS} (name conv_in_pool to have it of more)",
-    "mm_by_onednn": ", wide or large, on a processor for which MKL is slow (name mm_by_onednn to have it anyway)",
+    "mm_by_onednn": ", on a processor for which MKL is slow, but for narrow results of a transposed matrix (name mm_by_onednn to have it anyway)",
 }
 EXPECTED["all"] = "; or ".join(EXPECTED[name] + _LIKELY.get(name, "") for name in _ALL)
 

@@ -21,13 +21,11 @@ from hotloop.probe import machine
 LEAST_FLOP = 2e6
 """A smaller product is over before another library could win anything."""
 
-WIDE, LARGE_FLOP, WIDE_FLOP = 768, 3e7, 1e7
-"""Columns of a result from which on MKL falls behind on a processor by AMD; work from which on it does anyway, and with a second
-operand by columns, if the result is wide. By 75 shapes in three layouts each, on two threads of an AMD EPYC with AVX-512."""
-
-_MANY_TIMES = 4
-"""So many times as wide as it has terms is a result that pays for laying a first operand by columns out anew, as oneDNN does:
-narrower ones took 1.1 to 5 times as long as MKL's, wider ones mostly 0.4 to 0.9."""
+WIDE, MANY_TIMES = 768, 4
+"""Columns of a result, and how many times as many as there are terms, from which on laying out a first operand by columns anew
+pays, as oneDNN does: of 75 shapes, on two threads of an AMD EPYC with AVX-512, narrower results took 1.1 to 5 times as long as
+MKL's, wider ones mostly 0.4 to 0.9. How long a product takes by itself says little else: within a compiled step MKL's took up to
+three times that."""
 
 
 def product_by_onednn(graph: GraphModule, wanted: Callable[[Tensor, Tensor], bool] = lambda one, other: True) -> int:
@@ -71,12 +69,11 @@ def multiplied_faster(one: Tensor, other: Tensor) -> bool:
 
 
 def is_slow_by_mkl(one: Tensor, other: Tensor) -> bool:
-    """Whether oneDNN is likely to be faster where MKL doesn't know the processor: by sizes, and by how operands lie."""
+    """Whether oneDNN is likely to be faster where MKL doesn't know the processor: by sizes, and by how the first operand lies."""
     terms, columns = other.shape
-    flop = 2 * one.numel() * columns
-    if _by_columns(one):
-        return flop >= LEAST_FLOP and columns >= WIDE and columns > _MANY_TIMES * terms
-    return flop >= LARGE_FLOP or (columns >= WIDE and flop >= (WIDE_FLOP if _by_columns(other) else LEAST_FLOP))
+    if 2 * one.numel() * columns < LEAST_FLOP:
+        return False
+    return not _by_columns(one) or (columns >= WIDE and columns > MANY_TIMES * terms)
 
 
 def _by_columns(matrix: Tensor) -> bool:
