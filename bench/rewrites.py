@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import hotloop
 from bench.claim import write_claim
 from hotloop.lowering import lower
-from hotloop.lowering.rewrites import REWRITES
+from hotloop.lowering.rewrites import ALL, REWRITES
 from hotloop.measuring import Entrant, measure
 from hotloop.parity import prove
 from hotloop.plan import Plan
@@ -217,8 +217,9 @@ class Network:
     batch_size: int = 32
 
     def asked(self, which: Sequence[str]) -> list[str]:
-        """Those of `which` to try here; all together leaves out what isn't likely to win."""
-        return [one for one in which if one in self.rewrites or one == "all"]
+        """Those of `which` to try here; all together where some of them are for it."""
+        together = not ALL.keys().isdisjoint(self.rewrites)
+        return [one for one in which if one in self.rewrites or (one == "all" and together)]
 
 
 _CONVOLVING = ("pool_first", "pool_as_max", "conv_as_gemm")

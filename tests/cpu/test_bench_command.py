@@ -283,6 +283,12 @@ def test_the_record_of_rewrites_says_what_was_asked_for(claims: Path, monkeypatc
     assert [row["network"] for row in record["rows"]] == ["lenet"]  # the other has nothing for it
 
 
+def test_a_network_that_all_of_them_leave_alone_is_not_raced_with_them() -> None:
+    stem, digits = (rewrites.NETWORKS[name] for name in ("stem", "digits"))
+    assert stem.asked(["pool_first", "all", "pool_as_max"]) == ["pool_first"]
+    assert digits.asked(["pool_first", "all", "pool_as_max"]) == ["all", "pool_as_max"]
+
+
 @pytest.mark.parametrize(
     ("row", "code"), [({"parity": "broken"}, 1), ({"failure": "it broke"}, 1), ({"parity": "bitwise"}, 0)]
 )

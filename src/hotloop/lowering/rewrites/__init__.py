@@ -30,7 +30,7 @@ REWRITES: dict[str, Callable[[GraphModule], int]] = {
 }
 """Each changes a graph and says how often it could."""
 
-_ALL: dict[str, Callable[[GraphModule], int]] = {
+ALL: dict[str, Callable[[GraphModule], int]] = {
     "conv_in_pool": convolution_in_small_pooling,
     "pool_as_max": pooling_as_maximum,
     "mm_by_onednn": product_where_mkl_is_slow,
@@ -54,7 +54,7 @@ _LIKELY = {
     "conv_in_pool": f", here {LIKELY_TERMS} (name conv_in_pool to have it of more)",
     "mm_by_onednn": ", on a processor for which MKL is slow, but for narrow results of a transposed matrix (name mm_by_onednn to have it anyway)",
 }
-EXPECTED["all"] = "; or ".join(EXPECTED[name] + _LIKELY.get(name, "") for name in _ALL)
+EXPECTED["all"] = "; or ".join(EXPECTED[name] + _LIKELY.get(name, "") for name in ALL)
 
 
 def rewrite(graph: GraphModule, which: str, but: Collection[str] = ()) -> dict[str, int]:
@@ -67,7 +67,7 @@ def rewrite(graph: GraphModule, which: str, but: Collection[str] = ()) -> dict[s
         PlanError: there is nothing in the step that it applies to.
     """
     straightened(graph)
-    given = _ALL if which == "all" else {which: REWRITES[which]}
+    given = ALL if which == "all" else {which: REWRITES[which]}
     found = {name: apply(graph) for name, apply in given.items() if name not in but}
     if not any(found.values()):
         raise PlanError(
