@@ -30,9 +30,8 @@ class Data:
     @property
     def scale(self) -> tuple[float, float]:
         """Mean and standard deviation of the training images' numbers, on the scale 0..1."""
-        numbers = self.x.reshape(
-            -1
-        )  # which NumPy counts as int64, so in pieces, or that is the most memory of all peers
+        # NumPy counts them as int64: in pieces, or that is the most memory of all peers.
+        numbers = self.x.reshape(-1)
         pieces = (numbers[first : first + _AT_ONCE] for first in range(0, numbers.size, _AT_ONCE))
         counts = np.sum([np.bincount(piece, minlength=256) for piece in pieces], axis=0)
         values = np.arange(256) / 255

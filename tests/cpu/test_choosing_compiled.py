@@ -17,7 +17,7 @@ from hotloop.errors import DiskError, PlanError, RoomError
 from hotloop.parity import needs
 from hotloop.plan import BASELINE, Plan
 from hotloop.state import differences
-from hotloop.verdicts import Verdict
+from hotloop.verdicts import Timing, Verdict
 from hotloop.wanted import Wanted
 from tests.cpu.pretended_compiling import (
     AUTO,
@@ -102,6 +102,12 @@ def test_a_compiled_step_stays_if_it_is_faster_and_proven(name: str, long, prete
     assert Plan(compile="package") in pretended and pretended[-1] == chosen
     assert said[0].startswith("auto compiles: a step takes ")
     assert why in said[-2] and said[-1] == f"auto: {chosen.brief()}"
+
+
+def test_what_pairs_do_not_show_is_told_with_its_interval() -> None:
+    given = Timing(name="a", plan={}, windows=9, ratio=1.17, ratio_low=0.95, ratio_high=1.19, verdict="no difference")
+    assert settling._figures(given, 1.02).endswith("which 9 pairs don't show (0.95 to 1.19)")
+    assert settling._figures(given, 1.2) == "it's 1.17 times as fast as the baseline"
 
 
 @pytest.mark.parametrize(("parity", "speed"), [("bitwise", 0.8), ("broken", 2.0)], ids=["slower", "broken"])

@@ -282,10 +282,9 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_rewrite_is_seen_by_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     network, where, name, wrong = FAULTS[fault]
-    honest, plan = (
-        getattr(where, name),
-        PLAN.with_axes(rewrites=getattr(where, "__module__", where.__name__).rpartition(".")[2]),
-    )
+    honest = getattr(where, name)
+    module = where.__module__ if isinstance(where, type) else where.__name__
+    plan = PLAN.with_axes(rewrites=module.rpartition(".")[2])
     assert hotloop.check(task_of(network, 64, 16), plan).parity == "fp32-equivalent"
     monkeypatch.setattr(where, name, lambda *given: wrong(honest(*given)))
     assert hotloop.check(task_of(network, 64, 16), plan).parity == "broken"
