@@ -42,6 +42,9 @@ Progress = Callable[[str, float], None]
 
 UNTRIED = "whether PyTorch takes less time for this step, only a race says: --try, or hotloop race --plans arrays,auto"
 NO_PLAN = "a script has no plan that could be changed for it; make it a Task, and --try races what a plan can express"
+_NOTABLY = 1.2
+"""Times as long as they could take, from which on operations are said to wait for other programs."""
+
 SHARED = "limits are those of the whole machine, which the ranks on it share"
 
 
@@ -233,7 +236,10 @@ def _measured(seen: Profile, progress: Progress) -> tuple[dict[str, Any], list[s
     """What this machine reaches, and notes on that; without it what was seen stands all the same."""
     try:
         limits, notes = _limits(seen.device, progress)
-        return {"limits": limits, "threads": _crowded(seen.threads) if seen.engine == "eager" else seen.threads}, notes
+        eager = seen.engine == "eager"
+        threads = _crowded(seen.threads) if eager else seen.threads
+        beside = _beside_others(seen.threads) if eager and seen.device == "cpu" else []
+        return {"limits": limits, "threads": threads}, [*notes, *beside]
     except DeviceError:
         return {}, [f"limits of {seen.device} aren't known: hotloop can't measure such a device"]
     except KeyboardInterrupt:
@@ -252,6 +258,21 @@ def _crowded(threads: Threads | None) -> Threads | None:
     if threads is None or threads.torch <= threads.cores:
         return threads
     return threads.model_copy(update={"slower": crowding(threads.torch, threads.cores)})
+
+
+def _beside_others(threads: Threads | None) -> list[str]:
+    """A note where other programs keep cores busy that torch's threads wait for, with what that costs just now."""
+    if threads is None or threads.torch > threads.cores:
+        return []
+    free = max(1, threads.cores - round(threads.others))
+    slower = crowding(threads.torch, free) if threads.torch > free else 1.0
+    if slower < _NOTABLY:
+        return []
+    return [
+        f"other programs kept {threads.others:.1f} of {threads.cores} cores busy, and the pieces of an operation wait for "
+        f"each other: cut for {threads.torch} threads, operations take {slower:.1f} times as long as with {free} while "
+        f"they run (OMP_NUM_THREADS={free}); times and limits are those of a shared machine"
+    ]
 
 
 def _settable(remedy: Remedy, task: Task, plan: Plan) -> Remedy:

@@ -158,6 +158,25 @@ def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
     assert remedy.axes == {"threads": 2}
 
 
+@pytest.mark.parametrize(
+    ("used", "slower", "told"),
+    [
+        (Threads(torch=2, cores=2, busy=1.0, others=0.99), 30.0, ["30.0 times as long as with 1"]),
+        (Threads(torch=2, cores=2, busy=1.0, others=0.99), 1.1, []),
+        (Threads(torch=2, cores=2, busy=1.9, others=0.3), 30.0, []),
+        (Threads(torch=1, cores=2, busy=1.0, others=1.0), 30.0, []),
+    ],
+    ids=["they wait", "they hardly do", "nobody else", "one thread"],
+)
+def test_programs_that_hold_cores_are_told(used: Threads, slower: float, told: list[str], monkeypatch) -> None:
+    monkeypatch.setattr(inspecting, "crowding", lambda threads, cores: slower)
+    watched_as(monkeypatch, seen(threads=used, optimizers=[]))
+    found = hotloop.profile(task(), progress=False)
+    notes = [note for note in found.notes if "other programs kept" in note]
+    assert len(notes) == len(told) and all(part in note for part, note in zip(told, notes, strict=True))
+    assert not any("threads" in remedy.cause for remedy in found.remedies)
+
+
 def test_a_script_that_never_trained_needs_no_limits(monkeypatch, measured) -> None:
     nothing = Profile(source="train.py", steps=0, step_ms=None, notes=["it never trained here"])
     monkeypatch.setattr(inspecting, "profile_script", lambda *args, **options: nothing)
