@@ -117,6 +117,10 @@ def test_without_steps_it_says_so() -> None:
     assert "What bounds" not in text and "would help" not in text
 
 
+def test_a_script_that_a_signal_ended_says_which() -> None:
+    assert "The script was ended by SIGINT." in " ".join(shown(made(exit_code=-2)).split())
+
+
 def test_without_torch_lines_stand_in_for_operators() -> None:
     text = shown(made(operators=[], modules=[]))
     assert "/far/away/train.py:31" in text and "5 ms" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -345,5 +346,9 @@ def _endnotes(profile: Profile) -> Iterator[str]:
         ended = "Measuring ended early" if profile.stopped == CTRL_C else "Watching ended before the script did"
         yield f"{ended}: {profile.stopped}."
     if profile.exit_code:
-        yield f"The script ended with exit code {profile.exit_code}."
+        yield f"The script {_ended(profile.exit_code)}."
     yield from (f"Note: {note}" for note in profile.notes)
+
+
+def _ended(code: int) -> str:
+    return f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
