@@ -82,6 +82,11 @@ class TableFeed:
         self.batches: int | None = self.order.batches
         self.reseeds = self.treatment.augment is not None or not (self.table.prepared or self.treatment.prepare is None)
 
+    @property
+    def untouched(self) -> bool:
+        """Whether batches are rows of the arrays and nothing else, and nobody's function runs between them."""
+        return self.treatment.none and self.table.device == self.treatment.device
+
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
         taken = self._taken(self.order.epoch(epoch).to(self.table.device), start)
         if self.table.device != self.treatment.device:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.fx import GraphModule
 
 from hotloop.data.tree import batch_length, tensors
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.again import Again
 from hotloop.lowering.binding import by_place, misfit, step_tensors
 from hotloop.lowering.capture import Capture, Captured, apart
+from hotloop.lowering.drawing import draws_nothing
 from hotloop.lowering.hosted import host
 from hotloop.lowering.hyper import Hyper, Moved, hyper_of
 from hotloop.lowering.indices import Indices
@@ -29,6 +27,11 @@ from hotloop.lowering.rewrites.draw_by_words import ByWords
 from hotloop.lowering.step import EagerStep
 
 Runner = Callable[[list[Tensor]], Any]
+_Uncounted = tuple[Tensor, Any, int]
+"""A loss, what it counts, and its samples."""
+
+_AT_ONCE = 256
+"""Losses that are added up together, so that no more are held."""
 
 _OPTIONS = {"fallback_random": True}
 """Draws come from torch's generators, as in the eager step, and not from the compiler's own."""
@@ -155,6 +158,63 @@ class CompiledStep(EagerStep):
         """From now on, operation by operation, so that hooks of modules see what happens."""
         self._runner = None
 
+    def run(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[int, int]]:
+        """Runs a step on each batch, from step number `step` on; yields (steps, samples) as they are done.
+
+        Looking at everything before a program, and adding up after it, takes several times as long between two programs,
+        which leave little else in a processor's caches, as in one go: where nothing can change, it is done once for all.
+        """
+        uncounted: list[_Uncounted] = []
+        last: Tensor | None = None  # the loss of a step whose like may follow
+        steady = False
+        try:
+            for batch, samples in batches:
+                steady = steady or (last is not None and self._is_steady(last))
+                last = None
+                if steady and samples == self._samples:
+                    uncounted.append(
+                        (self._run_unseen(batch, samples, step), self.parts.weigh(batch, samples), samples)
+                    )
+                else:
+                    self._count(uncounted)
+                    last, steady = self(batch, samples, step), False
+                if len(uncounted) == _AT_ONCE:
+                    self._count(uncounted)
+                step += 1
+                yield 1, samples
+        finally:
+            self._count(uncounted)
+
+    def _is_steady(self, loss: Tensor) -> bool:
+        """Whether steps like the last one, whose loss this is, will find all as it did: batches are rows of arrays that
+        nobody treats, no function of the user's runs, and losses have memory of their own."""
+        alone = self.parts.task.weight is None and (self.schedule is None or not self._each_step)
+        runs = self.whole and self._runner is not None and self._bound is not None and self.scaler is None
+        if not (alone and runs) or self.cut_from is None or self._captured is None or self._captured.scalars:
+            return False
+        columns = list(tensors(self.cut_from))
+        within = self._indices is None or self._indices.within_all(columns)
+        return within and not any(column.requires_grad for column in columns) and self._is_apart(loss)
+
+    def _is_apart(self, loss: Tensor) -> bool:
+        """Whether a loss lies in memory that no later step changes."""
+        return _memory(loss) not in map(_memory, self._bound or ())
+
+    def _run_unseen(self, batch: Any, samples: int, step: int) -> Tensor:
+        """Runs the program on a batch that is surely like the last one; returns the loss, which isn't counted yet."""
+        if self._may_draw or not self.draws.spare:
+            self.draws.seed(step)
+        loss = self._called(batch, [*self._bound, *tensors(batch)], samples, step)[0]  # type: ignore[misc]
+        self.ran += 1
+        return loss
+
+    def _count(self, losses: list[_Uncounted]) -> None:
+        """Adds up losses, each with what it counts and its samples, and forgets them."""
+        for loss, weight, samples in losses:
+            self._add(loss, {}, weight)
+            self.sums["samples"] += samples
+        losses.clear()
+
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
         """Runs step number `step`; returns the loss, 0-dim, on the device."""
         if self._runner is None or signature(batch) != self._signature or not self._knows_numbers():
@@ -167,17 +227,25 @@ class CompiledStep(EagerStep):
         if self._may_draw or not self.draws.spare:
             self.draws.seed(step)
         self._set_scale()
-        try:
-            with torch.no_grad():
-                outputs = self._runner(flat)
-        except Exception:
-            self._backward(batch, samples, step)  # which says better what is wrong, if something is with the batch
-            raise
+        outputs = self._called(batch, flat, samples, step)
         self.ran += 1
         loss, scalars = self._finish(list(outputs))
         self._add(loss, scalars, self.parts.weigh(batch, samples))
         self.sums["samples"] += samples
         return loss
+
+    def _called(self, batch: Any, flat: list[Tensor], samples: int, step: int) -> Any:
+        """What the program returns for its tensors, those of the batch among them."""
+        grows = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # `no_grad` takes 6 us between two programs
+        try:
+            return self._runner(flat)  # type: ignore[misc]
+        except Exception:
+            torch._C._set_grad_enabled(True)
+            self._backward(batch, samples, step)  # which says better what is wrong, if something is with the batch
+            raise
+        finally:
+            torch._C._set_grad_enabled(grows)
 
     def _run_eagerly(self, batch: Any, samples: int, step: int) -> Tensor:
         self._bound = None  # an eager step may replace tensors of the optimizer's state
@@ -262,6 +330,10 @@ class CompiledStep(EagerStep):
             value.grad = None
 
 
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def signature(batch: Any) -> Any:
     """What a compiled program holds fixed of a batch, and checks nowhere itself, in about 1 us for each tensor.
 
@@ -275,20 +347,6 @@ def signature(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return type(batch), *batch, *[signature(item) for item in batch.values()]
     return type(batch)
-
-
-def draws_nothing(graph: GraphModule) -> bool:
-    """Whether a captured graph surely draws nothing: it is made of operations of torch's own that don't."""
-    return all(_draws_nothing(node.target) for node in graph.graph.nodes if node.op.startswith("call_"))
-
-
-def _draws_nothing(target: Any) -> bool:
-    if isinstance(target, OpOverload):
-        return target.namespace in _TORCHS_OWN and torch.Tag.nondeterministic_seeded not in target.tags
-    return isinstance(target, BuiltinFunctionType) or target in (torch.sym_float, torch.sym_sqrt)
-
-
-_TORCHS_OWN = ("aten", "prims", "mkldnn")
 
 
 def built(captured: Captured, parts: Ingredients) -> Runner:
@@ -311,7 +369,7 @@ def _compiled(captured: Captured, parts: Ingredients) -> Runner:
             warnings.simplefilter("ignore")  # of torch's own parts to each other
             if parts.plan.compile == "package":
                 return packaged(captured, parts.device, options, parts.say)
-            return _called(captured, parts.device, options)
+            return _compiled_now(captured, parts.device, options)
     except Exception as error:
         raise PlanError(
             f"the captured step can't be compiled: {blame(error)}",
@@ -326,7 +384,7 @@ def _known_to_compilers() -> dict[str, Any]:
     return {"cpp.vec_isa_ok": True} if plain else {}
 
 
-def _called(captured: Captured, device: torch.device, options: dict[str, Any]) -> Runner:
+def _compiled_now(captured: Captured, device: torch.device, options: dict[str, Any]) -> Runner:
     from torch._inductor.compile_fx import compile_fx
 
     with torch.no_grad(), ready_to_compile(device):

@@ -88,6 +88,10 @@ class GraphedStep(CompiledStep):
         group = [(batch, samples)]
         return self._replay(group, step).clone() if self._can_replay(group) else self._run_eagerly(*group[0], step)
 
+    def _is_steady(self, loss: Tensor) -> bool:
+        """Never: a program inside of a graph isn't called by itself."""
+        return False
+
     def _can_replay(self, group: Sequence[tuple[Any, int]]) -> bool:
         fits = len(group) in self._recordings and all(signature(batch) == self._signature for batch, _ in group)
         return fits and self._knows_numbers() and self._is_bound() and not self._is_another(group[0][0])

@@ -20,6 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 from hotloop.lowering.capture import Captured
 
 aten = torch.ops.aten
+_MANY = 500_000
+"""Numbers; to look through more takes longer than to look at each batch of a short run."""
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
@@ -62,11 +64,25 @@ class Indices:
         found = list(dict.fromkeys((node, bounds) for node, bounds in every if node in known and node in batch))
         self._bounds = [bounds for _, bounds in found]
         self._places, self._values = _computing(captured.graph, inputs, [node for node, _ in found])
+        first = len(inputs) - given
+        self._columns = [inputs.index(node) - first if node.op == "placeholder" else None for node, _ in found]
 
     def within(self, flat: Sequence[Tensor]) -> bool:
         """Whether all are in bounds, given the inputs of the graph."""
         values = self._values(*[flat[place] for place in self._places])
         return all(map(Bounds.hold, self._bounds, values))
+
+    def within_all(self, columns: Sequence[Tensor]) -> bool:
+        """Whether all rows of arrays surely are, of which batches have some each; looked up in some 20 us.
+
+        Args:
+            columns: the arrays, in the order of a batch's tensors.
+        """
+        indexed = [None if place is None else columns[place] for place in self._columns]
+        return all(
+            column is not None and column.numel() <= _MANY and bounds.hold(column)
+            for column, bounds in zip(indexed, self._bounds, strict=True)
+        )
 
 
 def _written_to(nodes: Sequence[Node]) -> set[Node]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotloop.data.feed import Feed
+from hotloop.data.feed import Feed, TableFeed
 from hotloop.data.tree import batch_length, to_device
 from hotloop.errors import CheckpointError
 from hotloop.lowering.again import any_of_users
@@ -65,6 +65,8 @@ class Program:
         self._step = step
         self._batches: Iterator[tuple[Any, int]] | None = None
         self._tells_users = False
+        if isinstance(feed, TableFeed) and feed.untouched:
+            step.cut_from = feed.table.columns
         if feed.reseeds or not parts.world.alone:
             self.seed_all()
 

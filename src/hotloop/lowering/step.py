@@ -32,6 +32,7 @@ class EagerStep:
         draws: seeds the generators before each step.
         ran: how many steps its compiled program took; None without one.
         look_s: seconds of seeing once whether it still does what was compiled; 0 where nothing was.
+        cut_from: the arrays whose rows `run` gets as batches, as they are; None where batches come otherwise.
         draws_by_words: whether its random zeros and ones are other ones than the baseline's; see `ByWords`.
         scaler: decides by how much fp16's loss is scaled; None in other precisions.
         scale: what a compiled step scales its loss by, 0-dim, on the device; None in other precisions.
@@ -44,6 +45,7 @@ class EagerStep:
     ran: int | None = None
     look_s = 0.0
     draws_by_words = False
+    cut_from: Any = None
 
     def __init__(self, parts: Ingredients) -> None:
         task, model = parts.task, parts.model

@@ -1,0 +1,24 @@
+"""Whether a captured step draws random numbers."""
+
+from __future__ import annotations
+
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule
+
+
+def draws_nothing(graph: GraphModule) -> bool:
+    """Whether a captured graph surely draws nothing: it is made of operations of torch's own that don't."""
+    return all(_draws_nothing(node.target) for node in graph.graph.nodes if node.op.startswith("call_"))
+
+
+def _draws_nothing(target: Any) -> bool:
+    if isinstance(target, OpOverload):
+        return target.namespace in _TORCHS_OWN and torch.Tag.nondeterministic_seeded not in target.tags
+    return isinstance(target, BuiltinFunctionType) or target in (torch.sym_float, torch.sym_sqrt)
+
+
+_TORCHS_OWN = ("aten", "prims", "mkldnn")
