@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from hotloop.lowering.rewrites.mm_by_onednn import known_to_inductor
+from hotloop.lowering.rewrites import laid_out, mm_by_onednn
 from hotloop.lowering.threads import embeddings_in_parallel
 
 
 @contextmanager
 def ready_to_compile(device: torch.device) -> Iterator[None]:
     """Around whatever is compiled for a device."""
-    known_to_inductor()
+    mm_by_onednn.known_to_inductor()
+    laid_out.known_to_inductor()
     with embeddings_in_parallel(device):
         yield

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from hotloop.lowering.rewrites.laid_out import laid_out
 from hotloop.lowering.rewrites.walking import (
     argument,
     aten,
@@ -54,8 +55,9 @@ def _rewritten(graph: GraphModule, pool: Node) -> bool:
         return False
     largest, place = written(graph, pool, lambda x: _largest(x, size), operand(pool))
     for user in users:
-        gradient = operand(user)
-        replaced(graph, user, written(graph, user, lambda gradient, at: _spread(gradient, at, size), gradient, place))
+        given = (operand(user), place, operand(pool))
+        spread = written(graph, user, lambda gradient, at, x: _spread(laid_out(gradient, x), at, size), *given)
+        replaced(graph, user, spread)
     replaced(graph, pooled, largest)
     dropped(graph, pool)
     return True

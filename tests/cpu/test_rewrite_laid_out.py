@@ -1,0 +1,58 @@
+"""The gradient of a pooling lies as its image does, once and not for each number of a window, and stays what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hotloop.lowering.rewrites import laid_out
+from hotloop.parity import prove
+from hotloop.plan import Plan
+from hotloop.verdicts import TRUSTED
+from tests.cpu.rewritten_steps import convolving
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLAN = Plan(device="cpu", compile="step", rewrites="pool_as_max")
+
+
+@pytest.fixture
+def laid(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Any]]:
+    """For each gradient whether its image has channels last, and how Inductor lays it then: strides, smallest as 0."""
+    found: list[tuple[bool, Any]] = []
+    lowered = laid_out._lowered
+
+    def noted(given: Any, image: Any) -> Any:
+        from torch._inductor.ir import get_stride_order
+
+        made = lowered(given, image)
+        last = laid_out._has_channels_last(image)
+        found.append((last, get_stride_order(made.get_stride()) if last else made is given))
+        return made
+
+    monkeypatch.setattr(laid_out, "_lowered", noted)
+    laid_out.known_to_inductor.cache_clear()
+    yield found  # type: ignore[misc]
+    monkeypatch.undo()
+    laid_out.known_to_inductor.cache_clear()
+
+
+def test_before_a_dense_layer_it_is_laid_as_the_convolution_lays(laid: list[tuple[bool, Any]]) -> None:
+    layers = nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.ReLU(), nn.MaxPool2d((2, 4)), nn.Dropout(0.2)
+    assert prove(convolving(*layers, size=12), PLAN).parity in TRUSTED
+    assert laid and set(map(repr, laid)) == {repr((True, [3, 0, 2, 1]))}
+
+
+def test_an_image_in_the_usual_order_leaves_it_alone(laid: list[tuple[bool, Any]]) -> None:
+    layers = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)  # one channel: both orders are the same
+    assert prove(convolving(*layers, channels=1), PLAN).parity in TRUSTED
+    assert laid and set(laid) == {(False, True)}
+
+
+def test_operation_by_operation_it_is_the_same_tensor_again() -> None:
+    given, image = torch.randn(2, 3, 2, 2), torch.randn(2, 3, 4, 4)
+    made = laid_out.laid_out(given, image)
+    assert made.equal(given) and made.data_ptr() != given.data_ptr()
