@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
 
 from hotloop.lowering.rewrites import laid_out
 from hotloop.parity import prove
@@ -20,7 +23,7 @@ PLAN = Plan(device="cpu", compile="step", rewrites="pool_as_max")
 
 
 @pytest.fixture
-def laid(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Any]]:
+def laid(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, Any]]]:
     """For each gradient whether its image has channels last, and how Inductor lays it then: strides, smallest as 0."""
     found: list[tuple[bool, Any]] = []
     lowered = laid_out._lowered
@@ -35,7 +38,11 @@ def laid(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Any]]:
 
     monkeypatch.setattr(laid_out, "_lowered", noted)
     laid_out.known_to_inductor.cache_clear()
-    yield found  # type: ignore[misc]
+    with (
+        functorch.patch(enable_autograd_cache=False),
+        inductor.patch(fx_graph_cache=False),
+    ):  # it wouldn't be lowered again
+        yield found
     monkeypatch.undo()
     laid_out.known_to_inductor.cache_clear()
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
 
 import hotloop
 from hotloop.errors import PlanError
@@ -135,3 +137,22 @@ def test_in_a_step_all_takes_those_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         said: list[str] = []
         lower(task(lambda: deepcopy(model)), NAMED.with_axes(rewrites=which), said.append).close()
         assert f"rewrote the step: mm_by_onednn {many}" in said
+
+
+def test_of_a_wide_result_the_first_matrix_is_laid_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the second layer's weights, (WIDTH, batch) by (batch, 8 * WIDTH)."""
+    laid: list[list[int]] = []
+    by_rows = mm_by_onednn._by_rows
+
+    def noted(given: Any) -> Any:
+        laid.append([int(size) for size in given.get_size()])
+        return by_rows(given)
+
+    monkeypatch.setattr(mm_by_onednn, "_by_rows", noted)
+    model = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.ReLU(), nn.Linear(8 * WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    with (
+        functorch.patch(enable_autograd_cache=False),
+        inductor.patch(fx_graph_cache=False),
+    ):  # what is kept isn't lowered
+        assert prove(task(lambda: deepcopy(model)), NAMED).parity in TRUSTED
+    assert [WIDTH, 128] in laid

@@ -3,6 +3,7 @@ is bitwise that of looking each time, and wherever something may change it does 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ TASKS: dict[str, dict[str, Any]] = {
 def test_the_result_is_bitwise_that_of_looking_at_each_step(name: str, unseen: list[int]) -> None:
     task = a_task(**TASKS[name])
     whole = after(ready(task, "package"), 1, 13)
-    # A step is looked at that begins a span, that comes after an incomplete batch, or before Adam has all its state.
+    # A step is looked at that begins an epoch, whose batch is incomplete, or before Adam has all its state.
     assert unseen == [*([] if name == "Adam" else [1]), 2, 3, 6, 7, 8, 11, 12]
     unseen.clear()
     singly = after(ready(task, "package"), 13, 1)
@@ -98,13 +99,79 @@ def test_a_label_that_goes_out_of_bounds_is_the_eager_steps_error(unseen: list[i
     torch.testing.assert_close(program.state().parameters, as_far.state().parameters)
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.usefixtures("uncompiled")
+def test_what_was_done_before_an_error_is_counted(kind: type[BaseException], unseen: list[int]) -> None:
+    program, plain = ready(a_task()), hotloop.lower(a_task())
+    plain.advance(3)
+    step: Any = program._step
+    run, calls = step._runner, iter(range(9))
+
+    def failing(flat: list[Tensor]) -> Any:
+        if next(calls) == 3:
+            raise kind
+        return run(flat)
+
+    step._runner = failing
+    with pytest.raises(kind):
+        program.advance(4)
+    assert unseen == [1, 2, 3]
+    state, expected = program.state(), plain.state()
+    assert state.position == expected.position
+    assert state.sums["samples"] == expected.sums["samples"] == 3 * BATCH
+    assert float(state.sums["loss"]) == pytest.approx(float(expected.sums["loss"]))
+
+
+def embedding(x: Tensor, places: Callable[[Tensor], Tensor]) -> Any:
+    """Fields of a Task that embeds numbers, as whatever places are made of them."""
+
+    class Embedding(nn.Embedding):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(places(x)).mean(1)
+
+    return {"model": lambda: Embedding(8, 3), "data": (x, labelled()[1])}
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_an_index_that_is_computed_of_a_batch_is_looked_at_each_time(unseen: list[int]) -> None:
+    x = torch.ones(SAMPLES, 2, dtype=torch.int64)
+    program = ready(a_task(shuffle=False, **embedding(x, lambda x: x - 1)))
+    asked: list[bool] = []
+    step: Any = program._step
+    steady = step._is_steady
+    step._is_steady = lambda loss: (asked.append(steady(loss)), asked[-1])[1]
+    program.advance(2)
+    table: Any = program.feed
+    table.table.columns[0][17] = 0
+    with pytest.raises(IndexError):
+        program.advance(3)
+    assert not unseen
+    assert asked == [False, False]  # once in each span
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_smaller_of_two_bounds_on_one_array_counts(unseen: list[int]) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Embedding(8, 3), nn.Embedding(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.large(x) + self.small(x)).mean(1)
+
+    x = torch.ones(SAMPLES, 2, dtype=torch.int64)
+    program = ready(a_task(shuffle=False, model=Two, data=(x, labelled()[1])))
+    program.advance(2)
+    assert unseen == [1]
+    table: Any = program.feed
+    table.table.columns[0][17] = 5
+    with pytest.raises(IndexError):
+        program.advance(3)
+    assert unseen == [1]
+
+
 def weighed(batch: Any) -> Any:
     return len(batch[0])
-
-
-def with_figures(model: nn.Module, batch: Any) -> hotloop.StepOutput:
-    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-    return hotloop.StepOutput(loss, {"twice": 2 * loss.detach()})
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
@@ -135,11 +202,16 @@ def test_where_something_may_change_each_step_is_looked_at(name: str, unseen: li
     assert not unseen
 
 
+@pytest.mark.parametrize("believed", [False, True], ids=["seen", "taken for apart"])
 @pytest.mark.usefixtures("uncompiled")
-def test_a_loss_in_memory_that_the_step_changes_is_added_at_once(
-    unseen: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_loss_in_memory_that_steps_change_is_added_at_once(
+    believed: bool, unseen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiler may put a loss where a buffer lies."""
+    """A compiler may put a loss where a buffer lies; added up later, each would be the last one."""
+    expected = float(after(ready(a_task(model=Counting)), 1, 4).sums["loss"])
+    unseen.clear()
+    if believed:
+        monkeypatch.setattr(CompiledStep, "_is_apart", lambda self, loss: True)
     program = ready(a_task(model=Counting))
     step: Any = program._step
     run = step._runner
@@ -149,14 +221,9 @@ def test_a_loss_in_memory_that_the_step_changes_is_added_at_once(
         return [step.parts.model.kept.copy_(loss), *others]
 
     step._runner = in_buffer
-    program.advance(3)
-    assert not unseen
-    assert float(program.state().sums["loss"]) == pytest.approx(
-        float(after(ready(a_task(model=Counting)), 1, 3).sums["loss"])
-    )
-    monkeypatch.setattr(CompiledStep, "_is_apart", lambda self, loss: True)
-    program.advance(2)
-    assert unseen
+    program.advance(4)
+    assert bool(unseen) is believed
+    assert (float(program.state().sums["loss"]) == pytest.approx(expected)) is not believed
 
 
 class Counting(nn.Linear):

@@ -30,8 +30,8 @@ Runner = Callable[[list[Tensor]], Any]
 _Uncounted = tuple[Tensor, Any, int]
 """A loss, what it counts, and its samples."""
 
-_AT_ONCE = 256
-"""Losses that are added up together, so that no more are held."""
+_AT_ONCE, _SMALL = 256, 64
+"""Losses that are added up together, so that no more are held; and bytes of memory that each may keep."""
 
 _OPTIONS = {"fallback_random": True}
 """Draws come from torch's generators, as in the eager step, and not from the compiler's own."""
@@ -165,19 +165,19 @@ class CompiledStep(EagerStep):
         which leave little else in a processor's caches, as in one go: where nothing can change, it is done once for all.
         """
         uncounted: list[_Uncounted] = []
-        last: Tensor | None = None  # the loss of a step whose like may follow
-        steady = False
+        last: Tensor | None = None  # the loss of a compiled step, before it was asked whether its like may follow
+        asked = steady = False
         try:
             for batch, samples in batches:
-                steady = steady or (last is not None and self._is_steady(last))
-                last = None
+                if last is not None:
+                    asked, steady, last = True, self._is_steady(last), None
                 if steady and samples == self._samples:
-                    uncounted.append(
-                        (self._run_unseen(batch, samples, step), self.parts.weigh(batch, samples), samples)
-                    )
+                    loss = self._run_unseen(batch, samples, step)
+                    uncounted.append((loss, self.parts.weigh(batch, samples), samples))
                 else:
                     self._count(uncounted)
-                    last, steady = self(batch, samples, step), False
+                    loss, steady = self(batch, samples, step), False
+                    last = None if asked or self._bound is None else loss
                 if len(uncounted) == _AT_ONCE:
                     self._count(uncounted)
                 step += 1
@@ -192,13 +192,13 @@ class CompiledStep(EagerStep):
         runs = self.whole and self._runner is not None and self._bound is not None and self.scaler is None
         if not (alone and runs) or self.cut_from is None or self._captured is None or self._captured.scalars:
             return False
-        columns = list(tensors(self.cut_from))
-        within = self._indices is None or self._indices.within_all(columns)
-        return within and not any(column.requires_grad for column in columns) and self._is_apart(loss)
+        within = self._indices is None or self._indices.within_all(list(tensors(self.cut_from)))
+        return within and self._is_apart(loss)
 
     def _is_apart(self, loss: Tensor) -> bool:
-        """Whether a loss lies in memory that no later step changes."""
-        return _memory(loss) not in map(_memory, self._bound or ())
+        """Whether a loss lies in memory that no later step changes, and keeps nothing else there."""
+        own = loss.untyped_storage().nbytes() <= _SMALL
+        return own and _memory(loss) not in map(_memory, self._bound or ())
 
     def _run_unseen(self, batch: Any, samples: int, step: int) -> Tensor:
         """Runs the program on a batch that is surely like the last one; returns the loss, which isn't counted yet."""
@@ -237,8 +237,8 @@ class CompiledStep(EagerStep):
     def _called(self, batch: Any, flat: list[Tensor], samples: int, step: int) -> Any:
         """What the program returns for its tensors, those of the batch among them."""
         grows = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # `no_grad` takes 6 us between two programs
         try:
+            torch._C._set_grad_enabled(False)  # `no_grad` takes 6 us between two programs
             return self._runner(flat)  # type: ignore[misc]
         except Exception:
             torch._C._set_grad_enabled(True)

@@ -21,7 +21,7 @@ from hotloop.lowering.capture import Captured
 
 aten = torch.ops.aten
 _MANY = 500_000
-"""Numbers; to look through more takes longer than to look at each batch of a short run."""
+"""Numbers of an array; to look through more would take longer than to look at each batch of a short run."""
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
@@ -73,16 +73,17 @@ class Indices:
         return all(map(Bounds.hold, self._bounds, values))
 
     def within_all(self, columns: Sequence[Tensor]) -> bool:
-        """Whether all rows of arrays surely are, of which batches have some each; looked up in some 20 us.
+        """Whether all rows of arrays surely are, of which batches have some each: 20 us for 60,000 labels.
+
+        It isn't known where an index is computed from a batch, and not looked for in large arrays.
 
         Args:
             columns: the arrays, in the order of a batch's tensors.
         """
-        indexed = [None if place is None else columns[place] for place in self._columns]
-        return all(
-            column is not None and column.numel() <= _MANY and bounds.hold(column)
-            for column, bounds in zip(indexed, self._bounds, strict=True)
-        )
+        indexed = [columns[place] for place in self._columns if place is not None]
+        if len(indexed) < len(self._columns) or any(column.numel() > _MANY for column in indexed):
+            return False
+        return all(map(Bounds.hold, self._bounds, indexed))
 
 
 def _written_to(nodes: Sequence[Node]) -> set[Node]:

@@ -65,8 +65,6 @@ class Program:
         self._step = step
         self._batches: Iterator[tuple[Any, int]] | None = None
         self._tells_users = False
-        if isinstance(feed, TableFeed) and feed.untouched:
-            step.cut_from = feed.table.columns
         if feed.reseeds or not parts.world.alone:
             self.seed_all()
 
@@ -114,6 +112,7 @@ class Program:
         number = start = self.position.step
         if self._batches is None:
             self._batches = self.feed.epoch(epoch, first)
+            self._step.cut_from = _rows_of(self.feed)
         self.model.train()
         self._step.draws.begin_span()
         samples = 0
@@ -315,6 +314,11 @@ class Program:
         self._batches = None
         self.feed.close()
         let_go(self.parts)
+
+
+def _rows_of(feed: Feed) -> Any:
+    """The arrays of which batches are rows and nothing else; None where they are something else."""
+    return feed.table.columns if isinstance(feed, TableFeed) and feed.untouched else None
 
 
 def _schedule_state(schedule: Any) -> dict[str, Any]:

@@ -185,6 +185,9 @@ def _told(facts: Facts, program: Program, *, known: bool) -> Facts:
         if known:
             inside = "is split by its kernels, and these by their arithmetic"
         facts.notes.append(f"the step runs as one compiled program, whose inside {inside}")
+        facts.notes.append(
+            "each step is looked at before it runs, and added up after; training mostly does that once for many steps"
+        )
     if isinstance(program._step, ArraysStep):
         facts.notes.append(
             "layers are written out in array operations: each is timed, and nothing looks inside of them"

@@ -73,7 +73,12 @@ def is_slow_by_mkl(one: Tensor, other: Tensor) -> bool:
     terms, columns = other.shape
     if 2 * one.numel() * columns < LEAST_FLOP:
         return False
-    return not _by_columns(one) or (columns >= WIDE and columns > MANY_TIMES * terms)
+    return not _by_columns(one) or _is_wide(terms, columns)
+
+
+def _is_wide(terms: int, columns: int) -> bool:
+    """Whether a result of so many columns is, beside the terms of each of its numbers."""
+    return columns >= WIDE and columns > MANY_TIMES * terms
 
 
 def _by_columns(matrix: Tensor) -> bool:
@@ -124,7 +129,8 @@ def _lowered(input: Any, weight: Any, bias: Any = None) -> Any:
     from torch._inductor.ir import FixedLayout, TensorBox
     from torch._inductor.mkldnn_ir import LinearUnary, _create_output_node
 
-    inputs = [_in_place(input), _in_place(weight)]
+    (_, terms), (columns, _) = input.get_size(), weight.get_size()
+    inputs = [_by_rows(input) if _is_wide(terms, columns) else _in_place(input), _in_place(weight)]
     layout = FixedLayout(inputs[0].get_device(), inputs[0].get_dtype(), [one.get_size()[0] for one in inputs])
     how: list[Any] = ["none", [-1], ""]
     if bias is None:
@@ -132,6 +138,13 @@ def _lowered(input: Any, weight: Any, bias: Any = None) -> Any:
     else:
         inputs.append(LinearUnary.require_contiguous(LinearUnary.realize_input(bias)))
     return TensorBox.create(_create_output_node(LinearUnary(layout, inputs, how)))
+
+
+def _by_rows(given: Any) -> Any:
+    """A matrix laid by rows beforehand, in the kernel that makes it: oneDNN would do it at each call, by itself."""
+    from torch._inductor.mkldnn_ir import LinearUnary
+
+    return LinearUnary.require_contiguous(LinearUnary.realize_input(given))
 
 
 def _in_place(given: Any) -> Any:
