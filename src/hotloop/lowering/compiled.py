@@ -202,11 +202,7 @@ class CompiledStep(EagerStep):
 
     def _run_unseen(self, batch: Any, samples: int, step: int) -> Tensor:
         """Runs the program on a batch that is surely like the last one; returns the loss, which isn't counted yet."""
-        if self._may_draw or not self.draws.spare:
-            self.draws.seed(step)
-        loss = self._called(batch, [*self._bound, *tensors(batch)], samples, step)[0]  # type: ignore[misc]
-        self.ran += 1
-        return loss
+        return self._called(batch, [*self._bound, *tensors(batch)], samples, step)[0]  # type: ignore[misc]
 
     def _count(self, losses: list[_Uncounted]) -> None:
         """Adds up losses, each with what it counts and its samples, and forgets them."""
@@ -224,22 +220,23 @@ class CompiledStep(EagerStep):
         flat = [*self._bound, *tensors(batch)]  # type: ignore[misc]
         if self._indices is not None and not self._indices.within(flat):
             return self._run_eagerly(batch, samples, step)  # it says what is wrong
-        if self._may_draw or not self.draws.spare:
-            self.draws.seed(step)
         self._set_scale()
         outputs = self._called(batch, flat, samples, step)
-        self.ran += 1
         loss, scalars = self._finish(list(outputs))
         self._add(loss, scalars, self.parts.weigh(batch, samples))
         self.sums["samples"] += samples
         return loss
 
     def _called(self, batch: Any, flat: list[Tensor], samples: int, step: int) -> Any:
-        """What the program returns for its tensors, those of the batch among them."""
+        """What the program returns as step number `step` for its tensors, those of the batch among them."""
+        if self._may_draw or not self.draws.spare:
+            self.draws.seed(step)
         grows = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)  # `no_grad` takes 6 us between two programs
-            return self._runner(flat)  # type: ignore[misc]
+            outputs = self._runner(flat)  # type: ignore[misc]
+            self.ran += 1
+            return outputs
         except Exception:
             torch._C._set_grad_enabled(True)
             self._backward(batch, samples, step)  # which says better what is wrong, if something is with the batch
