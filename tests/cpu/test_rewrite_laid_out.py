@@ -38,10 +38,8 @@ def laid(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, Any]]]:
 
     monkeypatch.setattr(laid_out, "_lowered", noted)
     laid_out.known_to_inductor.cache_clear()
-    with (
-        functorch.patch(enable_autograd_cache=False),
-        inductor.patch(fx_graph_cache=False),
-    ):  # it wouldn't be lowered again
+    # What a cache keeps isn't lowered again.
+    with functorch.patch(enable_autograd_cache=False), inductor.patch(fx_graph_cache=False):
         yield found
     monkeypatch.undo()
     laid_out.known_to_inductor.cache_clear()

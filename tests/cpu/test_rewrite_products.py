@@ -150,9 +150,7 @@ def test_of_a_wide_result_the_first_matrix_is_laid_by_rows(monkeypatch: pytest.M
 
     monkeypatch.setattr(mm_by_onednn, "_by_rows", noted)
     model = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.ReLU(), nn.Linear(8 * WIDTH, WIDTH), nn.Linear(WIDTH, 3))
-    with (
-        functorch.patch(enable_autograd_cache=False),
-        inductor.patch(fx_graph_cache=False),
-    ):  # what is kept isn't lowered
+    # What a cache keeps isn't lowered again.
+    with functorch.patch(enable_autograd_cache=False), inductor.patch(fx_graph_cache=False):
         assert prove(task(lambda: deepcopy(model)), NAMED).parity in TRUSTED
     assert [WIDTH, 128] in laid
