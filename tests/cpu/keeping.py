@@ -22,7 +22,6 @@ from torch import nn
 import hotloop
 from hotloop.lowering import Program
 from hotloop.lowering import allocator as axis
-from hotloop.measuring.runner import Runner
 from hotloop.plan import Plan
 from tests.cpu.programs import advance
 
@@ -72,20 +71,6 @@ def after_an_evaluation(program: Program) -> float:
     with program.inference() as model:
         model(torch.randn(64, 3, 64, 64))
     return of_a_step(program)
-
-
-def in_windows(keeping: Program, usual: Program) -> list[int]:
-    """Of the last window of each in a race, whose steps are so long that nothing else would be run before one."""
-    runners, found = [Runner(keeping), Runner(usual)], [0, 0]
-    for runner in runners:
-        runner.warm_up(0.0)
-    for _ in range(3):
-        for number, runner in enumerate(runners):
-            runner.settle(0)
-            before = faults()
-            runner.window(1)
-            found[number] = faults() - before
-    return found
 
 
 def of_a_worker() -> list[bool]:
@@ -140,7 +125,6 @@ def main() -> None:
         return
     found |= {
         "evaluated": after_an_evaluation(keeping),
-        "windows": in_windows(keeping, usual),
         "thresholds": before,
     }
     advance(keeping, 1)

@@ -104,12 +104,15 @@ def busy() -> None:
     for _ in range(100):
         plain(10_000)
         train(torch.randn(256, 64).erfinv())  # LINE batch
-        plain(30_000)
+        plain(60_000)
 
 
 def check_busy() -> None:
     profile = watched(busy, observers=lambda watch: observers(watch, None))
-    assert profile.phases["python"] > profile.phases["batch"] > profile.phases["python"] / 10
+    python, batch_ms = profile.phases["python"], profile.phases["batch"]
+    assert python > batch_ms > python / 30, (
+        "a fifth of it by the clock; by few looks and traced lines from 8 to 50 %, never nothing"
+    )
     batch = next(
         n for n, text in enumerate(inspect.getsource(sys.modules[__name__]).splitlines(), 1) if "LINE b" in text
     )
@@ -117,6 +120,7 @@ def check_busy() -> None:
     assert made == {str(batch)}
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_plain_python_after_a_helper_that_ends_the_step_is_no_making_of_a_batch() -> None:
     check_busy()
 

@@ -91,16 +91,14 @@ def test_of_other_penalties_a_cpu_wins_the_python_alone(name: str, shapes: tuple
     assert 0.05 < found_.gain < 0.16 and "weight_decay=" not in found_.remedy
 
 
-def hooked(shapes: dict[str, int], **fields: Any) -> list[Remedy]:
-    line = LineTime(
-        where="net.py:4", function="Net.<lambda>", phase="backward", ms=3.0, own_ms=3.0, within="train.py:28"
-    )
+def hooked(shapes: dict[str, int], *, hooked: bool = True, sampled: bool = True) -> list[Remedy]:
     optimizer = adam(0.1, "fused", tensors=20, numbers=numbers(SMALL))
-    ones = read(shapes, "backward", where="net.py:4", line_runs=20.0)
+    given = dict(where="net.py:4", function="Net.<lambda>", phase="backward")
+    ones = read(shapes, **given, line_runs=20.0, hooked=hooked)
+    line = LineTime(**given, ms=3.0, own_ms=3.0, within="train.py:28")  # type: ignore[arg-type]
     beside = LineTime(where="train.py:28", function="main", library="torch", phase="backward", ms=6.0, own_ms=3.0)
-    profile = seen(
-        {"backward": 6.0}, operators=ones, lines=[line.model_copy(update=fields), beside], optimizers=[optimizer]
-    )
+    lines = [line, beside] if sampled else [beside]
+    profile = seen({"backward": 6.0}, operators=ones, lines=lines, optimizers=[optimizer])
     return [one for one in remedies(profile) if one.where == "net.py:4"]
 
 
@@ -110,13 +108,19 @@ def test_hooks_of_all_gradients_are_named_with_what_they_take() -> None:
     assert 0.2 < one.gain <= 0.3
 
 
+def test_hooks_that_no_sample_met_are_named_with_what_their_operators_take() -> None:
+    (one,) = hooked(SMALL, sampled=False)
+    assert "a hook on each parameter's gradient: 20 tensors" in one.cause and "Net.<lambda>" in one.evidence
+    assert 0.05 < one.gain <= 0.1
+
+
 @pytest.mark.parametrize("shapes", [{"16x16": 20}, {"64x16": 10, "16": 10}, {"16x16": 2, "16": 2}])
 def test_a_backward_of_ones_own_is_no_hook(shapes: dict[str, int]) -> None:
     assert not any("hook" in one.cause for one in hooked(shapes))
 
 
-def test_what_no_backward_calls_is_no_hook() -> None:
-    assert not any("hook" in one.cause for one in hooked(SMALL, within=""))
+def test_what_autograd_does_by_itself_is_no_hook() -> None:
+    assert not any("hook" in one.cause for one in hooked(SMALL, hooked=False))
 
 
 TWICE = {shape: 2 * calls for shape, calls in SMALL.items()}

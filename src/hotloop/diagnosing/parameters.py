@@ -99,7 +99,7 @@ def in_hooks(step: Step) -> Iterator[Remedy]:
     """Hooks that are called with each parameter's gradient while the backward is under way."""
     lines = grouped(step.lines("backward"), lambda line: line.where)
     for where, tensors in hooked(step).items():
-        ones, own = step.spots[where], sum(line.own_ms for line in lines[where])
+        ones, own = step.spots[where], sum(line.own_ms for line in lines.get(where, []))
         worked = sum(step.cost(one) for one in ones)
         won = max(0.0, own - worked) + sum(map(step.reclaimable, ones))
         yield Remedy(
@@ -108,18 +108,16 @@ def in_hooks(step: Step) -> Iterator[Remedy]:
             remedy="once after the backward, over the list of gradients: torch.nn.utils.clip_grad_value_, clip_grad_norm_, or "
             "torch._foreach_ operations; what only measures: every hundred steps",
             gain=step.share(won),
-            evidence=f"{lines[where][0].function} takes {max(worked, own):.2f} ms of each step of {step.ms:.2f} ms, and goes over "
+            evidence=f"{ones[0].function} takes {max(worked, own):.2f} ms of each step of {step.ms:.2f} ms, and goes over "
             "as many numbers as the optimizer updates",
         )
 
 
 def hooked(step: Step) -> dict[str, float]:
     """Lines of hooks, which run within the backward alone, and how many tensors each goes over."""
-    inside = {line.where for line in step.lines("backward") if line.within and line.library != "torch"}
-    alone = {where: step.spots[where] for where in inside.intersection(step.spots)}
     found = {
-        where: _gone_over(step, [one for one in ones if not is_view(one)])
-        for where, ones in alone.items()
+        where: _gone_over(step, [one for one in ones if one.hooked and not is_view(one)])
+        for where, ones in step.spots.items()
         if all(one.phase == "backward" for one in ones)
     }
     return {where: tensors for where, tensors in found.items() if tensors}

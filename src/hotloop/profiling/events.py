@@ -19,6 +19,7 @@ from typing import Any
 from hotloop.counting import Counts
 from hotloop.profiles import Phase
 from hotloop.profiling.compiled import GRAPH, Launch
+from hotloop.profiling.following import Line
 from hotloop.profiling.traced import Within
 from hotloop.profiling.trail import MARK, Mark
 
@@ -69,12 +70,13 @@ class Operator:
         made: numbers of the nodes that it made, first and one past the last.
         outer: the operator inside of which it ran.
         within: what of an optimizer's it lies in.
+        hooked: whether `line` called it while a backward ran.
     """
 
     event: Event
     phase: Phase
     mark: Mark | None
-    line: tuple[str, int] | None
+    line: Line | None
     counts: Counts | None = None
     launch: Launch | None = None
     ns: int = 0
@@ -82,6 +84,7 @@ class Operator:
     made: tuple[int, int] = (0, 0)
     outer: Operator | None = None
     within: Within = ""
+    hooked: bool = False
 
     @property
     def outermost(self) -> str:
@@ -176,11 +179,11 @@ class Reader:
             return outer
         if event.name.startswith(_NOT_SHOWN):
             return None
-        mark, line = self._whose(event, context)
+        mark, line, hooked = self._whose(event, context)
         if mark is None and context.node is None:
             return None
-        counts, launch = self._counts(event), context.launch(event.name)
-        return Operator(event, self._phase(event, mark, context), mark, line, counts, launch, within=context.within)
+        phase, counts, launch = self._phase(event, mark, context), self._counts(event), context.launch(event.name)
+        return Operator(event, phase, mark, line, counts, launch, within=context.within, hooked=hooked)
 
     def _context(self, event: Event, outer: _Context) -> _Context:
         if event.name.startswith(ENGINE):
@@ -196,16 +199,16 @@ class Reader:
             return _Context(outer.node, event.start, outer.launches, within)
         return outer
 
-    def _whose(self, event: Event, context: _Context) -> tuple[Mark | None, tuple[str, int] | None]:
-        """The mark that an event belongs to, and the user's line."""
+    def _whose(self, event: Event, context: _Context) -> tuple[Mark | None, Line | None, bool]:
+        """The mark that an event belongs to, the user's line, and whether that called it while a backward ran."""
         now = self._mark_at(event.start) if event.thread == self.thread else None
         if context.node is None:
-            return now, now.line if now is not None else None
+            return now, now.line if now is not None else None, False
         made = self._maker_of(context.node)
         if now is None or not now.deep or now is not self._mark_after(context.node, event):
-            return made, made.line if made is not None else None
+            return made, made.line if made is not None else None, False
         line = now.line or (made.line if made is not None else None)
-        return (now if now.place is not None else made), line
+        return (now if now.place is not None else made), line, now.line is not None
 
     def _mark_at(self, start: int) -> Mark | None:
         at = bisect_right(self._starts, start) - 1

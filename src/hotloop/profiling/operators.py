@@ -175,6 +175,7 @@ class Tracer:
                 copies=key.copies,
                 within=key.within,
                 outer=key.outer,
+                hooked=key.hooked,
                 alike=self._alike_of(key.module),
             )
             for key, total in self._all.sums.items()
@@ -251,6 +252,7 @@ class Tracer:
             used,
             operator.within,
             operator.outermost,
+            operator.hooked,
         )
         ns = sum(kernel.end - kernel.start for kernel in kernels) if kernels else max(0, operator.ns)
         counts = operator.counts

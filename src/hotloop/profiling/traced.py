@@ -34,6 +34,7 @@ class Key(NamedTuple):
     used: bool | None
     within: Within = ""
     outer: str = ""
+    hooked: bool = False
 
 
 class Sum:
