@@ -32,6 +32,9 @@ from hotloop.records import EpochRecord, RunRecord
 
 _UNFINISHED = ".unfinished"
 
+_LETS_GO_S = 2.0
+"""A worker that was being started when its training was killed holds the run until it comes to run itself."""
+
 
 class Run:
     """The folder of one training.
@@ -122,7 +125,7 @@ class Run:
         """
         with explained(self.path):
             try:
-                self._lock.acquire(timeout=0)
+                self._lock.acquire(timeout=_LETS_GO_S)
             except Timeout as error:  # an OSError too, so it must be told apart in here
                 raise RunError(
                     f"{self.path} is being trained by another process", fix="wait for it, or stop it"

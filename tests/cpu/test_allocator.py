@@ -50,7 +50,8 @@ def test_a_step_gets_no_memory_from_the_system_that_the_one_before_has_had(pages
     assert max(pages["kept"], pages["again"]) < pages["usual"] / 10
 
 
-@pytest.mark.parametrize("parameter", [axis._MMAP_MAX, pytest.param(axis._TRIM_THRESHOLD, marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("parameter", [axis._MMAP_MAX, axis._TRIM_THRESHOLD])
 def test_either_half_alone_is_not_enough(parameter: int) -> None:
     pages = counted(parameter)
     assert max(pages["kept"], pages["again"]) > pages["usual"] / 10

@@ -125,6 +125,7 @@ def test_plain_python_after_a_helper_that_ends_the_step_is_no_making_of_a_batch(
     check_busy()
 
 
+@pytest.mark.more  # it is what the test before would miss
 def test_lines_that_are_marked_until_there_is_no_more_room_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotloop.profiling.trail._EACH", 10**9)
     monkeypatch.setattr("hotloop.profiling.trail._MOST", 40_000)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -352,6 +355,30 @@ def test_two_at_once_are_refused(copy: Path) -> None:
         train(copy)
     first.unlock()
     train(copy)
+
+
+def test_a_worker_that_was_just_being_started_when_its_training_was_killed_lets_go(copy: Path) -> None:
+    """It has the lock from its parent, until it runs and closes it."""
+    import fcntl
+
+    began = "import os, sys, time; print(flush=True); time.sleep(0.5); os.close(int(sys.argv[1]))"
+    first = Run.open(copy)
+    first.lock()
+    held = os.open(copy / ".lock", os.O_RDWR)
+    first.unlock()
+    fcntl.flock(held, fcntl.LOCK_EX)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", f"{began}; time.sleep(60)", str(held)], pass_fds=[held], stdout=subprocess.PIPE
+    )
+    try:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        os.close(held)
+        train(copy)
+        assert worker.poll() is None
+    finally:
+        worker.kill()
+        worker.communicate()
 
 
 def test_the_journal_survives_a_torn_line(whole: Path, copy: Path) -> None:
