@@ -66,7 +66,7 @@ class OperatorTime(Record):
         copies: from and to which device, such as `cpu>cuda:0`, for copies between devices; empty otherwise.
         within: an optimizer's `step` or `zero_grad` that called it; empty if neither did.
         outer: the outermost of torch's own operators, such as `aten::one_hot`, inside of which it ran; empty for none.
-        hooked: whether the user's own Python called it while a backward ran, as a hook on gradients does.
+        hooked: whether the user's own Python called it in a backward, between what autograd computes, as hooks do.
         alike: how many modules like this one, or like one that it is in, were given the same input or slices of it; or 0.
     """
 

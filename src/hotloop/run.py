@@ -124,14 +124,32 @@ class Run:
             RunError: another process is training in it.
         """
         with explained(self.path):
-            try:
-                self._lock.acquire(timeout=_LETS_GO_S)
-            except Timeout as error:  # an OSError too, so it must be told apart in here
-                raise RunError(
-                    f"{self.path} is being trained by another process", fix="wait for it, or stop it"
-                ) from error
+            if not (self._takes(0) or self._takes_from_the_dead()):
+                raise RunError(f"{self.path} is being trained by another process", fix="wait for it, or stop it")
             for leftover in self.path.rglob(".*.part"):
                 leftover.unlink(missing_ok=True)
+
+    def _takes(self, timeout_s: float) -> bool:
+        try:
+            self._lock.acquire(timeout=timeout_s)
+        except Timeout:
+            return False
+        return True
+
+    def _takes_from_the_dead(self) -> bool:
+        """Waits for what a killed training's workers hold; where a living one ends meanwhile, the run isn't as it was read."""
+        before = self._journalled()
+        if not self._takes(_LETS_GO_S):
+            return False
+        if self._journalled() != before:
+            self._lock.release()
+            return False
+        return True
+
+    def _journalled(self) -> int | None:
+        """Bytes in the journal; None where there is none."""
+        path = self.path / "journal.jsonl"
+        return path.stat().st_size if path.exists() else None
 
     def unlock(self) -> None:
         if self._reached is not None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hotloop.diagnosing import diagnose
 from hotloop.profiles import Profile
 from hotloop.profiling.observing import observers
 from tests.cpu.watching import watched
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -24,12 +28,38 @@ IN_A_LINE: Hook = lambda gradient: torch.where(gradient.abs() > 1.0, gradient.si
 SEEN: list[Tensor] = []
 
 
+class Rounded(torch.autograd.Function):
+    """Of a weight, with a gradient where it isn't large: what a node computes, and so no hook."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return (weight * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        return gradient * (weight.abs() <= 1)
+
+
+class Rounding(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, Rounded.apply(self.weight), Rounded.apply(self.bias))
+
+
+def network(layer: type[nn.Linear] = nn.Linear) -> nn.Sequential:
+    return nn.Sequential(*(part for _ in range(12) for part in (layer(16, 16), nn.Tanh())))
+
+
 def profile_of(hook: Hook) -> Profile:
-    layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.Tanh())]
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = network()
     for value in model.parameters():
         value.register_hook(hook)
+    return profile_with(model)
+
+
+def profile_with(model: nn.Module) -> Profile:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs = torch.randn(64, 16)
 
     def loop() -> None:
@@ -50,6 +80,24 @@ def test_what_a_hook_does_is_its_own_lines(hook: Hook) -> None:
     assert {one.phase for one in inside} == {"backward"}
     (named,) = [one for one in diagnose(profile).remedies if "a hook on each parameter's gradient" in one.cause]
     assert named.where.endswith(where) and "24 tensors" in named.cause
+
+
+def test_one_that_runs_once_a_gradient_is_there_is_named() -> None:
+    def seen(value: Tensor) -> None:
+        assert value.grad is not None
+        SEEN[:] = [clipped(value.grad)]
+
+    model = network()
+    for value in model.parameters():
+        value.register_post_accumulate_grad_hook(seen)
+    assert any("a hook on each parameter's gradient: 24" in one.cause for one in diagnose(profile_with(model)).remedies)
+
+
+def test_a_backward_of_ones_own_is_no_hook() -> None:
+    profile = profile_with(network(Rounding))
+    inside = [one for one in profile.operators if one.name == "aten::le"]
+    assert inside and {one.phase for one in inside} == {"backward"}
+    assert not any("hook" in one.cause for one in diagnose(profile).remedies)
 
 
 def test_one_that_does_nothing_with_them_is_not_named() -> None:

@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -379,6 +381,20 @@ def test_a_worker_that_was_just_being_started_when_its_training_was_killed_lets_
     finally:
         worker.kill()
         worker.communicate()
+
+
+def test_what_another_process_ends_meanwhile_is_not_gone_on_with_as_it_was_before(copy: Path) -> None:
+    first, later = Run.open(copy), Run.open(copy)
+    first.lock()
+    with ThreadPoolExecutor(1) as waiting:
+        locked = waiting.submit(later.lock)
+        time.sleep(0.3)
+        assert not locked.done()
+        first.log("stop")
+        first.unlock()
+        with pytest.raises(RunError, match="is being trained by another process"):
+            locked.result()
+    Run.open(copy).lock()
 
 
 def test_the_journal_survives_a_torn_line(whole: Path, copy: Path) -> None:

@@ -105,8 +105,8 @@ def in_hooks(step: Step) -> Iterator[Remedy]:
         yield Remedy(
             cause=f"a hook on each parameter's gradient: {tensors:.0f} tensors are worked on one by one within the backward",
             where=where,
-            remedy="once after the backward, over the list of gradients: torch.nn.utils.clip_grad_value_, clip_grad_norm_, or "
-            "torch._foreach_ operations; what only measures: every hundred steps",
+            remedy="once after the backward, over the list of gradients: torch.nn.utils.clip_grad_value_, clip_grad_norm_ (a "
+            "Task's clip_value, clip_norm), or torch._foreach_ operations; what only measures: every hundred steps",
             gain=step.share(won),
             evidence=f"{ones[0].function} takes {max(worked, own):.2f} ms of each step of {step.ms:.2f} ms, and goes over "
             "as many numbers as the optimizer updates",
@@ -116,7 +116,7 @@ def in_hooks(step: Step) -> Iterator[Remedy]:
 def hooked(step: Step) -> dict[str, float]:
     """Lines of hooks, which run within the backward alone, and how many tensors each goes over."""
     found = {
-        where: _gone_over(step, [one for one in ones if one.hooked and not is_view(one)])
+        where: _gone_over(step, [one for one in ones if one.hooked and not one.within and not is_view(one)])
         for where, ones in step.spots.items()
         if all(one.phase == "backward" for one in ones)
     }

@@ -26,6 +26,8 @@ from hotloop.profiling.trail import MARK, Mark
 ENGINE = "autograd::engine::evaluate_function: "
 _WITHIN: dict[str, Within] = {"Optimizer.step#": "step", "Optimizer.zero_grad#": "zero_grad"}
 _UPDATES = tuple(_WITHIN)
+_ACCUMULATES = "AccumulateGrad"
+"""The node inside of which hooks run once a gradient is there; all others run before or after their node."""
 _LOADING = "enumerate(DataLoader)#"
 _WAITING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
 _NOT_SHOWN = (MARK, GRAPH, ENGINE, _LOADING, "ProfilerStep#", "## Call CompiledFxGraph", "Pregraph", "AOTDispatcher")
@@ -70,7 +72,7 @@ class Operator:
         made: numbers of the nodes that it made, first and one past the last.
         outer: the operator inside of which it ran.
         within: what of an optimizer's it lies in.
-        hooked: whether `line` called it while a backward ran.
+        hooked: whether `line` called it while a backward ran, and not as a part of what a node computes.
     """
 
     event: Event
@@ -182,6 +184,7 @@ class Reader:
         mark, line, hooked = self._whose(event, context)
         if mark is None and context.node is None:
             return None
+        hooked = hooked and (outer is None or outer.hooked or outer.event.name.endswith(_ACCUMULATES))
         phase, counts, launch = self._phase(event, mark, context), self._counts(event), context.launch(event.name)
         return Operator(event, phase, mark, line, counts, launch, within=context.within, hooked=hooked)
 
