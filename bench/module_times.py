@@ -5,10 +5,11 @@
 
 A round is one training step under the clock, as `hotloop profile` watches it, and then each layer alone, in the order of
 the step: its forward on what the layer before it has just computed, and its backward with the gradient that the layer after
-it has just computed. Alone means a graph of its own, with a pass of the autograd engine of its own for the backward: what
-such a pass over a node that does nothing takes just before it is subtracted. All layers are gone through twice, with an
-update after each, and the second time counts, when memory and caches are as from step to step. Steps and layers are timed in
-turn, so that a disturbance hits both. What is compared are medians over the rounds, and of these over processes.
+it has just computed; what no layer holds for its backward is given back, as a step does. Alone means a graph of its own, with
+a pass of the autograd engine of its own for the backward: what such a pass over a node that does nothing takes just before it
+is subtracted. All layers are gone through twice, with an update after each, and the second time counts, when memory and caches
+are as from step to step. Steps and layers are timed in turn, so that a disturbance hits both. What is compared are medians over
+the rounds, and of these over processes.
 """
 
 from __future__ import annotations
@@ -67,11 +68,13 @@ def by_hand(
         layer.zero_grad()
     out = x
     for name, layer in layers.items():
-        asks = bool(forward)  # the data doesn't ask for a gradient
-        x = out.detach().requires_grad_(asks)
+        asks, made = bool(forward), out  # the data doesn't ask for a gradient
+        x = made.detach().requires_grad_(asks)
         began = now()
         out = layer(x)
         forward[name] = (now() - began) / 1e3, x, out
+        if asks:
+            free_unless_kept(made, out)
     gradient: Tensor | None = gradient_of(out)
     found = {}
     for name, layer in reversed(layers.items()):
@@ -88,6 +91,19 @@ def by_hand(
             (gradient,) = kept
         found[name] = took, took_backward / 1e3 - empty_us
     return found
+
+
+def free_unless_kept(made: Tensor, out: Tensor) -> None:
+    """Gives back a layer's output that neither it nor the next layer holds, as a step does at once."""
+    kept = {tensor.untyped_storage().data_ptr() for tensor in (out, *saved_by(made), *saved_by(out))}
+    if made.untyped_storage().data_ptr() not in kept:
+        made.untyped_storage().resize_(0)
+
+
+def saved_by(out: Tensor) -> list[Tensor]:
+    """Tensors that the node which made it holds for its backward."""
+    names = [name for name in dir(out.grad_fn) if name.startswith("_saved_")]
+    return [saved for name in names if isinstance(saved := getattr(out.grad_fn, name), Tensor)]
 
 
 def empty_pass_us(now: Callable[[], int]) -> float:
