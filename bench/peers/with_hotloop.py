@@ -1,6 +1,6 @@
 """hotloop, as `hotloop train` runs it: under `--plan auto`, after `--tune`, or under axes that are named.
 
-python -m bench.peers.with_hotloop W4 --epochs 3 --device cpu auto|unasked|tune|baseline|compile=package,threads=1
+python -m bench.peers.with_hotloop W4 --epochs 3 --device cpu auto|unasked|tune|baseline|compile=package,threads=1|auto,precision=bf16
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import hotloop
 from bench.peers.on_torch import judged
 from bench.speed.job import Evaluate, Job, main
-from bench.speed.lanes import UNSEARCHED, axes_of
+from bench.speed.lanes import UNSEARCHED, axes_of, base_of
 from bench.speed.marks import Marks
 from hotloop.seeking import remembered_or_tuned
 from hotloop.taskfile import Loaded, load_task
@@ -34,16 +34,13 @@ class Counting:
 
 
 def planned(job: Job, loaded: Loaded) -> dict[str, Any]:
-    asked, where = job.options[0] if job.options else "auto", {"device": job.device}
-    if asked == "tune":
-        plan, said = remembered_or_tuned(loaded, Wanted.of("auto", where))
+    asked = job.options[0] if job.options else "auto"
+    base, axes = base_of(asked), {"device": job.device, **axes_of(asked)}
+    if base == "tune":
+        plan, said = remembered_or_tuned(loaded, Wanted.of("auto", axes))
         job.marks.report(event="said", line=said)
-        return {"plan": plan, "axes": where}
-    if job.options == UNSEARCHED:
-        return {"plan": None, "axes": where}
-    if "=" in asked:
-        return {"plan": "baseline", "axes": where | axes_of(asked)}
-    return {"plan": asked, "axes": where}
+        return {"plan": plan, "axes": axes}
+    return {"plan": None if job.options == UNSEARCHED else base, "axes": axes}
 
 
 def train(job: Job) -> Evaluate:

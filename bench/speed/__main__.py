@@ -36,7 +36,19 @@ from typing import Any
 from bench.claim import ROOT, circumstances, write_claim
 from bench.speed.data import lay_down
 from bench.speed.journal import Journal
-from bench.speed.lanes import OURS, PEERS, SEARCHING, TUTORIAL, Lane, axes_of, ours, versions_of_peers
+from bench.speed.lanes import (
+    OURS,
+    PEERS,
+    REDUCED,
+    SEARCHING,
+    TUTORIAL,
+    Lane,
+    axes_of,
+    base_of,
+    default_plans,
+    ours,
+    versions_of_peers,
+)
 from bench.speed.limits import limit_of
 from bench.speed.picture import draw
 from bench.speed.readme import overview, put_between
@@ -60,8 +72,7 @@ FULL_BUDGET = 3.0
 MOST_S = 28 * 60.0
 """Of a short bench, which ends within half an hour."""
 
-AUTO = "auto"
-"""hotloop's plan where nothing else is asked for."""
+EXPECTED = "auto, tune, baseline, axis=value,..., or one of them with axes behind it"
 
 WHOLE_PEERS = (TUTORIAL, "lightning")
 
@@ -78,7 +89,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", help="some of " + ", ".join(peer.name for peer in PEERS))
     parser.add_argument(
         "--plans",
-        help="of hotloop: auto, tune, baseline or axis=value,...; separated by /; default auto",
+        help=f"of hotloop: {EXPECTED}; separated by /; default auto, and {REDUCED} beside it on a GPU",
     )
     parser.add_argument("--device", default="cpu", help="where all of them train, such as cuda; default cpu")
     parser.add_argument(
@@ -113,7 +124,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def plans_of(options: argparse.Namespace) -> list[str]:
-    return (options.plans or AUTO).split("/")
+    return str(options.plans or default_plans(options.device)).split("/")
 
 
 def check_plans(plans: Sequence[str]) -> None:
@@ -123,10 +134,9 @@ def check_plans(plans: Sequence[str]) -> None:
         PlanError: one isn't.
     """
     for plan in plans:
-        if plan in (*SEARCHING, "baseline"):
-            continue
-        if "=" not in plan:
-            raise PlanError(f"--plans {plan}", expected="auto, tune, baseline or axis=value,..., separated by /")
+        bare = [part for part in plan.split(",")[1:] if "=" not in part]
+        if base_of(plan) not in (*SEARCHING, "baseline") or bare:
+            raise PlanError(f"--plans {plan}", expected=f"{EXPECTED}, separated by /")
         Wanted.of("baseline", axes_of(plan))
 
 

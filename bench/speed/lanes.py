@@ -133,17 +133,31 @@ def versions_of_peers() -> dict[str, str]:
 
 SEARCHING = ("auto", "tune")
 
+REDUCED = "auto,precision=bf16"
+"""What is raced with fewer bits, which nobody gets without asking for them."""
+
 UNSEARCHED = ("unasked",)
 """hotloop as it trains where no plan was asked for: what `auto` takes without searching or compiling."""
 
 
+def base_of(plan: str) -> str:
+    """What `auto,precision=bf16` sets axes on top of; the baseline where they stand alone."""
+    first, _, _ = plan.partition(",")
+    return "baseline" if "=" in first else first
+
+
 def axes_of(plan: str) -> dict[str, str]:
-    """`compile=package,threads=1` by axis; nothing of a plan that has a name."""
-    pairs = (pair.partition("=") for pair in plan.split(",") if "=" in plan)
+    """`compile=package,threads=1` by axis, without the name of the plan that they are set on top of."""
+    pairs = (pair.partition("=") for pair in plan.split(",") if "=" in pair)
     return {axis: value for axis, _, value in pairs}
+
+
+def default_plans(device: str) -> str:
+    """Of hotloop: on an accelerator also what it takes where fewer bits are allowed."""
+    return "auto" if device == "cpu" else f"auto/{REDUCED}"
 
 
 def ours(plan: str, name: str = OURS) -> Lane:
     """hotloop under a plan, see `bench/peers/with_hotloop.py`."""
-    compiles = plan in SEARCHING or axes_of(plan).get("compile", "none") != "none"
+    compiles = base_of(plan) in SEARCHING or axes_of(plan).get("compile", "none") != "none"
     return Lane(name, "with_hotloop", (plan,), compiles=compiles)

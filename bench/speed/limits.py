@@ -37,8 +37,8 @@ def work_of(workload: Workload) -> Counts:
 
 
 def limit_of(workload: Workload, name: str) -> dict[str, Any]:
-    """FLOPs and bytes of a step, and milliseconds that the measured limits of the device of that name allow for them; bytes of
-    the data set."""
+    """FLOPs and bytes of a step, and milliseconds that the measured limits of the device of that name allow for them, in fp32
+    and in bf16; bytes of the data set."""
     from hotloop.probe import check_device, probe
 
     name = str(check_device(name))
@@ -50,6 +50,7 @@ def limit_of(workload: Workload, name: str) -> dict[str, Any]:
         "bytes": work.bytes,
         "data_bytes": data_bytes(workload.data),
         "least_ms": least_ms(work, limits, "fp32"),
+        "least_bf16_ms": least_ms(work, limits, "bf16") if "bf16" in limits.flop_per_s else None,
         "flop_per_s": limits.flop_per_s.get("fp32"),
         "bytes_per_s": limits.bytes_per_s,
     }

@@ -76,12 +76,12 @@ class Summary:
     def line(self, workload: str, name: str) -> Line | None:
         return next((line for line in self.lines.get(workload, []) if line.name == name), None)
 
-    def of_limit(self, workload: str) -> float | None:
-        """The share that hotloop reaches of what the machine's measured roofline allows."""
-        limit, line = self.limits.get(workload), self.line(workload, self.ours)
-        if not limit or not limit["least_ms"] or line is None or not line.step_ms:
+    def of_limit(self, workload: str, name: str = "", least: str = "least_ms") -> float | None:
+        """The share that a lane, hotloop where none is named, reaches of what the machine's measured roofline allows."""
+        limit, line = self.limits.get(workload, {}), self.line(workload, name or self.ours)
+        if not limit.get(least) or line is None or not line.step_ms:
             return None
-        return float(limit["least_ms"] / line.step_ms)
+        return float(limit[least] / line.step_ms)
 
     def best_peer(self, workload: str) -> Line | None:
         """The fastest of the others, by its step."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from bench.speed.lanes import OURS, TUTORIAL
+from bench.speed.lanes import OURS, REDUCED, TUTORIAL
 from bench.speed.ratios import Mean
 from bench.speed.summary import RUN_S, Line, Summary
 from bench.speed.targets import Target
@@ -104,8 +104,16 @@ def _limit(found: Summary, workload: str) -> str:
     no_limit = f". It is no limit: faster were {', '.join(below)}" if below else ""
     return (
         f"the roofline measured on this machine allows {limit['least_ms']:.3g} ms ({limit['flops'] / 1e9:.3g} GFLOP, "
-        f"{limit['bytes'] / 1e6:.3g} MB): {found.ours} reaches {share:.0%} of it{no_limit}"
+        f"{limit['bytes'] / 1e6:.3g} MB): {found.ours} reaches {share:.0%} of it{no_limit}{_limit_of_fewer_bits(found, workload)}"
     )
+
+
+def _limit_of_fewer_bits(found: Summary, workload: str) -> str:
+    name = f"{OURS}:{REDUCED}"
+    share = found.of_limit(workload, name, "least_bf16_ms")
+    if share is None:
+        return ""
+    return f"; in bf16 it allows {found.limits[workload]['least_bf16_ms']:.3g} ms: {name} reaches {share:.0%} of that"
 
 
 def _overall(found: Summary) -> Iterator[str]:

@@ -102,6 +102,7 @@ class LineTime(Record):
         ms: per step, with everything that the line called.
         own_ms: without other lines of the user's.
         within: the line of the user's that its function was called from, most of the time; empty where there is none.
+        looks: samples that `own_ms` comes from; None where nobody counted.
     """
 
     where: str
@@ -111,6 +112,7 @@ class LineTime(Record):
     ms: float
     own_ms: float
     within: str = ""
+    looks: int | None = None
 
 
 class GroupTime(Record):

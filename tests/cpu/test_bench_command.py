@@ -20,7 +20,7 @@ from bench.speed import __main__ as bench
 from bench.speed import readme
 from bench.speed.job import Job
 from bench.speed.journal import Journal
-from bench.speed.lanes import OURS, PEERS, TUTORIAL, ours
+from bench.speed.lanes import OURS, PEERS, REDUCED, TUTORIAL, UNSEARCHED, default_plans, ours
 from bench.speed.marks import Marks
 from bench.speed.running import Failed, Marked, command
 from bench.speed.sessions import Bench
@@ -64,10 +64,12 @@ def journal_of(path: Path, failure: str | None = None) -> Path:
 
 def test_every_lane_is_told_the_device() -> None:
     loaded: Any = None
-    for asked, plan in (("auto", "auto"), ("baseline", "baseline"), ("threads=1", "baseline")):
+    for asked, plan in (("auto", "auto"), ("baseline", "baseline"), ("threads=1", "baseline"), (*UNSEARCHED, None)):
         job = Job(WORKLOADS["W4"], 1, Marks(sys.stdout), (asked,), "cuda")
         given = with_hotloop.planned(job, loaded)
         assert given["plan"] == plan and given["axes"]["device"] == "cuda"
+    job = Job(WORKLOADS["W4"], 1, Marks(sys.stdout), (REDUCED,), "cuda")
+    assert with_hotloop.planned(job, loaded) == {"plan": "auto", "axes": {"device": "cuda", "precision": "bf16"}}
     for peer in PEERS:
         assert command(peer.module, "W4", peer.options, 1, "cuda")[-2:] == ["--device", "cuda"]
 
@@ -97,8 +99,14 @@ def test_who_computes_on_the_cpu_alone_is_left_out_elsewhere_with_the_reason(tmp
     assert not any(lane.cpu_alone and lane in made.able(WORKLOADS["W4"]) for lane in PEERS)
 
 
+def test_fewer_bits_are_raced_on_an_accelerator_where_nobody_says_otherwise() -> None:
+    assert [one.name for one in bench.own_lanes(default_plans("cuda").split("/"))] == [OURS, f"{OURS}:{REDUCED}"]
+    assert bench.plans_of(bench.parsed(["W4"])) == ["auto"]
+
+
 def test_what_compiles_nothing_gets_no_start_of_its_own() -> None:
-    compiles = {plan: ours(plan).compiles for plan in ("auto", "tune", "compile=step,threads=1", "compile=forward")}
+    plans = ("auto", "tune", "auto,precision=bf16", "compile=step,threads=1", "compile=forward")
+    compiles = {plan: ours(plan).compiles for plan in plans}
     assert all(compiles.values())
     assert not any(ours(plan).compiles for plan in ("baseline", "optimizer=fused,threads=1", "compile=none"))
 
@@ -106,7 +114,10 @@ def test_what_compiles_nothing_gets_no_start_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--plans", "auto/pakage"], "--plans pakage; expected auto, tune, baseline or axis=value"),
+        (["--plans", "auto/pakage"], "--plans pakage; expected auto, tune, baseline, axis=value"),
+        (["--plans", "auto,precision"], "--plans auto,precision; expected auto"),
+        (["--plans", "auto,precision=bf61"], "bf61"),
+        (["--plans", "best,precision=bf16"], "--plans best,precision=bf16; expected auto"),
         (["--plans", "compil=step"], "compil"),
         (["--plans", "compile=step,threads"], "threads"),
         (["--device", "warp"], "warp"),

@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from types import CodeType, FrameType
 from typing import Any
 from zlib import crc32
@@ -73,6 +74,7 @@ def test_each_line_on_the_stack_has_the_time_and_the_innermost_has_it_for_itself
         "script.py:3": ("train", "", 1000.0, 0.0),
     }
     assert {line.phase for line in seen.lines()} == {"logging"}
+    assert {line.where: line.looks for line in seen.lines()} == {"script.py:6": 2, "script.py:3": 0}
 
 
 def test_a_line_knows_the_one_that_its_function_is_called_from() -> None:
@@ -148,13 +150,13 @@ def test_it_looks_during_steps_alone_and_ends_its_thread() -> None:
     before = threading.active_count()
     seen.begin()
     until = time.monotonic() + 60
-    while not seen._seconds and time.monotonic() < until:
+    while not seen._spent and time.monotonic() < until:
         time.sleep(0.001)
     seen.end()
-    found = {key: list(value) for key, value in seen._seconds.items()}
+    found = deepcopy(seen._spent)
     assert found
     time.sleep(0.02)
-    assert {key: list(value) for key, value in seen._seconds.items()} == found
+    assert seen._spent == found
     seen.close()
     assert threading.active_count() == before
 

@@ -10,7 +10,7 @@ import pytest
 from bench.speed import __main__ as bench
 from bench.speed.caching import Filled
 from bench.speed.journal import Journal
-from bench.speed.lanes import BASELINE, OURS, TUTORIAL
+from bench.speed.lanes import BASELINE, OURS, REDUCED, TUTORIAL
 from bench.speed.picture import draw
 from bench.speed.ratios import geometric_mean, ratio
 from bench.speed.running import Marked
@@ -121,11 +121,24 @@ def test_best_is_who_is_ahead_of_all_that_know_the_network() -> None:
     every["lanes"][OURS] = lanes(hotloop=3e-3)[OURS]
     (one,) = (one for one in targets(summary([every], {}, {}, OURS), "cpu") if "W4, step over the best" in one.where)
     assert one.verdict == "missed by 17%"
-    on_gpu = {
-        one.where: one.verdict
-        for one in targets(summary([row("W6", tutorial=4e-3, hotloop=1e-3)], {}, {}, OURS), "cuda")
-    }
-    assert on_gpu["W6, step over tutorial, bf16 allowed"] == "not measured: no lane allows it"
+
+
+@pytest.mark.parametrize(
+    ("own", "verdict"),
+    [
+        ({}, "not measured: see --plans auto/auto,precision=bf16"),
+        ({f"{OURS}:{REDUCED}": 2e-3}, "missed by 33%"),
+        ({f"{OURS}:{REDUCED}": 5e-4}, "met"),
+    ],
+)
+def test_what_may_take_fewer_bits_has_a_lane_and_a_target_of_its_own(own: dict[str, float], verdict: str) -> None:
+    limits = {"W6": {"least_ms": 0.5, "least_bf16_ms": 0.25, "flops": 1e9, "bytes": 1e6, "data_bytes": 0}}
+    found = summary([row("W6", tutorial=4e-3, hotloop=1e-3, **own)], limits, {}, OURS)
+    on_gpu = {one.where: one.verdict for one in targets(found, "cuda")}
+    assert on_gpu["W6, step over tutorial, bf16 allowed"] == verdict
+    assert on_gpu["W6, step over tutorial, in fp32"] == "met"
+    share = [f"reaches {2.5e-4 / step_s:.0%} of that" for step_s in own.values()]
+    assert [text for text in share if f"in bf16 it allows 0.25 ms: {OURS}:{REDUCED} {text}" in markdown(found)] == share
 
 
 def test_the_table_says_where_hotloop_is_behind() -> None:

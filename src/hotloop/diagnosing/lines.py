@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from hotloop.diagnosing.parameters import IN_LISTS, over_parameters, reading
-from hotloop.diagnosing.parts import part_of, parts
+from hotloop.diagnosing.parts import is_known, part_of, parts
 from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
 from hotloop.diagnosing.spread import Spread, spread
 from hotloop.diagnosing.step import ASIDE, COMPUTING, COUNTS, DEDUCED, IN_PYTHON, Step, grouped, heaviest
@@ -46,7 +46,7 @@ def aside(step: Step) -> Iterator[Remedy]:
     small: Counter[str] = Counter()
     lines = (line for line in _users(step, step.lines(*ASIDE)) if not _draws(step, line))
     for ones in parts(step, lines, lambda line: line.own_ms):
-        spent = sum(line.own_ms for line in ones)
+        spent = sum(line.own_ms for line in ones) if is_known(step, ones) else _worked(step, ones)
         if step.share(spent) < COUNTS:
             small.update(_by_place(ones))
         hottest = max(ones, key=lambda line: line.own_ms)
@@ -104,7 +104,7 @@ def inside(step: Step) -> Iterator[Remedy]:
     """Plain Python within the network's forward, a loss or the update: what operators don't explain of a line's time."""
     lines, small = _plain(step), Counter[str]()
     for ones in parts(step, lines, lambda line: line.own_ms):
-        plain = sum(line.own_ms for line in ones)
+        plain = sum(line.own_ms for line in ones) if is_known(step, ones) else 0.0
         hottest = max(ones, key=lambda line: line.own_ms)
         if step.share(plain) < COUNTS:
             small.update(_by_place(ones))

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from hotloop.diagnosing.step import COUNTS, Step, grouped
 from hotloop.profiles import LineTime, OperatorTime, Phase
 
 _TRAINING: tuple[Phase, ...] = ("forward", "backward", "update")
+
+_ENOUGH = 3
+"""Looks at the stack that must have found lines: one or two may have been chance."""
+
+_SURE = 0.2
+"""Share of the step that isn't chance, however few the looks are: by the clock that much went by around these lines."""
 
 Place = LineTime | OperatorTime
 """What has a line, its function and a phase."""
@@ -22,9 +28,18 @@ def parts(step: Step, lines: Iterable[LineTime], spent: Callable[[LineTime], flo
     """
     lines = list(lines)
     there = grouped(lines, lambda line: line.where)
-    heavy = {where for where, ones in there.items() if step.share(sum(map(spent, ones))) >= COUNTS}
+    heavy = {
+        where for where, ones in there.items() if step.share(sum(map(spent, ones))) >= COUNTS and is_known(step, ones)
+    }
     part = part_of(step, step.named | heavy)
     return list(grouped(lines, part).values())
+
+
+def is_known(step: Step, ones: Sequence[LineTime]) -> bool:
+    """Whether so many looks found lines that they say what these take beside their operators."""
+    if any(line.looks is None for line in ones):
+        return True
+    return sum(line.looks or 0 for line in ones) >= _ENOUGH or step.share(sum(line.own_ms for line in ones)) >= _SURE
 
 
 def part_of(step: Step, alone: Collection[str] = ()) -> Callable[[Place], tuple[str, ...]]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from random import Random
@@ -43,8 +44,13 @@ _AROUND = ("call", "heard", "epoch")
 """Functions of the watch's inside of which the script goes on."""
 
 
-def _no_time() -> list[float]:
-    return [0.0, 0.0]
+@dataclass(slots=True)
+class _Spent:
+    """Seconds of a line, with and without others that it called, and samples in which it called none."""
+
+    all_s: float = 0.0
+    own_s: float = 0.0
+    looks: int = 0
 
 
 class Seen(NamedTuple):
@@ -88,7 +94,7 @@ class StackSampler:
         self._is_own, self._place, self._phase, self._interval_s = is_own, place, current_phase, interval_s
         self._turn = turn
         self._own: dict[CodeType, bool] = {}
-        self._seconds: dict[Seen, list[float]] = defaultdict(_no_time)
+        self._spent: dict[Seen, _Spent] = defaultdict(_Spent)
         self._callers: dict[Seen, Counter[Line]] = defaultdict(Counter)
         self._lock = threading.Lock()
         self._on, self._closed = threading.Event(), False
@@ -99,7 +105,7 @@ class StackSampler:
         self._random = Random(0)
         self.looks: Counter[Phase] = Counter()
         self.turned: dict[tuple[Phase, Phase], float] = defaultdict(float)
-        self._before: tuple[dict[Seen, list[float]], Counter[Phase], dict[tuple[Phase, Phase], float]]
+        self._before: tuple[dict[Seen, _Spent], Counter[Phase], dict[tuple[Phase, Phase], float]]
         self._switch_s = sys.getswitchinterval()
 
     def begin(self) -> None:
@@ -107,8 +113,8 @@ class StackSampler:
         self._sampled, self._since = threading.get_ident(), time.perf_counter()
         self._began = self._since
         self._steps += 1
-        seconds = {seen: list(spent) for seen, spent in self._seconds.items()}
-        self._before = seconds, self.looks.copy(), self.turned.copy()
+        spent = {seen: replace(one) for seen, one in self._spent.items()}
+        self._before = spent, self.looks.copy(), self.turned.copy()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hotloop-sampler", daemon=True)
             self._thread.start()
@@ -130,8 +136,8 @@ class StackSampler:
         """The step has ended, and wasn't like the others: what was seen in it is forgotten."""
         if self._on.is_set():
             self.end()
-            seconds, self.looks, self.turned = self._before
-            self._seconds = defaultdict(_no_time, seconds)
+            spent, self.looks, self.turned = self._before
+            self._spent = defaultdict(_Spent, spent)
             self._steps -= 1
 
     def close(self) -> None:
@@ -146,7 +152,7 @@ class StackSampler:
     def lines(self) -> list[LineTime]:
         """Lines per step, the longest first."""
         with self._lock:
-            seconds = sorted(self._seconds.items(), key=lambda item: -item[1][0])
+            spent = sorted(self._spent.items(), key=lambda item: -item[1].all_s)
         per_step = 1e3 / max(1, self._steps)
         place = cache(self._place)
         return [
@@ -155,11 +161,12 @@ class StackSampler:
                 function=seen.function,
                 library=seen.library,
                 phase=seen.phase,
-                ms=total * per_step,
-                own_ms=own * per_step,
+                ms=one.all_s * per_step,
+                own_ms=one.own_s * per_step,
                 within=self._within(seen, place),
+                looks=one.looks,
             )
-            for seen, (total, own) in seconds[:_SHOWN]
+            for seen, one in spent[:_SHOWN]
         ]
 
     def _within(self, seen: Seen, place: Callable[[str, int], str]) -> str:
@@ -192,11 +199,14 @@ class StackSampler:
         self.turned[ground, phase] += passed
         for number, (code, line, library) in enumerate(stack):
             seen = Seen(code.co_filename, line, code.co_qualname, library, phase)
-            if seen in known or (seen not in self._seconds and len(self._seconds) >= _MOST):
+            if seen in known or (seen not in self._spent and len(self._spent) >= _MOST):
                 continue
             known.add(seen)
-            self._seconds[seen][0] += passed
-            self._seconds[seen][1] += 0.0 if number else passed
+            spent = self._spent[seen]
+            spent.all_s += passed
+            if not number:
+                spent.own_s += passed
+                spent.looks += 1
             if number + 1 < len(stack):
                 caller, at, _ = stack[number + 1]
                 self._callers[seen][caller.co_filename, at] += 1
