@@ -62,14 +62,15 @@ def journal_of(path: Path, failure: str | None = None) -> Path:
     return path
 
 
-def test_every_lane_is_told_the_device() -> None:
+def test_every_lane_is_told_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: Any = None
     for asked, plan in (("auto", "auto"), ("baseline", "baseline"), ("threads=1", "baseline"), (*UNSEARCHED, None)):
         job = Job(WORKLOADS["W4"], 1, Marks(sys.stdout), (asked,), "cuda")
         given = with_hotloop.planned(job, loaded)
         assert given["plan"] == plan and given["axes"]["device"] == "cuda"
-    job = Job(WORKLOADS["W4"], 1, Marks(sys.stdout), (REDUCED,), "cuda")
-    assert with_hotloop.planned(job, loaded) == {"plan": "auto", "axes": {"device": "cuda", "precision": "bf16"}}
+    monkeypatch.setattr(with_hotloop, "remembered_or_tuned", lambda task, wanted: (wanted.plan, "found"))
+    given = with_hotloop.planned(Job(WORKLOADS["W4"], 1, Marks(io.StringIO()), (REDUCED,), "cuda"), loaded)
+    assert given["plan"] == Plan(device="cuda", precision="bf16")
     for peer in PEERS:
         assert command(peer.module, "W4", peer.options, 1, "cuda")[-2:] == ["--device", "cuda"]
 

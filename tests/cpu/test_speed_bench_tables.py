@@ -126,7 +126,7 @@ def test_best_is_who_is_ahead_of_all_that_know_the_network() -> None:
 @pytest.mark.parametrize(
     ("own", "verdict"),
     [
-        ({}, "not measured: see --plans auto/auto,precision=bf16"),
+        ({}, "not measured: see --plans auto/tune,precision=bf16"),
         ({f"{OURS}:{REDUCED}": 2e-3}, "missed by 33%"),
         ({f"{OURS}:{REDUCED}": 5e-4}, "met"),
     ],
