@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import shutil
+from pathlib import Path
 
 import pytest
 from torch.optim import Optimizer
@@ -11,6 +13,7 @@ from hotloop.lowering.rewrites import mm_by_onednn
 from hotloop.probe import allocator
 from hotloop.profiling import optimizers
 from hotloop.tuning import candidates
+from tests.cpu.killing import KILLED_AT, train
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +31,25 @@ def own_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [one for one in real() if issubclass(type(one), Optimizer)]
     known = set(map(id, others))
     monkeypatch.setattr(optimizers.gc, "get_objects", lambda: [one for one in real() if id(one) not in known])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never interrupted."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    train(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed in the second epoch, and awaits going on."""
+    path = tmp_path_factory.mktemp("killed") / "run"
+    train(path, until=KILLED_AT)
+    return path
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to go on with."""
+    return Path(shutil.copytree(killed, tmp_path / "run"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,29 +18,6 @@ from hotloop.state import State
 from tests.cpu.killing import EPOCHS, KILLED_AT, train
 from tests.everything import task
 from tests.resuming import disagreements
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was never interrupted."""
-    path = tmp_path_factory.mktemp("whole") / "run"
-    train(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed in the second epoch, and awaits going on."""
-    path = tmp_path_factory.mktemp("killed") / "run"
-    train(path, until=KILLED_AT)
-    return path
-
-
-@pytest.fixture
-def copy(killed: Path, tmp_path: Path) -> Path:
-    """A copy of that run, to go on with."""
-    return Path(shutil.copytree(killed, tmp_path / "run"))
-
 
 Restore = Callable[[Program, State], None]
 RESTORE: Restore = Program.restore
