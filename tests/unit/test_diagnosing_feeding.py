@@ -20,6 +20,14 @@ def test_making_samples_one_by_one_is_said_of_the_loader_alone() -> None:
     assert not [one for one in found if "Python loop" in one.cause]
 
 
+@pytest.mark.parametrize(
+    ("samples", "said"), [(1000, "a BatchSampler as the sampler"), (None, "hand out whole batches")]
+)
+def test_a_stream_has_no_sampler_to_give_it_whole_batches(samples: int | None, said: str) -> None:
+    found = first(seen({"data": 3.0}, loaders=[loader(sample_where="", samples=samples, sample_ms=0.001)]))
+    assert found.cause.startswith("per-sample loading") and said in found.remedy and "batch_size=None" in found.remedy
+
+
 def test_samples_that_take_long_take_as_long_in_a_larger_batch() -> None:
     def gain(sample_ms: float) -> float:
         loaders = [loader(workers=0, batch_size=16, sample_ms=sample_ms)]

@@ -161,12 +161,24 @@ def test_of_short_lines_operators_tell_more_than_samples() -> None:
     assert own_ms == [pytest.approx(1.6), pytest.approx(1.4)]
 
 
-def test_a_copy_of_all_that_was_is_told_from_other_tensors_that_are_made() -> None:
+def test_a_copy_of_all_that_was_and_draws_are_told_from_other_tensors_that_are_made() -> None:
     def cause(name: str) -> str:
         work = [operator(name, 2.0, phase="python", where="train.py:21", shapes=[])]
         return first(seen({"python": 3.0}, operators=work, lines=[line("python", 3.0, "train.py:21")])).cause
 
     assert "put together" in cause("cat") and "put together" not in cause("repeat")
+    assert "random numbers are drawn" in cause("normal_") and "made or turned over" in cause("repeat")
+
+
+@pytest.mark.parametrize("comprehension", ["<dictcomp>", "train.<locals>.<listcomp>"])
+def test_a_comprehension_is_one_part_with_its_line(comprehension: str) -> None:
+    """Up to Python 3.11 it is a function of its own."""
+    function = "<module>" if comprehension.startswith("<") else "train"
+    own = dict(where="train.py:33", function=function)
+    lines = [*trained(), line("python", 0.6, **own), line("python", 0.7, **own | {"function": comprehension})]
+    stepped = line("update", 1.0, "train.py:30", library="torch", function=function)
+    (found,) = remedies(seen({"python": 1.3}, lines=[*lines, stepped]))
+    assert found.gain == pytest.approx(0.13) and comprehension not in found.evidence
 
 
 def test_a_line_that_reads_all_parameters_is_about_them() -> None:

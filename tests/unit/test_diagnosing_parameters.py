@@ -1,4 +1,4 @@
-"""Loops over parameters outside of the optimizer, which only read them. Records are made by hand."""
+"""Loops over parameters outside of the optimizer, that read or change them. Records are made by hand."""
 
 from __future__ import annotations
 
@@ -41,6 +41,32 @@ def test_tensors_of_all_shapes_that_are_read_one_by_one_are_parameters(shapes: d
     assert (one.where, one.gain >= 0.1) == ("train.py:22", True)
     assert f"over parameters, outside of the optimizer: {runs:.0f} tensors are read" in one.cause
     assert "weight_decay=" in one.remedy and "time steps" not in one.remedy
+
+
+def test_what_operators_and_looks_both_show_is_told_once_with_what_wins_more() -> None:
+    """Operators win what lies between them, the line all that it takes."""
+    given = dict(where="train.py:22", phase="python", bytes=1e3, flops=1e3, line_runs=20.0)
+    ones = [
+        operator(name, 0.8, calls, shapes=[one], **given) for name in ("mul", "sub") for one, calls in SMALL.items()
+    ]
+    lines = [LineTime(where="train.py:22", function="train", phase="python", ms=4.0, own_ms=4.0)]
+    optimizer = adam(0.1, "fused", tensors=20, numbers=numbers(SMALL))
+    (one,) = remedies(seen({"python": 4.0}, operators=ones, optimizers=[optimizer], lines=lines))
+    assert "over parameters, outside of the optimizer" in one.cause and one.gain == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("shapes", "named"), [(["400x128", "128", "128x3", "3"], True), (["16x3", "16"], False)])
+def test_what_changes_as_many_tensors_as_there_are_parameters_changes_their_numbers_too(
+    shapes: list[str], named: bool
+) -> None:
+    """A rollout of as many steps may draw an action in each, in place."""
+    calls = 8 / len(shapes)
+    given = dict(where="train.py:22", phase="python", bytes=1e3, flops=1e3, line_runs=8.0)
+    ones = [operator(name, 0.2, calls, shapes=[one], **given) for name in ("mul_", "add_") for one in shapes]
+    optimizer = adam(0.1, "fused", tensors=8, numbers=2 * (400 * 128 + 128 + 128 * 3 + 3))
+    lines = [LineTime(where="train.py:22", function="train", phase="python", ms=4.0, own_ms=4.0)]
+    causes = [one.cause for one in remedies(seen({"python": 4.0}, operators=ones, optimizers=[optimizer], lines=lines))]
+    assert any("8 tensors are changed one by one" in cause for cause in causes) is named
 
 
 def test_what_is_done_with_each_of_their_numbers_belongs_to_it() -> None:

@@ -39,6 +39,15 @@ def test_rows_that_a_one_hot_matrix_looks_up_are_named_with_all_that_it_takes(op
     assert found.gain == pytest.approx(4.5 / 10 * 499 / 500, rel=1e-3)
 
 
+def test_a_layer_whose_weight_has_as_many_numbers_hides_no_one_hot_product() -> None:
+    layer = [
+        mm("16x128", "128x500", where="net.py:12"),
+        mm("500x16", "16x128", phase="backward", where="net.py:12"),
+    ]
+    (found,) = said("one-hot", [*ONE_HOT, *layer, mm("128x500", "500x32", ms=1.5)])
+    assert found.where == "net.py:9" and found.gain == pytest.approx(3.0 / 10 * 499 / 500, rel=1e-3)
+
+
 OTHERS = {
     "no product": ONE_HOT,
     "another one's product": [*ONE_HOT, mm("128x400", "400x32")],

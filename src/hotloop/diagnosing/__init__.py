@@ -114,7 +114,15 @@ def remedies(step: Step) -> list[Remedy]:
 
 
 def _together(step: Step, specific: Sequence[Remedy], general: Sequence[Remedy]) -> list[Remedy]:
-    return [*specific, *_beside(step, general, specific), *_worth(sharing.shared(step))]
+    return _once([*specific, *_beside(step, general, specific), *_worth(sharing.shared(step))])
+
+
+def _once(found: Iterable[Remedy]) -> list[Remedy]:
+    """Of one cause at one place the remedy that wins most: what an operator shows, a line may show as well."""
+    best: dict[tuple[str, str], Remedy] = {}
+    for one in sorted(found, key=lambda one: (one.note, -one.gain)):
+        best.setdefault((one.where, one.cause.partition(":")[0]), one)
+    return list(best.values())
 
 
 def _to_mend(one: Remedy) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hotloop.diagnosing.parts import function_of
-from hotloop.diagnosing.step import COUNTS, OFTEN, Step, percent
+from hotloop.diagnosing.step import COUNTS, OFTEN, Step, named_function, percent
 from hotloop.profiles import LineTime, LoaderUse, Remedy
 
 _MOSTLY = 0.5
@@ -101,7 +101,7 @@ def _opening_ms(step: Step, loader: LoaderUse) -> float:
 def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
     evidence = f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the next batch"
     if (line := _collating(step, loader, waited, lines)) is not None:
-        function = line.function.partition(".<locals>.<")[0]
+        function = named_function(line.function)
         return Remedy(
             cause=f"slow samples: it takes long to put those of a batch together, in {function}",
             where=line.where,
@@ -143,11 +143,18 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
     return Remedy(
         cause="per-sample loading: the loader asks for each sample by itself and puts the batch together",
         where=loader.where,
-        remedy="index the tensors by a whole batch of numbers (a BatchSampler as the sampler, with batch_size=None)",
+        remedy=_at_once(loader),
         gain=step.share(waited),
         evidence=evidence,
         axes={"residency": "host"},
     )
+
+
+def _at_once(loader: LoaderUse) -> str:
+    """How a loader is told to hand out whole batches: a stream has no numbers that a sampler could give."""
+    if loader.samples is None:
+        return "let the data set hand out whole batches, and give the loader batch_size=None"
+    return "index the tensors by a whole batch of numbers (a BatchSampler as the sampler, with batch_size=None)"
 
 
 def _collating(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> LineTime | None:
@@ -185,8 +192,7 @@ def _of_workers(step: Step, loader: LoaderUse, waited: float, evidence: str, hot
         cause = f"too many workers: {loader.workers} of the loader's on {cores} cores"
     elif step.ms < _HANDED_MS:
         cause = f"waiting for data: the step is short, and {many} must hand a batch over in each"
-        remedy = "load in the process (num_workers=0), or with fewer workers, and measure again; what is in memory already is cut out "
-        remedy += "fastest with one index for the whole batch (a BatchSampler as the sampler, with batch_size=None)"
+        remedy = f"load in the process (num_workers=0), or with fewer workers, and measure again; of what is in memory already: {_at_once(loader)}"
     return Remedy(
         cause=cause,
         where=own[0] if len(own) == 1 else loader.where,

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from hotloop.diagnosing.parameters import IN_LISTS, over_parameters, reading
 from hotloop.diagnosing.parts import is_known, part_of, parts
 from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
 from hotloop.diagnosing.spread import Spread, spread
-from hotloop.diagnosing.step import ASIDE, COMPUTING, COUNTS, DEDUCED, IN_PYTHON, Step, grouped, heaviest
+from hotloop.diagnosing.step import (
+    ASIDE,
+    COMPUTING,
+    COUNTS,
+    DEDUCED,
+    IN_PYTHON,
+    Step,
+    grouped,
+    heaviest,
+    named_function,
+)
 from hotloop.diagnosing.waits import brings_back
 from hotloop.profiles import LineTime, OperatorTime, Remedy
 
@@ -33,6 +43,12 @@ _NUMBERING = frozenset(
 
 _TALLYING = frozenset({"aten::bincount", "aten::histc"})
 """What a confusion matrix is made by."""
+
+_DRAWING = frozenset(
+    f"aten::{name}"
+    for name in ("rand", "randn", "randint", "randperm", "random_", "normal", "normal_", "uniform_", "exponential_")
+    + ("bernoulli", "bernoulli_", "multinomial", "dropout")
+)
 
 _MEASURING = _COMPARING | _CHOOSING | _COUNTING | _TALLYING
 
@@ -224,7 +240,12 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
             _SELDOM,
         )
     if library in ("", "torch") and _worked(step, ones) > 0.5 * sum(line.own_ms for line in ones):
-        if _joined(step, ones) > 0.5 * _worked(step, ones):
+        if _worked(step, ones, _DRAWING) > 0.5 * _worked(step, ones):
+            return (
+                "random numbers are drawn in the loop, outside of the network",
+                "draw all that a step needs with one call, or for many steps at once",
+            )
+        if _worked(step, ones, _JOINING) > 0.5 * _worked(step, ones):
             return (
                 "tensors are put together in the loop, by a copy of all that they hold (torch.cat, torch.stack)",
                 "what grows: collect it in a list and put it together once, or write into a tensor made before the loop; what "
@@ -253,17 +274,11 @@ def _saves(step: Step, ones: Sequence[LineTime]) -> bool:
     return any(line.where in saving for line in ones)
 
 
-def _worked(step: Step, ones: Sequence[LineTime]) -> float:
-    """Milliseconds of the operators that lines call."""
-    return sum(step.worked_at(*place) for place in {(line.where, line.phase) for line in ones})
-
-
-def _joined(step: Step, ones: Sequence[LineTime]) -> float:
-    """Milliseconds of that in which tensors are put together."""
+def _worked(step: Step, ones: Sequence[LineTime], names: Collection[str] = ()) -> float:
+    """Milliseconds of the operators that lines call; of those with such names, if any are given."""
     places = {(line.where, line.phase) for line in ones}
-    return sum(
-        step.cost(one) for one in step.operators(lambda one: one.name in _JOINING) if (one.where, one.phase) in places
-    )
+    called = step.operators(lambda one: (one.where, one.phase) in places and (not names or one.name in names))
+    return sum(map(step.cost, called))
 
 
 def _waiting(step: Step, line: LineTime) -> tuple[str, str] | None:
@@ -319,5 +334,5 @@ def _is_metric(step: Step, lines: Sequence[LineTime]) -> bool:
 
 
 def _called(line: LineTime) -> str:
-    name = line.function.partition(".<locals>.<")[0]
+    name = named_function(line.function)
     return "the line" if name == "<module>" else name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from hotloop.diagnosing.parts import place_of
@@ -39,12 +39,16 @@ IN_LISTS = "torch._foreach_ operations over the list of parameters; what only me
 def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str, str] | None:
     """In words, and what to do, if a line changes parameter by parameter outside of the optimizer, as averages of weights do.
 
-    It changes tensors of several shapes in place, and about as many of them as an optimizer has.
+    It changes tensors of several shapes in place, and about as many of them, and numbers, as an optimizer has.
     """
-    updated = [sum(group.tensors for group in use.groups) for use in step.profile.optimizers]
-    as_many = any(0 < many <= rounds <= _WITH_BUFFERS * many for many in (*updated, sum(updated)))
+    changing = _changing(ones)
+    numbers = max((_numbers_in(same) for same in grouped(changing, lambda one: one.name).values()), default=0)
+    as_many = any(
+        0 < tensors <= rounds <= _WITH_BUFFERS * tensors and numbers >= (1 - _OFF) * many
+        for tensors, many in _updated(step)
+    )
     aside = all(one.phase in ("python", "batch") for one in ones)
-    if not (as_many and aside and len(_changed(ones)) > 1):
+    if not (as_many and aside and len(_shapes(changing)) > 1):
         return None
     return (
         f"a Python loop over parameters, outside of the optimizer: {rounds:.0f} tensors are changed one by one",
@@ -53,10 +57,23 @@ def over_parameters(step: Step, ones: Sequence[OperatorTime], rounds: float) -> 
     )
 
 
-def _changed(ones: Sequence[OperatorTime]) -> set[tuple[str, ...]]:
-    """Shapes of what is changed in place; what a cast is copied to is new."""
+def _updated(step: Step) -> list[tuple[int, int]]:
+    """Tensors and numbers of each optimizer, and of all together."""
+    each = [use.groups for use in step.profile.optimizers]
+    return [
+        (sum(group.tensors for group in groups), sum(group.numbers for group in groups))
+        for groups in (*each, list(chain.from_iterable(each)))
+    ]
+
+
+def _changing(ones: Sequence[OperatorTime]) -> list[OperatorTime]:
+    """What changes a tensor in place; what a cast is copied to is new."""
     changing = (one for one in ones if one.name.endswith("_") and (one.bytes or one.bytes is None))
-    return {tuple(one.shapes[:1]) for one in changing if not (one.name == "aten::copy_" and _is_cast(one))}
+    return [one for one in changing if not (one.name == "aten::copy_" and _is_cast(one))]
+
+
+def _shapes(ones: Sequence[OperatorTime]) -> set[tuple[str, ...]]:
+    return {tuple(one.shapes[:1]) for one in ones}
 
 
 def _is_cast(one: OperatorTime) -> bool:
@@ -192,7 +209,10 @@ def _is_large(ones: Sequence[OperatorTime]) -> bool:
 def _tensors(step: Step, ones: Sequence[OperatorTime]) -> float:
     """How many tensors a line reads one by one, if they are of several shapes and hold what an optimizer updates; else 0."""
     runs = max((one.line_runs for one in ones if one.line_runs is not None), default=None)
-    if any(one.phase not in (*_BETWEEN, "backward", "synchronisation") for one in ones) or len(_changed(ones)) > 1:
+    if (
+        any(one.phase not in (*_BETWEEN, "backward", "synchronisation") for one in ones)
+        or len(_shapes(_changing(ones))) > 1
+    ):
         return 0.0
     return _gone_over(step, [one for one in ones if one.phase in _BETWEEN and not is_view(one)], runs)
 
@@ -214,7 +234,7 @@ def _gone_over(step: Step, ones: Sequence[OperatorTime], runs: float | None = No
 def _passes(step: Step, same: Sequence[OperatorTime]) -> int:
     """How often an operator goes over all that an optimizer updates, or all of them do; 0 if it goes over something else."""
     groups = [use.groups for use in step.profile.optimizers]
-    numbers, calls = sum(one.calls * _numbers(one) for one in same), sum(one.calls for one in same)
+    numbers, calls = _numbers_in(same), sum(one.calls for one in same)
     for updated in (*groups, list(chain.from_iterable(groups))):
         times = numbers / (sum(group.numbers for group in updated) or 1)
         passes = min(_TIMES, max(1, round(times)))
@@ -225,6 +245,11 @@ def _passes(step: Step, same: Sequence[OperatorTime]) -> int:
         if several and abs(times / passes - 1) <= _OFF:
             return passes
     return 0
+
+
+def _numbers_in(ones: Iterable[OperatorTime]) -> float:
+    """All that these go over in a step."""
+    return sum(one.calls * _numbers(one) for one in ones)
 
 
 def _numbers(one: OperatorTime) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from hotloop.diagnosing.step import COUNTS, Step, grouped
+from hotloop.diagnosing.step import COUNTS, Step, grouped, named_function
 from hotloop.profiles import LineTime, OperatorTime, Phase
 
 _TRAINING: tuple[Phase, ...] = ("forward", "backward", "update")
@@ -70,8 +70,8 @@ def loop_of(step: Step) -> set[tuple[str, str]]:
 
 
 def function_of(one: Place) -> tuple[str, str]:
-    """The function that a line stands in, by file and name; comprehensions belong to it."""
-    return one.where.rpartition(":")[0], one.function.partition(".<locals>.<")[0]
+    """The function that a line stands in, by file and name."""
+    return one.where.rpartition(":")[0], named_function(one.function)
 
 
 def place_of(where: str) -> tuple[str, int]:

@@ -39,17 +39,16 @@ def looked_up(step: Step) -> Iterator[Remedy]:
 
 
 def _multiplied(step: Step, size: Size) -> list[OperatorTime]:
-    """The products with a matrix of that size, and those of their backward; none where it has a gradient of its own.
+    """The products with a matrix of that size, and those of their backward; none of lines where it has a gradient of its own.
 
     What has one isn't made of ones and zeros alone, but lets gradients through; and logits have the size of their targets.
     """
     products = step.operators(lambda one: is_product(one) and one.name not in _AROUND_PRODUCTS)
     forward = [one for one in products if one.phase in _CALCULATING and _takes(one, size)]
     lines = {one.where for one in forward}
-    backward = [one for one in products if one.phase == "backward" and one.where in lines]
-    if any(_gives(one, size) for one in [*forward, *backward]):
-        return []
-    return [*forward, *(one for one in backward if _takes(one, size))]
+    with_it = [*forward, *(one for one in products if one.phase == "backward" and one.where in lines)]
+    giving = {one.where for one in with_it if _gives(one, size)}
+    return [one for one in with_it if one.where not in giving and _takes(one, size)]
 
 
 def _takes(one: OperatorTime, size: Size) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hotloop.diagnosing.parameters import hooked, over_parameters, reading
 from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
-from hotloop.diagnosing.step import COMPUTING, COUNTS, IN_PYTHON, Step, grouped, heaviest, is_product
+from hotloop.diagnosing.step import COMPUTING, COUNTS, IN_PYTHON, Step, grouped, heaviest, is_product, named_function
 from hotloop.profiles import OperatorTime, Phase, Remedy
 
 _COMPILED: tuple[Phase, ...] = ("forward", "backward")
@@ -21,6 +21,9 @@ STARTED = "operations are started one by one from Python"
 
 _CALLED_MS = 0.1
 """What calling a compiled model takes by itself, forward and backward: a linear layer and ReLU took 0.146 ms, and 0.047 eagerly."""
+
+_LAYERS_OF_STEPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
+"""They go over time steps by themselves, and the compiler leaves them as they are."""
 
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
@@ -65,7 +68,7 @@ def repeated(step: Step) -> list[Loop]:
         ones = [one for one in there if one.phase != "data"]  # samples that a loader makes one by one are said of it
         rounds = rounds_of(ones) / step.evaluations
         if where and where not in elsewhere and rounds >= LOOP:
-            function = ones[0].function.partition(".<locals>.<")[0]
+            function = named_function(ones[0].function)
             alone = not function or over_parameters(step, ones, rounds) is not None
             file = where.rpartition(":")[0]
             found.setdefault((where,) if alone else (file, function, round(rounds)), {})[where] = ones
@@ -161,6 +164,11 @@ def _of_whole_batches(ones: Sequence[OperatorTime], rounds: float, samples: floa
     return f"{samples:.0f}" in rows
 
 
+def _of_layers(step: Step) -> set[tuple[str, str]]:
+    """Module and line of recurrent layers, whose backward is called at the same."""
+    return {(one.module, one.where) for one in step.operators(lambda one: one.outer in _LAYERS_OF_STEPS)}
+
+
 def starting(step: Step) -> Iterator[Remedy]:
     """The cost of starting operations one by one, wherever they are; compiling takes it away, unless it has done so already.
 
@@ -168,8 +176,10 @@ def starting(step: Step) -> Iterator[Remedy]:
     """
     if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_JOINED)):
         return
-    hooks = hooked(step)  # they are no part of what is compiled
-    ones = step.operators(lambda one: one.phase in COMPUTING and one.where not in hooks)
+    hooks, layers = hooked(step), _of_layers(step)  # they are no part of what is compiled
+    ones = step.operators(
+        lambda one: one.phase in COMPUTING and one.where not in hooks and (one.module, one.where) not in layers
+    )
     compiled = [one for one in ones if one.phase in _COMPILED]
     spared = ones if step.profile.plan else [one for one in compiled if not is_product(one)]
     calls = sum(one.calls for one in spared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from hotloop.diagnosing.step import COUNTS, Step
+from hotloop.diagnosing.step import COUNTS, Step, named_function
 from hotloop.profiles import LineTime
 
 _NAMED = 3
@@ -75,6 +75,6 @@ def _from_inside_out(small: Mapping[str, float], lines: Mapping[str, LineTime]) 
 def _functions(parts: list[str], lines: Mapping[str, LineTime], small: Mapping[str, float]) -> str:
     """Names of functions, those that take most first."""
     heaviest = sorted((where for where in parts if small[where] > 0), key=lambda where: -small[where])
-    names = list(dict.fromkeys(lines[where].function.partition(".<locals>.<")[0] for where in heaviest))
+    names = list(dict.fromkeys(named_function(lines[where].function) for where in heaviest))
     more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
     return ", ".join(names[:_NAMED] + more)

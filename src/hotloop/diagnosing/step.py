@@ -232,6 +232,11 @@ class Step:
         return found
 
 
+def named_function(function: str) -> str:
+    """A function's name; what comprehensions and lambdas in it do, it does itself."""
+    return "<module>" if function.startswith("<") else function.partition(".<locals>.<")[0]
+
+
 def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
     """The values by key, in the order of their first."""
     found: dict[Key, list[Value]] = {}

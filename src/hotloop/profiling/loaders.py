@@ -73,7 +73,7 @@ class _Loader:
             "dataset": self.inner.__name__,
             "sample_where": _place(dataset, self.makes, where, sites),
             "collate_where": _own_place(getattr(iterator, "_collate_fn", None), sites) if together else "",
-            "samples": _length(iterator._dataset),
+            "samples": None if isinstance(iterator._dataset, IterableDataset) else _length(iterator._dataset),
             "batch_size": _batch_size(iterator._index_sampler) if together else None,
             "workers": iterator._num_workers,
             "pinned": bool(iterator._pin_memory),
