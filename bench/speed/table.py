@@ -99,7 +99,7 @@ def _limit(found: Summary, workload: str) -> str:
     below = [
         f"{one.name} in {one.step_ms:.3g} ms"
         for one in found.lines[workload]
-        if (one.step_ms or inf) < limit["least_ms"]
+        if one.name != f"{OURS}:{REDUCED}" and (one.step_ms or inf) < limit["least_ms"]
     ]
     no_limit = f". It is no limit: faster were {', '.join(below)}" if below else ""
     return (

@@ -160,7 +160,8 @@ class LoaderUse(Record):
         dataset: class of its data set.
         sample_where: `file:line` of `__getitem__` or `__iter__`; `where` if a library's; empty if torch's own or not Python.
         collate_where: where the user's own function puts a batch together; empty if there is none.
-        samples: in the data set; None for a stream.
+        samples: in the data set; None where it doesn't say.
+        stream: whether it gives samples in an order of its own, by no numbers.
         batch_size: samples that the loader asks for at a time; None where it hands on what the data set gives.
         sample_ms: of one call of the data set, which makes one sample or a whole batch, where that is done in this process.
         at_once: whether one call makes a whole batch.
@@ -178,6 +179,7 @@ class LoaderUse(Record):
     sample_where: str = ""
     collate_where: str = ""
     samples: int | None
+    stream: bool = False
     batch_size: int | None
     workers: int
     pinned: bool

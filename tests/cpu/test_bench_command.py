@@ -106,7 +106,7 @@ def test_fewer_bits_are_raced_on_an_accelerator_where_nobody_says_otherwise() ->
 
 
 def test_what_compiles_nothing_gets_no_start_of_its_own() -> None:
-    plans = ("auto", "tune", "auto,precision=bf16", "compile=step,threads=1", "compile=forward")
+    plans = ("auto", "tune", "tune,precision=bf16", "compile=step,threads=1", "compile=forward")
     compiles = {plan: ours(plan).compiles for plan in plans}
     assert all(compiles.values())
     assert not any(ours(plan).compiles for plan in ("baseline", "optimizer=fused,threads=1", "compile=none"))
@@ -121,6 +121,7 @@ def test_what_compiles_nothing_gets_no_start_of_its_own() -> None:
         (["--plans", "best,precision=bf16"], "--plans best,precision=bf16; expected auto"),
         (["--plans", "compil=step"], "compil"),
         (["--plans", "compile=step,threads"], "threads"),
+        (["--plans", "tune,precision=bf16"], "Put another before it, as in auto/tune,precision=bf16"),
         (["--device", "warp"], "warp"),
         (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
     ],

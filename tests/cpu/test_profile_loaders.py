@@ -313,7 +313,7 @@ def begins(function: Any) -> str:
 
 def test_a_stream_makes_its_samples_where_it_is_gone_through() -> None:
     (use,) = watched(training(DataLoader(Stream(), BATCH))).loaders
-    assert use.sample_where.endswith(begins(Stream.__iter__))
+    assert use.sample_where.endswith(begins(Stream.__iter__)) and use.stream
 
 
 @pytest.mark.parametrize("theirs", ["torch", "a library"])
@@ -323,7 +323,7 @@ def test_samples_of_a_library_have_no_place_in_its_files(theirs: str, monkeypatc
         data, collate = Single(), stacked
         monkeypatch.setattr(module, "is_library", lambda file: True)
     (use,) = watched(training(DataLoader(data, BATCH, collate_fn=collate))).loaders
-    assert use.sample_where == (use.where if theirs == "a library" else "")
+    assert use.sample_where == (use.where if theirs == "a library" else "") and not use.stream
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ def test_making_samples_one_by_one_is_said_of_the_loader_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "said"), [(1000, "a BatchSampler as the sampler"), (None, "hand out whole batches")]
+    ("stream", "said"), [(False, "a BatchSampler as the sampler"), (True, "hand out whole batches")]
 )
-def test_a_stream_has_no_sampler_to_give_it_whole_batches(samples: int | None, said: str) -> None:
-    found = first(seen({"data": 3.0}, loaders=[loader(sample_where="", samples=samples, sample_ms=0.001)]))
+def test_a_stream_has_no_sampler_to_give_it_whole_batches(stream: bool, said: str) -> None:
+    found = first(seen({"data": 3.0}, loaders=[loader(sample_where="", stream=stream, sample_ms=0.001)]))
     assert found.cause.startswith("per-sample loading") and said in found.remedy and "batch_size=None" in found.remedy
 
 

@@ -35,6 +35,12 @@ def test_of_an_update_that_nobody_knows_its_arithmetic_is_not_won() -> None:
     assert updating(7, 0.01) is None
 
 
+def test_two_optimizers_of_two_classes_that_one_line_steps_are_two_remedies() -> None:
+    uses = [adam(2.0), adam(2.0, kind="SGD")]
+    found = [one for one in remedies(seen({"update": 4.0}, optimizers=uses)) if "for-loop" in one.cause]
+    assert sorted(one.cause.split()[3] for one in found) == ["Adam", "SGD"]
+
+
 def test_two_optimizers_of_one_class_share_what_its_lines_take() -> None:
     """As a generator's and a discriminator's do, which run the same lines."""
     ones = [operator("add_", 3.0, 200, phase="update", where="mine.py:7", line_runs=200.0, flops=1e2, bytes=1e3)]

@@ -114,15 +114,14 @@ def remedies(step: Step) -> list[Remedy]:
 
 
 def _together(step: Step, specific: Sequence[Remedy], general: Sequence[Remedy]) -> list[Remedy]:
-    return _once([*specific, *_beside(step, general, specific), *_worth(sharing.shared(step))])
+    beside = _beside(step, general, specific)
+    again = {_told(one) for one in beside}  # of the same cause there, and wins more
+    return [*(one for one in specific if _told(one) not in again), *beside, *_worth(sharing.shared(step))]
 
 
-def _once(found: Iterable[Remedy]) -> list[Remedy]:
-    """Of one cause at one place the remedy that wins most: what an operator shows, a line may show as well."""
-    best: dict[tuple[str, str], Remedy] = {}
-    for one in sorted(found, key=lambda one: (one.note, -one.gain)):
-        best.setdefault((one.where, one.cause.partition(":")[0]), one)
-    return list(best.values())
+def _told(one: Remedy) -> tuple[str, str]:
+    """The place, and the cause without its figures."""
+    return one.where, one.cause.partition(":")[0]
 
 
 def _to_mend(one: Remedy) -> bool:

@@ -152,7 +152,7 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
 
 def _at_once(loader: LoaderUse) -> str:
     """How a loader is told to hand out whole batches: a stream has no numbers that a sampler could give."""
-    if loader.samples is None:
+    if loader.stream:
         return "let the data set hand out whole batches, and give the loader batch_size=None"
     return "index the tensors by a whole batch of numbers (a BatchSampler as the sampler, with batch_size=None)"
 

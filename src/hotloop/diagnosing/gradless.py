@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 from hotloop.diagnosing import repeats
 from hotloop.diagnosing.lines import counts_right, metrics, where_counted
 from hotloop.diagnosing.parts import function_of, loop_of, part_of
-from hotloop.diagnosing.step import PLAIN, Step, grouped, heaviest, is_product
+from hotloop.diagnosing.step import PLAIN, Step, draws, grouped, heaviest, is_product
 from hotloop.profiles import OperatorTime, Phase, Remedy
 
 _CALCULATING: tuple[Phase, ...] = ("forward", "loss")
@@ -32,9 +32,6 @@ _MAKING = _aten("arange", "linspace", "ones", "full", "zeros", "eye", "tril", "t
 _KEEPING = _aten("cat", "detach")
 _CHOOSING = _aten("argmax", "argmin", "topk", "multinomial")
 """What is chosen, the network goes on with by its place, to which no gradient comes back either."""
-
-_DRAWING = ("rand", "normal", "bernoulli", "uniform", "multinomial", "exponential", "poisson")
-"""How the names of operators begin that draw numbers: whatever holds these is wanted anew at each step."""
 
 What = tuple[str, str]
 """What it is, in words, and what to do instead."""
@@ -73,7 +70,7 @@ def without_gradient(step: Step) -> Iterator[Remedy]:
         whole = function_of(same[0]) not in mixed
         what, lines = _kind(same, whole, scaled)
         if lines:
-            all_of_it = whole and not any(map(_draws, same))
+            all_of_it = whole and not any(map(draws, same))
             yield _remedy(step, what, [one for one in same if all_of_it or one.where in lines])
 
 
@@ -163,16 +160,12 @@ def _measured(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_Scaled]) -
 
 def _made(ones: Sequence[OperatorTime]) -> set[str]:
     made = {one.where for one in ones if one.name in _MAKING and not one.outer}
-    return made - {one.where for one in ones if _draws(one)}
+    return made - {one.where for one in ones if draws(one)}
 
 
 def _kept(ones: Sequence[OperatorTime]) -> set[str]:
     kept = [one for one in ones if one.name in _KEEPING]
     return {one.where for one in kept} if {one.name for one in kept} == _KEEPING else set()
-
-
-def _draws(one: OperatorTime) -> bool:
-    return one.name.removeprefix("aten::").startswith(_DRAWING)
 
 
 def _sums_up(one: OperatorTime) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hotloop.diagnosing.parameters import IN_LISTS, over_parameters, reading
 from hotloop.diagnosing.parts import is_known, part_of, parts
@@ -16,6 +16,7 @@ from hotloop.diagnosing.step import (
     DEDUCED,
     IN_PYTHON,
     Step,
+    draws,
     grouped,
     heaviest,
     named_function,
@@ -44,12 +45,6 @@ _NUMBERING = frozenset(
 _TALLYING = frozenset({"aten::bincount", "aten::histc"})
 """What a confusion matrix is made by."""
 
-_DRAWING = frozenset(
-    f"aten::{name}"
-    for name in ("rand", "randn", "randint", "randperm", "random_", "normal", "normal_", "uniform_", "exponential_")
-    + ("bernoulli", "bernoulli_", "multinomial", "dropout")
-)
-
 _MEASURING = _COMPARING | _CHOOSING | _COUNTING | _TALLYING
 
 _SELDOM = "compute them every hundred steps, or after an epoch; keep their sums on the device until then"
@@ -66,7 +61,7 @@ def aside(step: Step) -> Iterator[Remedy]:
         if step.share(spent) < COUNTS:
             small.update(_by_place(ones))
         hottest = max(ones, key=lambda line: line.own_ms)
-        cause, remedy = _named(step, ones, hottest)
+        cause, remedy = _named(step, ones, hottest, spent)
         yield Remedy(
             cause=cause,
             where=hottest.where,
@@ -200,8 +195,8 @@ def _users(step: Step, lines: list[LineTime]) -> Iterator[LineTime]:
     return (line for line in lines if line.library != "torch" or line.where not in training)
 
 
-def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, str]:
-    """What it is, in words, and what to do."""
+def _named(step: Step, ones: list[LineTime], hottest: LineTime, spent: float) -> tuple[str, str]:
+    """What it is that takes so many milliseconds, in words, and what to do."""
     library = _library(ones)
     if _saves(step, ones):
         return (
@@ -239,13 +234,13 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime) -> tuple[str, st
             f"metrics at each step: {_called(hottest)}",
             _SELDOM,
         )
-    if library in ("", "torch") and _worked(step, ones) > 0.5 * sum(line.own_ms for line in ones):
-        if _worked(step, ones, _DRAWING) > 0.5 * _worked(step, ones):
+    if library in ("", "torch") and _worked(step, ones) > 0.5 * spent:
+        if _worked(step, ones, draws) > 0.5 * _worked(step, ones):
             return (
                 "random numbers are drawn in the loop, outside of the network",
-                "draw all that a step needs with one call, or for many steps at once",
+                "many small draws: with one call, or for many steps at once; what needn't be new in each step: before the loop",
             )
-        if _worked(step, ones, _JOINING) > 0.5 * _worked(step, ones):
+        if _worked(step, ones, lambda one: one.name in _JOINING) > 0.5 * _worked(step, ones):
             return (
                 "tensors are put together in the loop, by a copy of all that they hold (torch.cat, torch.stack)",
                 "what grows: collect it in a list and put it together once, or write into a tensor made before the loop; what "
@@ -274,11 +269,10 @@ def _saves(step: Step, ones: Sequence[LineTime]) -> bool:
     return any(line.where in saving for line in ones)
 
 
-def _worked(step: Step, ones: Sequence[LineTime], names: Collection[str] = ()) -> float:
-    """Milliseconds of the operators that lines call; of those with such names, if any are given."""
+def _worked(step: Step, ones: Sequence[LineTime], wanted: Callable[[OperatorTime], bool] = lambda one: True) -> float:
+    """Milliseconds of the wanted ones among the operators that lines call."""
     places = {(line.where, line.phase) for line in ones}
-    called = step.operators(lambda one: (one.where, one.phase) in places and (not names or one.name in names))
-    return sum(map(step.cost, called))
+    return sum(map(step.cost, step.operators(lambda one: (one.where, one.phase) in places and wanted(one))))
 
 
 def _waiting(step: Step, line: LineTime) -> tuple[str, str] | None:

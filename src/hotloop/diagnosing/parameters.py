@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from hotloop.diagnosing.parts import place_of
+from hotloop.diagnosing.parts import function_of, place_of
 from hotloop.diagnosing.rounds import is_view, rounds_of
 from hotloop.diagnosing.step import COMPUTING, Step, elements, grouped, heaviest
 from hotloop.profiles import OperatorTime, Remedy
@@ -105,7 +105,7 @@ def _side_by_side(step: Step, loops: Sequence[list[str]]) -> list[list[str]]:
         file, number = place_of(lines[0])
         last = found[-1] if found else []
         beside = last and place_of(last[-1])[0] == file and number - place_of(last[-1])[1] <= _BESIDE
-        if beside and step.spots[last[0]][0].function == step.spots[lines[0]][0].function:
+        if beside and function_of(step.spots[last[0]][0]) == function_of(step.spots[lines[0]][0]):
             last += [where for where in lines if where not in last]
         else:
             found.append(list(lines))
@@ -125,7 +125,7 @@ def in_hooks(step: Step) -> Iterator[Remedy]:
             remedy="once after the backward, over the list of gradients: torch.nn.utils.clip_grad_value_, clip_grad_norm_ (a "
             "Task's clip_value, clip_norm), or torch._foreach_ operations; what only measures: every hundred steps",
             gain=step.share(won),
-            evidence=f"{ones[0].function} takes {max(worked, own):.2f} ms of each step of {step.ms:.2f} ms, and goes over "
+            evidence=f"{function_of(ones[0])[1]} takes {max(worked, own):.2f} ms of each step of {step.ms:.2f} ms, and goes over "
             "as many numbers as the optimizer updates",
         )
 
@@ -196,7 +196,7 @@ def reading(step: Step) -> list[list[str]]:
 
 def _same_loop(step: Step, where: str, other: str, rounds: float) -> bool:
     here, there = step.spots[where], step.spots[other]
-    if other.rpartition(":")[0] != where.rpartition(":")[0] or here[0].function != there[0].function:
+    if function_of(here[0]) != function_of(there[0]):
         return False
     return not _tensors(step, there) and abs(rounds_of(there) - rounds) < 1 and not _is_large(there)
 

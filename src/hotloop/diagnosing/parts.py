@@ -28,11 +28,17 @@ def parts(step: Step, lines: Iterable[LineTime], spent: Callable[[LineTime], flo
     """
     lines = list(lines)
     there = grouped(lines, lambda line: line.where)
-    heavy = {
-        where for where, ones in there.items() if step.share(sum(map(spent, ones))) >= COUNTS and is_known(step, ones)
-    }
+    heavy = {where for where, ones in there.items() if _counts(step, ones, spent)}
     part = part_of(step, step.named | heavy)
     return list(grouped(lines, part).values())
+
+
+def _counts(step: Step, ones: Sequence[LineTime], spent: Callable[[LineTime], float]) -> bool:
+    """Whether a line counts by itself: by looks, or by its operators alone."""
+    if step.share(sum(map(spent, ones))) < COUNTS:
+        return False
+    worked = sum(step.worked_at(*place) for place in {(one.where, one.phase) for one in ones})
+    return is_known(step, ones) or step.share(worked) >= COUNTS
 
 
 def is_known(step: Step, ones: Sequence[LineTime]) -> bool:

@@ -23,7 +23,7 @@ _CALLED_MS = 0.1
 """What calling a compiled model takes by itself, forward and backward: a linear layer and ReLU took 0.146 ms, and 0.047 eagerly."""
 
 _LAYERS_OF_STEPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
-"""They go over time steps by themselves, and the compiler leaves them as they are."""
+"""They go over time steps by themselves, and torch.compile calls them as they are."""
 
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
@@ -93,7 +93,7 @@ def loops(step: Step) -> Iterator[Remedy]:
         yield _accumulated(step, pieces[True], where, backwards)
     for loop in pieces.get(False, []):
         ones, rounds, many = loop.operators, loop.rounds, len(loop.lines)
-        lines = "the line runs" if many == 1 else f"{many} lines of {ones[0].function} run"
+        lines = "the line runs" if many == 1 else f"{many} lines of {named_function(ones[0].function)} run"
         calls = sum(one.calls for one in ones)
         spent = sum(step.cost(one) for one in ones)
         cause, remedy = _named(step, ones, rounds)
@@ -176,7 +176,8 @@ def starting(step: Step) -> Iterator[Remedy]:
     """
     if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_JOINED)):
         return
-    hooks, layers = hooked(step), _of_layers(step)  # they are no part of what is compiled
+    hooks = hooked(step)  # they are no part of what is compiled
+    layers = set() if step.profile.plan else _of_layers(step)  # a Task's step is taken apart into what they do
     ones = step.operators(
         lambda one: one.phase in COMPUTING and one.where not in hooks and (one.module, one.where) not in layers
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from hotloop.diagnosing.parts import is_known
 from hotloop.diagnosing.step import COUNTS, Step, named_function
 from hotloop.profiles import LineTime
 
@@ -41,11 +42,19 @@ def spread(step: Step, small: Mapping[str, float], *, past_torch: bool = True) -
     for where in _from_inside_out(small, lines):
         if where not in sums:  # nothing is told outwards of what is named, or of what says nothing
             continue
-        if len(parts[where]) > 1 and step.share(sums[where]) >= COUNTS:
+        if (
+            len(parts[where]) > 1
+            and step.share(sums[where]) >= COUNTS
+            and is_known(step, _lines_at(step, parts[where]))
+        ):
             yield Spread(where, sums[where], _functions(parts[where], lines, small))
         elif (outer := _within(where, lines)) and outer not in closed:
             sums[outer] = sums.get(outer, 0.0) + sums[where]
             parts[outer] = parts.get(outer, []) + parts[where]
+
+
+def _lines_at(step: Step, places: Collection[str]) -> list[LineTime]:
+    return [line for line in step.profile.lines if line.where in places]
 
 
 def _within(where: str, lines: Mapping[str, LineTime]) -> str:

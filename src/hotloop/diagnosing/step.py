@@ -38,6 +38,11 @@ IN_PYTHON = 2.0
 BY_HAND = "by hand"
 """What an update is called that no optimizer makes."""
 
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+
+_DRAWING = ("rand", "normal", "bernoulli", "uniform", "multinomial", "exponential", "poisson")
+"""How the names of operators begin that draw numbers."""
+
 _AROUND = ("Optimizer.step#", "Optimizer.zero_grad#")
 
 _SMALL = {"cpu": 10.0, "accelerator": 2.0}
@@ -233,8 +238,13 @@ class Step:
 
 
 def named_function(function: str) -> str:
-    """A function's name; what comprehensions and lambdas in it do, it does itself."""
-    return "<module>" if function.startswith("<") else function.partition(".<locals>.<")[0]
+    """A function's name; what comprehensions in it do, it does itself. Up to Python 3.11 they are functions of their own."""
+    return "<module>" if function in _COMPREHENSIONS else function.partition(".<locals>.<")[0]
+
+
+def draws(one: OperatorTime) -> bool:
+    """Whether an operator draws random numbers: whatever holds these is wanted anew at each step."""
+    return one.name.removeprefix("aten::").startswith(_DRAWING)
 
 
 def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, list[Value]]:
