@@ -1,6 +1,6 @@
 """hotloop, as `hotloop train` runs it: under `--plan auto`, after `--tune`, or under axes that are named.
 
-python -m bench.peers.with_hotloop W4 --epochs 3 --device cpu auto|unasked|tune|baseline|compile=package,threads=1|auto,precision=bf16
+python -m bench.peers.with_hotloop W4 --epochs 3 --device cpu auto|unasked|tune|baseline|compile=package,threads=1|tune,precision=bf16
 """
 
 from __future__ import annotations

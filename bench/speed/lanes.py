@@ -136,12 +136,15 @@ SEARCHING = ("auto", "tune")
 REDUCED = "tune,precision=bf16"
 """With fewer bits, which nobody gets without asking for them; `auto` compiles nothing where they are asked for."""
 
+FEWER_BITS = f"{OURS}:{REDUCED}"
+"""Its lane."""
+
 UNSEARCHED = ("unasked",)
 """hotloop as it trains where no plan was asked for: what `auto` takes without searching or compiling."""
 
 
 def base_of(plan: str) -> str:
-    """What `auto,precision=bf16` sets axes on top of; the baseline where they stand alone."""
+    """What `tune,precision=bf16` sets axes on top of; the baseline where they stand alone."""
     first, _, _ = plan.partition(",")
     return "baseline" if "=" in first else first
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from bench.speed.lanes import OURS, REDUCED, TUTORIAL
+from bench.speed.lanes import FEWER_BITS, OURS, TUTORIAL
 from bench.speed.ratios import Mean
 from bench.speed.summary import RUN_S, Line, Summary
 from bench.speed.targets import Target
@@ -99,7 +99,7 @@ def _limit(found: Summary, workload: str) -> str:
     below = [
         f"{one.name} in {one.step_ms:.3g} ms"
         for one in found.lines[workload]
-        if one.name != f"{OURS}:{REDUCED}" and (one.step_ms or inf) < limit["least_ms"]
+        if one.name != FEWER_BITS and (one.step_ms or inf) < limit["least_ms"]
     ]
     no_limit = f". It is no limit: faster were {', '.join(below)}" if below else ""
     return (
@@ -109,11 +109,10 @@ def _limit(found: Summary, workload: str) -> str:
 
 
 def _limit_of_fewer_bits(found: Summary, workload: str) -> str:
-    name = f"{OURS}:{REDUCED}"
-    share = found.of_limit(workload, name, "least_bf16_ms")
+    share = found.of_limit(workload, FEWER_BITS, "least_bf16_ms")
     if share is None:
         return ""
-    return f"; in bf16 it allows {found.limits[workload]['least_bf16_ms']:.3g} ms: {name} reaches {share:.0%} of that"
+    return f"; in bf16 it allows {found.limits[workload]['least_bf16_ms']:.3g} ms: {FEWER_BITS} reaches {share:.0%} of that"
 
 
 def _overall(found: Summary) -> Iterator[str]:

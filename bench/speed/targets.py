@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.speed.lanes import BASELINE, OURS, PEERS, REDUCED, TUTORIAL
+from bench.speed.lanes import BASELINE, FEWER_BITS, PEERS, REDUCED, TUTORIAL
 from bench.speed.summary import RUN_S, Summary
 from bench.speed.workloads import WORKLOADS
 
@@ -97,7 +97,7 @@ def _on_gpu(found: Summary) -> Iterator[Target]:
 
 
 def _with_fewer_bits(found: Summary, workload: str) -> Target:
-    own, tutorial = found.line(workload, f"{OURS}:{REDUCED}"), found.line(workload, TUTORIAL)
+    own, tutorial = found.line(workload, FEWER_BITS), found.line(workload, TUTORIAL)
     where = f"{workload}, step over {TUTORIAL}, bf16 allowed"
     if own is None:
         return Target(where, 3.0, None, why=f"see --plans auto/{REDUCED}")
