@@ -22,7 +22,12 @@ from hotloop.wanted import Wanted
 
 
 class Counting:
-    """A callback of `fit`, which hears of spans of about a tenth of a second; the end is asked for as by Ctrl-C."""
+    """A callback of `fit`, which hears of spans of about a tenth of a second; the end is asked for as by Ctrl-C.
+
+    Like the progress bar that `hotloop train` has in its place, it changes nothing of the model.
+    """
+
+    read_only = True
 
     def __init__(self, marks: Marks) -> None:
         self.marks, self.step = marks, 0

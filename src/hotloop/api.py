@@ -60,7 +60,7 @@ def fit(
         device: where, whatever the plan says, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
         stop_after: stop cleanly after this time, such as `11h`.
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
-        callbacks: called with a `View` after each event, after those of the Task.
+        callbacks: called with a `View` after each event, after those of the Task; see `hotloop.view.Callback`.
         progress: show a progress bar and a line per epoch.
 
     Returns:

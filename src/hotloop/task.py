@@ -110,7 +110,7 @@ class Task:
         goal: whether the monitored figure should fall or rise; default by its name.
         stop_below: stop when the monitored figure falls below (rises above, for a rising goal) this.
         patience: stop after so many epochs without progress.
-        callbacks: called with a read-only `View` after each event.
+        callbacks: called with a read-only `View` after each event; see `hotloop.view.Callback`.
         classes: names of the classes, for reports.
         name: for run folders; default the file's name.
     """

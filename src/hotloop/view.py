@@ -47,3 +47,5 @@ class View:
 
 
 Callback = Callable[[View], None]
+"""Called with each moment. One that changes nothing of what is trained may say so by an attribute, `read_only = True`:
+then a compiled step isn't traced again at each epoch to see whether it did."""

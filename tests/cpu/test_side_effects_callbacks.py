@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import hotloop
 from hotloop.errors import TaskError
 from hotloop.lowering import graphs
+from hotloop.lowering.again import any_of_users
 from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP
 from tests.cpu.programs import a_task, last_state, trained
@@ -201,5 +202,25 @@ def test_without_callbacks_of_the_user_s_nobody_looks_again() -> None:
     assert program.looking_s == 0 < program._step.look_s
     program.look_again([])
     assert not program._step._again.due  # type: ignore[attr-defined]
-    program.look_again([print])
+    program.look_again([Reading()])
+    assert not program._step._again.due  # type: ignore[attr-defined]
+    program.look_again([Reading(), print])
     assert program._step._again.due  # type: ignore[attr-defined]
+
+
+class Reading:
+    """A callback that says of itself that it changes nothing."""
+
+    read_only = True
+
+    def __call__(self, view: hotloop.View) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("word", "looked"), [(True, False), (False, True), ("", True)])
+def test_only_who_says_so_is_taken_at_his_word(word: object, looked: bool) -> None:
+    def callback(view: hotloop.View) -> None:
+        pass
+
+    callback.read_only = word  # type: ignore[attr-defined]
+    assert any_of_users([callback]) is looked

@@ -38,8 +38,13 @@ class Again:
 
 
 def any_of_users(callbacks: Iterable[Any]) -> bool:
-    """Whether one of them is not hotloop's own, such as a progress bar."""
-    return any(not str(getattr(one, "__module__", "")).startswith("hotloop.") for one in callbacks)
+    """Whether one of them may change what is trained: it is not hotloop's own, such as a progress bar, nor does it say
+    `read_only = True` of itself."""
+    return any(not (_of_hotloop(one) or getattr(one, "read_only", False) is True) for one in callbacks)
+
+
+def _of_hotloop(callback: Any) -> bool:
+    return str(getattr(callback, "__module__", "")).startswith("hotloop.")
 
 
 def looks(watched: bool, steps: int | None, batches: int | None) -> int:
