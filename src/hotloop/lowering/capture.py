@@ -141,6 +141,7 @@ class _Tracer:
         _spell_out_factors(graph)
         _leave_out_nothing(graph)
         _draw_in_order_of_memory(graph)
+        graph.recompile()
         return Captured(graph, examples, self.scalars, self.gradients)
 
     def run(self, values: Values, batch: Any) -> tuple[Tensor, ...]:
@@ -279,7 +280,6 @@ def _spell_out_factors(graph: GraphModule) -> None:
             with graph.graph.inserting_before(node):
                 scaled = graph.graph.call_function(aten.mul.Tensor, (node.args[1], node.kwargs["alpha"]))
             node.args, node.kwargs = (node.args[0], scaled), {}
-    graph.recompile()
 
 
 def _leave_out_nothing(graph: GraphModule) -> None:
@@ -303,7 +303,6 @@ def _leave_out_nothing(graph: GraphModule) -> None:
             alone.meta = dict(node.meta)
             node.replace_all_uses_with(alone)
             graph.graph.erase_node(node)
-    graph.recompile()
 
 
 def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:
@@ -334,7 +333,6 @@ def _draw_in_order_of_memory(graph: GraphModule) -> None:
         node.args, back.meta = (turned, *node.args[1:]), dict(node.meta)
         turned.meta["val"] = node.meta["val"] = value.permute(order)
         node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
-    graph.recompile()
 
 
 def _is_drawn(node: Node) -> bool:

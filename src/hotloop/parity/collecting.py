@@ -92,7 +92,7 @@ class Collector:
             )
         self.witnesses[0].account.errors.append(found)
         for witness in self.witnesses[1:]:
-            self._listen(witness, _HARMLESS, stop, number, (true, sizes))
+            self._listen(witness, _HARMLESS, stop, number, (true, sizes), lent=True)
         heard = [self._listen(peer, _ALIKE_IN_PRECISION, stop, number, (true, sizes)) for peer in self.peers]
         evidence.baselines, evidence.peers = _active(self.witnesses), _active(self.peers)
         if self.peers and not evidence.peers:
@@ -110,13 +110,20 @@ class Collector:
             return self.witnesses[0].step(stop.state, stop.batch, number)
 
     def _listen(
-        self, witness: Witness, most: float, stop: Stop, number: int, known: tuple[Seen, Errors]
+        self,
+        witness: Witness,
+        most: float,
+        stop: Stop,
+        number: int,
+        known: tuple[Seen, Errors],
+        *,
+        lent: bool = False,
     ) -> Seen | None:
         """One step of it; if it fails, or changes the loss by more than that, it is not harmless and goes."""
         if not witness.active:
             return None
         try:
-            seen = witness.step(stop.state, stop.batch, number)[0]
+            seen = witness.step(stop.state, stop.batch, number, lent=lent)[0]
             found = errors(seen, *known)
         except Exception as error:
             if out_of_memory(error):
@@ -134,7 +141,7 @@ class Collector:
         true, sizes, eager, expected = known
         ran = program.compiled_steps
         try:
-            seen, after = one_step(program, stop.state, stop.batch)
+            seen, after = one_step(program, stop.state, stop.batch, lent=True)
         except Exception as error:
             if out_of_memory(error):
                 account.unproven = f"there was no memory for its step in the proof ({blame(error)})"
@@ -167,14 +174,14 @@ class Collector:
         nudging = others[0]
         first = 1000 * stop.state.position.step
         for number in range(first, first + _NUDGES):
-            step = nudging.step(stop.state, stop.batch, number)
+            step = nudging.step(stop.state, stop.batch, number, lent=True)
             rounding |= worst([rounding, errors(step[0], true, sizes)])
         if _ratio(found, rounding) <= _SUSPICIOUS:
             return
         near = dict(rounding)
         for number in range(first + _NUDGES, first + 2 * _NUDGES):
             farther = nudged(stop.state, number, FARTHER * nudging.unit)
-            off = errors(one_step(nudging.program, farther, stop.batch)[0], true, sizes)
+            off = errors(one_step(nudging.program, farther, stop.batch, lent=True)[0], true, sizes)
             may = {key: of_rounding(error, max(near.get(key, 0.0), UNIT)) for key, error in off.items()}
             rounding |= worst([rounding, may])
 

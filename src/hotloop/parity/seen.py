@@ -51,13 +51,17 @@ class _Noted(Seen):
         return len(self._kept)
 
 
-def one_step(program: Program, state: State, batch: Any) -> tuple[Seen, State]:
-    """Runs a step from `state` on a copy of `batch`; the State after it is also given as it is."""
+def one_step(program: Program, state: State, batch: Any, *, lent: bool = False) -> tuple[Seen, State]:
+    """Runs a step from `state` on a copy of `batch`; the State after it is also given as it is.
+
+    Args:
+        lent: both lie in the Program's own memory, for who is done with them before it takes another step.
+    """
     program.restore(replace(state, sums={}))
     before = {name: (value.grad, _version(value.grad)) for name, value in program.model.named_parameters()}
     given = copied(batch)
     program.step(given)
-    after, seen = program.state(), _Noted()
+    after, seen = program.state(lent=lent), _Noted()
     for name, value in after.sums.items():
         seen.note(("count" if name in _COUNTS else "loss", name), value)
     for key, value in _buffers(after):
@@ -65,7 +69,7 @@ def one_step(program: Program, state: State, batch: Any) -> tuple[Seen, State]:
     for name, parameter in program.model.named_parameters():
         gradient, (old, version) = parameter.grad, before[name]
         if gradient is not None and (gradient is not old or gradient._version != version):  # made in this step
-            seen.note(("gradient", name), gradient.detach().to("cpu", copy=True))
+            seen.note(("gradient", name), gradient.detach().to("cpu", copy=not lent))
     for path, value in leaves({key: after.optimizer[key] for key in ("state", "own", "groups")}):
         if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
             seen.note(("optimizer", path.strip("/")), value)

@@ -53,9 +53,10 @@ class Witness:
     def __post_init__(self) -> None:
         self.account = Account(self.name)
 
-    def step(self, state: State, batch: Any, number: int) -> tuple[Seen, State]:
+    def step(self, state: State, batch: Any, number: int, *, lent: bool = False) -> tuple[Seen, State]:
+        """One step from `state`, see `one_step`; `number` differs from step to step."""
         with self.around():
-            return one_step(self.program, self.state(state, number), self.batch(batch, number))
+            return one_step(self.program, self.state(state, number), self.batch(batch, number), lent=lent)
 
 
 class Truth:
@@ -68,7 +69,9 @@ class Truth:
         self.watch = step.watch
 
     def step(self, state: State, batch: Any) -> Seen:
-        return dict(one_step(self.program, in_float64(state), batch)[0])  # each is asked for again and again
+        """What one step does, until the next."""
+        seen, _ = one_step(self.program, in_float64(state), batch, lent=True)
+        return dict(seen)  # each is asked for again and again
 
 
 def baselines(task: Task, device: str, *, few: bool) -> list[Witness]:
