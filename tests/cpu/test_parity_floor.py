@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from hotloop import parity
-from hotloop.lowering import lower
+from hotloop.lowering import Program, lower
 from hotloop.parity import prove_programs
 from hotloop.parity.accounts import Account, Evidence
 from hotloop.parity.collecting import Collector
 from hotloop.parity.judging import TYPICAL, typical
 from hotloop.parity.judging import judged as judged_by_parity
+from hotloop.parity.path import Stop
 from hotloop.parity.running import run_freely
+from hotloop.parity.seen import errors, one_step
 from hotloop.parity.witnesses import Truth, Witness, _InARow, baselines, peers
 from hotloop.plan import BASELINE, Plan
-from hotloop.state import State
+from hotloop.state import State, differences
 from hotloop.verdicts import TRUSTED
 from tests.cpu.families import family
 from tests.cpu.programs import a_task
@@ -127,6 +129,27 @@ def test_another_order_of_samples_that_changes_the_result_is_no_harmless_change(
 
     assert left_out(lambda: Mixed(6, 3)) == {"permuted"}
     assert left_out(lambda: nn.Linear(6, 3)) == set()
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["alone", "beside others"])
+def test_the_baseline_s_step_stays_what_it_was_while_others_take_theirs(few: bool) -> None:
+    """Witnesses may run in its own Program, in whose memory a step lies that isn't kept."""
+    task = a_task(epochs=9)
+    witnesses, apart = baselines(task, "cpu", few=few)[: 1 if few else None], lower(task, BASELINE)
+    states: list[int] = []
+
+    class Watching(Collector):
+        def _try(self, program: Program, account: Account, stop: Stop, known: Any) -> None:
+            seen, after = one_step(apart, stop.state, stop.batch)
+            _, _, eager, expected = known
+            assert differences(expected, after) == []
+            assert not any(errors(eager, seen, dict.fromkeys(seen, 1.0)).values())
+            states.append(stop.state.position.step)
+            super()._try(program, account, stop, known)
+
+    collected = Watching(Truth(task, torch.device("cpu")), witnesses, [], [lower(task, BASELINE)]).collect()
+    assert collected.unproven is None and len(states) > 4
+    assert collected.candidates[0].differs is None
 
 
 class Keeping(nn.Module):

@@ -72,7 +72,8 @@ class Collector:
     def _compare(self, stop: Stop, number: int) -> str | None:
         """One step with everyone; a reason if that shows that nothing can be proven."""
         evidence = self.evidence
-        plain, after = self._baseline(stop, number)  # first: what the Task keeps for later steps is the baseline's then
+        # First: what the Task keeps for later steps is the baseline's then. Other witnesses may step with the same Program.
+        plain, after = self._baseline(stop, number, lent=len(self.witnesses) == 1)
         try:
             true = self.truth.step(stop.state, stop.batch)
         except Exception as error:
@@ -105,9 +106,9 @@ class Collector:
                 self._try(program, account, stop, (true, sizes, eager, after))
         return None
 
-    def _baseline(self, stop: Stop, number: int) -> tuple[Seen, State]:
+    def _baseline(self, stop: Stop, number: int, *, lent: bool = False) -> tuple[Seen, State]:
         with of_the_baseline(self.walker):
-            return self.witnesses[0].step(stop.state, stop.batch, number)
+            return self.witnesses[0].step(stop.state, stop.batch, number, lent=lent)
 
     def _listen(
         self,
