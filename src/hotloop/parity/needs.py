@@ -39,9 +39,9 @@ def lacking(programs: Sequence[Program]) -> str:
 def needed_bytes(programs: Sequence[Program]) -> dict[torch.device, int]:
     """Of the host and of where they compute, beside what they hold themselves; what activations take isn't counted."""
     weights, state = _held(programs[0])
-    host, device = torch.device("cpu"), programs[0].device
+    device, host = programs[0].device, torch.device("cpu")
     others = (len(programs) - 1) * (weights + state)
-    if device == host:
+    if device.type == "cpu":
         return {host: _WEIGHTS * weights + _STATE * state + others}
     beside = _PROGRAMS * (2 * weights + state)  # with their gradients
     return {host: _COPIED_WEIGHTS * weights + _COPIED_STATE * state + others, device: beside}
