@@ -1,21 +1,22 @@
-"""A whole run, from the process's start to the end of training: the tutorial's loop, its rivals, and hotloop with a warm
-and a cold cache, in turn."""
+"""A whole run, from the process's start to the end of training: the tutorial's loop, its rivals, and hotloop with an empty
+cache, again until it has compiled, and with the cache that these runs have filled, in turn."""
 
 from __future__ import annotations
 
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from bench.speed.caching import Filled, begun, caches, filled, note_filled, own_cache
+from bench.speed.caching import Filled, begun, caches, note_filled, own_cache
 from bench.speed.data import samples
 from bench.speed.journal import Journal, Row
 from bench.speed.lanes import OURS, TUTORIAL, Lane, ours
 from bench.speed.running import Failed, Marked, Peer, command
 from bench.speed.table import ratio_text, rows
-from bench.speed.targets import RUN_GOALS, Target
+from bench.speed.targets import RUN_GOALS, SMALL, Target
 from bench.speed.turns import Session, in_turns, step_times
 from bench.speed.workloads import Workload
 from hotloop.measuring.statistics import Ratio, ratio_of
@@ -27,14 +28,15 @@ LONGEST = 20.0
 
 COLD, WARM = "cold", "warm"
 
+_MOST_RUNS = 5
+"""Of hotloop with one cache: what doesn't pay in one run it may compile for those that follow."""
+
+_REMEMBERED = "remembered as the fastest"
+
 
 def lanes_of(peers: Sequence[Lane], plans: Sequence[str]) -> list[Lane]:
-    """Whoever compiles twice, with a cache that is empty, and with the one that such a run has filled."""
-    return [each for lane in [*peers, *(ours(plan, f"{OURS} {plan}") for plan in plans)] for each in _by_cache(lane)]
-
-
-def _by_cache(lane: Lane) -> list[Lane]:
-    return [replace(lane, name=f"{lane.name}, {state}") for state in (COLD, WARM)] if lane.compiles else [lane]
+    """Those who take part; see `_states`."""
+    return [*peers, *(ours(plan, f"{OURS} {plan}") for plan in plans)]
 
 
 def epochs_for(workload: Workload, seconds: float, home: Path, device: str) -> int:
@@ -66,24 +68,43 @@ def whole_runs(
     known = journal.of(kind="whole", workload=workload.name)
     epochs = known[0]["epochs"] if known else epochs_for(workload, seconds, home, device)
     tell(f"{workload.name}: {epochs} epochs")
+    limit_s = LONGEST * seconds
     for number in range(rounds):
         for lane in lanes[:: -1 if number % 2 else 1]:
-            key = {"kind": "whole", "workload": workload.name, "lane": lane.name, "round": number}
-            if lane.missing(workload, device) or journal.has(key):
+            if lane.missing(workload, device):
                 continue
             folder = own_cache(home, workload.name, "whole", lane.module, *lane.options, device, f"{epochs} epochs")
             script = command(lane.module, workload.name, lane.options, epochs, device)
-            if lane.name.endswith(WARM) and filled(folder) is None:  # by another bench, or not at all
-                _run(script, _emptied(folder), LONGEST * seconds)
-            cold = lane.name.endswith(COLD)
-            marked = _run(script, _emptied(folder) if cold else folder, LONGEST * seconds)
-            journal.add(key, epochs=epochs, **asdict(marked))
-            tell(f"{workload.name} {lane.name}: {marked.failure or f'{marked.total_s:.1f} s'}")
+            key = {"kind": "whole", "workload": workload.name, "round": number}
+            last = f"{lane.name}, {WARM}" if lane.compiles else lane.name
+            if journal.has({**key, "lane": last}):
+                continue
+            for name, marked in _states(lane, folder, partial(_run, script, folder, limit_s)):
+                if not journal.has({**key, "lane": name}):  # stopped before the last, all of them are run again
+                    journal.add({**key, "lane": name}, epochs=epochs, **asdict(marked))
+                tell(f"{workload.name} {name}: {marked.failure or f'{marked.total_s:.1f} s'}")
 
 
-def _emptied(folder: Path) -> Path:
+def _states(lane: Lane, folder: Path, run: Callable[[], Marked]) -> Iterator[tuple[str, Marked]]:
+    """Runs of a peer, each with its name; one that compiles begins with an empty cache, and goes on with what that leaves.
+
+    The `warm` run is the second; of hotloop, which may compile later, the first that begins with what it remembers.
+    """
+    if not lane.compiles:
+        yield lane.name, run()
+        return
     shutil.rmtree(folder, ignore_errors=True)
-    return folder
+    marked = run()
+    yield f"{lane.name}, {COLD}", marked
+    for number in range(2, _MOST_RUNS + 1):
+        if marked.failure:
+            return
+        marked = run()
+        waits = lane.module == "with_hotloop" and not any(_REMEMBERED in line for line in marked.said)
+        is_warm = number == _MOST_RUNS or not waits
+        yield f"{lane.name}, {WARM if is_warm else f'run {number}'}", marked
+        if is_warm:
+            return
 
 
 def _run(script: Sequence[str], folder: Path, limit_s: float) -> Marked:
@@ -133,7 +154,17 @@ def whole_targets(found: Sequence[Row], device: str) -> list[Target]:
             tutorial = _seconds([row for row in of if row["lane"] == TUTORIAL])
             against = _against(_seconds([row for row in of if row["lane"] == lane]), tutorial)
             kept.append(Target(f"{workload}, whole run over tutorial, {lane}", goal, against and against.median))
-    return kept
+    return [*_means(kept), *kept]
+
+
+def _means(single: Sequence[Target]) -> Iterator[Target]:
+    """The geometric mean over the small workloads, where each has been run."""
+    for lane in dict.fromkeys(one.where.partition(", ")[2] for one in single):
+        found = {one.where.partition(", ")[0]: one for one in single if one.where.partition(", ")[2] == lane}
+        reached = [found[name].reached for name in SMALL if name in found and found[name].reached]
+        if len(reached) == len(SMALL):
+            goal = found[SMALL[0]].goal
+            yield Target(f"W1 to W5, mean, {lane}", goal, statistics.geometric_mean(filter(None, reached)))
 
 
 def _against(seconds: Mapping[int, float], tutorial: Mapping[int, float]) -> Ratio | None:

@@ -140,8 +140,9 @@ def _weighed(
         return program, plan
     rewrites = any(way.rewrites != "none" for way in ways)
     limit_s, program.watched = until - time.monotonic(), watched
+    to_come = memory.to_come(facts.steps)
     with closing(program):
-        hope = hoped(program, facts.steps, way=ways[0].compile, rewrites=rewrites, limit_s=limit_s)
+        hope = hoped(program, facts.steps, way=ways[0].compile, rewrites=rewrites, limit_s=limit_s, to_come=to_come)
     del program  # training begins with one that has run no step, and there may be no memory for two
     if isinstance(hope, str) or not hope.compilations:
         say(f"auto goes on eagerly: {hope}")
@@ -150,7 +151,8 @@ def _weighed(
 
     say(f"auto compiles: {hope}")
     instead = [way for way in instead if hope.by(way.compile).compilations]
-    settling = Settling(task, facts, plan, choices[-1].plan, allowed, say, during, watched, memory.keep)
+    served = facts.model_copy(update={"steps": facts.steps + to_come})
+    settling = Settling(task, served, plan, choices[-1].plan, allowed, say, during, watched, memory.keep)
     verdict = settling.run(ways, hope.compilations, instead)
     return _settled(task, [*ways, *instead, settling.otherwise], verdict, say, during, memory)
 
@@ -162,7 +164,8 @@ def _untried(
     others = [one.plan for one in choices if one.plan.compile != plan.compile]
     compiled = [one for one in others if one.with_axes(compile=plan.compile) == plan]
     allowed = accepted(wanted.plan.model_fields_set)
-    return _promising(_ways(compiled, facts, wanted), plan, facts.steps, allowed, memory, say)
+    steps = None if facts.steps is None else facts.steps + memory.to_come(facts.steps)
+    return _promising(_ways(compiled, facts, wanted), plan, steps, allowed, memory, say)
 
 
 def _promising(

@@ -2,7 +2,8 @@
 
 Only ratios against the plain baseline are kept, since times of races on different days don't compare. What doesn't work
 is kept as well, so that nobody tries it again before something has changed; but not what only lacked memory, room on the
-disk or a part of the compiler that day, be it a plan or its proof.
+disk or a part of the compiler that day, be it a plan or its proof. Beside them stands how many steps the Task was trained
+for, which tells whether it is trained again and again.
 """
 
 from __future__ import annotations
@@ -187,6 +188,28 @@ def best(kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TR
     step_ms = statistics.median(one.baseline.step_ms or 0.0 for one in able)
     first = max(able, key=lambda one: one.wins_s(steps, step_ms))
     return first if first.wins_s(steps, step_ms) > 0 else None
+
+
+def trained(fingerprint: str, machine: str, versions: Mapping[str, str]) -> int:
+    """Steps that runs of this Task have done before; 0 where nothing is kept of them."""
+    try:
+        return max(0, int(_steps_file(_about(fingerprint, machine, versions)).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return 0
+
+
+def add_trained(fingerprint: str, machine: str, versions: Mapping[str, str], steps: int) -> list[str]:
+    """Adds the steps of a run; returns a note if that failed. Of two runs that end at once, one may not be counted."""
+    known = trained(fingerprint, machine, versions) + steps
+    try:
+        write_atomic(_steps_file(_about(fingerprint, machine, versions)), f"{known}\n")
+    except HotloopError as error:
+        return [f"the run's steps couldn't be noted for runs to come: {error.given}"]
+    return []
+
+
+def _steps_file(where: dict[str, Any]) -> Path:
+    return _place(where) / "steps"
 
 
 def _about(fingerprint: str, machine: str, versions: Mapping[str, str]) -> dict[str, Any]:

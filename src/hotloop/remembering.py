@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hotloop.choosing import NOTHING_KEPT, Foreseen, foreseen, left_after, lowered, placed
 from hotloop.errors import MemoryExhausted, PlanError
-from hotloop.kept import Kept, best, recall, remember
+from hotloop.kept import Kept, add_trained, best, recall, remember, trained
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
@@ -75,12 +76,31 @@ def _fastest(kept: list[Kept], wanted: Wanted, facts: TaskFacts) -> Plan | None:
     return None if found is None else found.timing.as_plan
 
 
-def _memory(kept: list[Kept], say: Say) -> Memory:
+def _memory(kept: list[Kept], facts: TaskFacts, say: Say) -> Memory:
     def keep(verdict: Verdict) -> None:
         for note in remember(verdict):
             say(note)
 
-    return Memory([one.timing for one in kept], keep)
+    return Memory([one.timing for one in kept], keep, trained(facts.fingerprint, machine_name(), speed_versions()))
+
+
+def known_by(loaded: Loaded, task: Task, wanted: Wanted) -> TaskFacts | None:
+    """What runs of the Task are remembered by; None where they aren't, as without `auto` or a file.
+
+    Raises:
+        DeviceError: there is no such device here as the plan names.
+    """
+    if not wanted.auto or loaded.record is None:
+        return None
+    placed(wanted.plan)  # a device that isn't there shows before a model is built
+    return fingerprinted(replace(loaded, task=task))
+
+
+def remember_steps(facts: TaskFacts | None, steps: int, say: Say) -> None:
+    """Notes for runs to come that one has done so many steps; see `known_by`."""
+    if facts is not None and steps > 0:
+        for note in add_trained(facts.fingerprint, machine_name(), speed_versions(), steps):
+            say(note)
 
 
 def foreseen_by_memory(loaded: Loaded, wanted: Wanted, say: Say) -> Foreseen:
@@ -92,7 +112,7 @@ def foreseen_by_memory(loaded: Loaded, wanted: Wanted, say: Say) -> Foreseen:
     placed(wanted.plan)
     facts = fingerprinted(loaded)
     kept = [] if loaded.record is None else _fitting(wanted, facts, say)
-    memory = Memory([one.timing for one in kept])
+    memory = NOTHING_KEPT if loaded.record is None else _memory(kept, facts, say)
     return foreseen(loaded.task, wanted, facts, memory, _fastest(kept, wanted, facts))
 
 
@@ -131,5 +151,5 @@ def lowered_by_memory(
         else:
             say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
             return program
-    memory = NOTHING_KEPT if loaded.record is None else _memory(kept, say)
+    memory = NOTHING_KEPT if loaded.record is None else _memory(kept, facts, say)
     return lowered(task, wanted, say, during, facts=facts, memory=memory, until=until, callbacks=callbacks)

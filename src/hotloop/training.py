@@ -27,8 +27,8 @@ from hotloop.pacing import Cadence, seconds
 from hotloop.parallel.joining import Joined
 from hotloop.plan import Plan
 from hotloop.probe import allocator
-from hotloop.records import RunRecord
-from hotloop.remembering import lowered_by_memory
+from hotloop.records import RunRecord, TaskFacts
+from hotloop.remembering import known_by, lowered_by_memory, remember_steps
 from hotloop.report import tensorboard
 from hotloop.report.curves import draw_curves
 from hotloop.run import Following, Run
@@ -96,7 +96,8 @@ def _start(
     task = overridden(loaded.task, overrides)
     until = began + checked(task, stop_after, checkpoint_every)
     path = ranks.world.from_first(lambda: _new(run, task.name))
-    program = lowered_by_memory(loaded, task, wanted, say, during, until=until, callbacks=callbacks)
+    facts = known_by(loaded, task, wanted)
+    program = lowered_by_memory(loaded, task, wanted, say, during, facts, until=until, callbacks=callbacks)
     as_given = replace(program.parts, task=task, roles=task.roles)  # facts are of the Task, not of how it is run
     record = RunRecord(
         name=task.name,
@@ -115,7 +116,7 @@ def _start(
     ranks.begin(str(path.absolute()))
     if task.roles.note:
         say(task.roles.note)
-    return handle, _train(handle, task, lambda: program, False, until, callbacks, say)
+    return handle, _train(handle, task, lambda: program, facts, False, until, callbacks, say)
 
 
 def checked(task: Task, stop_after: str | None, checkpoint_every: str) -> float:
@@ -199,8 +200,10 @@ def _go_on(
         say(f"{', '.join(other)}: the result may differ in its last bits")
     done = handle.epochs[-1]["step"] if handle.epochs else 0
     loaded = loaded or Loaded(before, handle.record.source, files_of(handle.source))
-    first = partial(lowered_by_memory, loaded, task, wanted, say, during, done=done, until=until, callbacks=callbacks)
-    return handle, _train(handle, task, first, True, until, callbacks, say)
+    facts = known_by(loaded, task, wanted)
+    lowered = partial(lowered_by_memory, loaded, task, wanted, say, during, facts)
+    first = partial(lowered, done=done, until=until, callbacks=callbacks)
+    return handle, _train(handle, task, first, facts, True, until, callbacks, say)
 
 
 def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
@@ -212,14 +215,19 @@ def _train(
     handle: Run,
     task: Task,
     first: Callable[[], Program],
+    facts: TaskFacts | None,
     resume: bool,
     until: float,
     callbacks: Sequence[Callback],
     say: Say,
 ) -> Ended:
-    """Trains in the run's folder, beginning with the Program that `first` makes; stops at `until`, by `time.monotonic()`."""
+    """Trains in the run's folder, beginning with the Program that `first` makes; stops at `until`, by `time.monotonic()`.
+
+    Args:
+        facts: by which runs to come are told of its steps.
+    """
     handle.lock()
-    before, events = handle.as_written(), len(handle.journal())
+    before, events, reached = handle.as_written(), len(handle.journal()), handle.reached()
     try:
         program = first()
         plan = program.parts.plan
@@ -246,6 +254,8 @@ def _train(
             handle.keep(plan=before.plan, record=before.record)
         raise
     finally:
+        if not isinstance(handle, Following):
+            remember_steps(facts, handle.reached() - reached, say)
         handle.unlock()
 
 

@@ -30,6 +30,9 @@ _DOUBT = 1.5
 _IN_VAIN = 2
 """Times what compiling, race and proof cost: so much must be hoped for, since a race may be lost, and a proof fail."""
 
+_RUNS_TO_COME = 10
+"""At most that are expected: what is short now isn't made longer for the sake of long runs before."""
+
 _RACING_STEPS = 2 * LEAST_PAIRS
 """Of each plan in a race, the baseline and the eager one among them; how long they take counts as compiling."""
 
@@ -45,7 +48,8 @@ class Hope:
     """What compiling may save.
 
     Attributes:
-        steps: of the run that is left.
+        steps: of the run that are left.
+        to_come: of runs like it that may follow, to which what was compiled is worth as much.
         step_s: seconds of an eager step, without making its batch, which no compiler makes faster.
         gain: by what factor a compiled step may be faster; None if even one of no time would not pay.
         load_s: seconds of making a batch, for which race and proof wait; `copying_s` of copying the State out and back, as a
@@ -66,6 +70,7 @@ class Hope:
     looks: int = 0
     look_s: float = 0.0
     copying_s: float = 0.0
+    to_come: int = 0
 
     def by(self, way: str) -> Hope:
         """By another way to compile, as the plan's axis says it."""
@@ -75,9 +80,9 @@ class Hope:
 
     @property
     def wins_s(self) -> float:
-        """Seconds of the run that may be saved."""
+        """Seconds that may be saved, of the run and of those to come."""
         share = 1.0 if self.gain is None else 1 - 1 / self.gain
-        return max(0.0, self.steps * self.step_s * share - self.looks * self.look_s)
+        return max(0.0, (self.steps + self.to_come) * self.step_s * share - self.looks * self.look_s)
 
     def costs_s(self, compilations: int = 1) -> float:
         """Seconds that so many compilations and their races take, and a proof."""
@@ -85,8 +90,9 @@ class Hope:
         return compilations * _DOUBT * self.compile_s + racing_s + proving_s(self.step_s + self.load_s, self.copying_s)
 
     def pays(self, compilations: int = 1) -> bool:
-        """Whether they should save clearly more than they cost, and leave time to train."""
-        return self.costs_s(compilations) < min(self.wins_s / _IN_VAIN, SEARCHED * self.limit_s)
+        """Whether they should save clearly more than they cost, and leave time to train; nor is any run twice as long."""
+        most_s = min(self.steps * self.step_s, SEARCHED * self.limit_s)
+        return self.costs_s(compilations) < min(self.wins_s / _IN_VAIN, most_s)
 
     @property
     def compilations(self) -> int:
@@ -100,9 +106,10 @@ class Hope:
         limit = f", more than a third of the {max(0.0, self.limit_s):.0f} s until stop-after" if long else ""
         looking = f" with {self.looks:,} looks for what callbacks change" if self.looks else ""
         lost = ", which a lost race would waste" if self.costs_s() < self.wins_s <= _IN_VAIN * self.costs_s() else ""
+        runs = f" and of {self.to_come:,} in runs to come, as there were before" if self.to_come else ""
         return (
             f"a step takes {milliseconds(self.step_s)}{loading}, so compiling {most} {self.wins_s:,.0f} s"
-            f" of the {self.steps:,} steps left{looking}, and with a proof it may take {self.costs_s():.0f} s{limit}{lost}"
+            f" of the {self.steps:,} steps left{runs}{looking}, and with a proof it may take {self.costs_s():.0f} s{limit}{lost}"
         )
 
 
@@ -112,10 +119,17 @@ class Memory:
 
     Attributes:
         timings: beside the baseline that this run would have.
+        steps: that runs of it have done.
     """
 
     timings: Sequence[Timing] = ()
     keep: Callable[[Verdict], None] = lambda verdict: None
+    steps: int = 0
+
+    def to_come(self, steps: int) -> int:
+        """Steps of runs that may follow one of so many: as many as were before, which is wrong by no more than half of
+        what is spent (as in renting skis until that has cost as much as buying them)."""
+        return min(self.steps, _RUNS_TO_COME * steps)
 
     @property
     def _found(self) -> dict[Plan, Timing]:
@@ -159,19 +173,31 @@ def accepted(fixed: Collection[str]) -> tuple[str, ...]:
     return (*TRUSTED, "reduced-precision") if "precision" in fixed else TRUSTED
 
 
-def hoped(program: Program, steps: int, *, way: str, rewrites: bool, limit_s: float = math.inf) -> Hope | str:
+def hoped(
+    program: Program, steps: int, *, way: str, rewrites: bool, limit_s: float = math.inf, to_come: int = 0
+) -> Hope | str:
     """What compiling may save of so many steps of an eager Program, whose State stays; or why it isn't worth a thought.
 
     Args:
+        to_come: steps of runs that may follow.
         way: to compile, as the plan's axis says it.
         rewrites: whether a compiled step would be rewritten.
         limit_s: seconds until the run is to stop.
     """
     try:
         with _on_one_batch(program):
-            often = looks(program.watched, steps, program.feed.batches)
+            often = looks(program.watched, steps + to_come, program.feed.batches)
             step_s, copying_s = Runner(program).glance(_GLANCE_S)
-            hope = Hope(steps, step_s, compile_s=compile_s(0, way), limit_s=limit_s, looks=often, copying_s=copying_s)
+            least_s = compile_s(0, way)
+            hope = Hope(
+                steps,
+                step_s,
+                compile_s=least_s,
+                limit_s=limit_s,
+                looks=often,
+                copying_s=copying_s,
+                to_come=to_come,
+            )
             if not hope.pays():
                 return hope
         if not _alike(program):

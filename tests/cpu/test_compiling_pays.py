@@ -125,6 +125,24 @@ def test_a_convolution_of_many_weights_stays_with_the_library(
     assert seen.found == [stays, stays]
 
 
+@pytest.mark.parametrize(
+    ("pool", "rewrites", "stays"),
+    [
+        (nn.MaxPool2d(2), True, False),
+        (nn.MaxPool2d((3, 2)), True, False),
+        (nn.MaxPool2d(2), False, True),
+        (nn.MaxPool2d(3, stride=2), True, True),  # windows overlap
+        (nn.MaxPool2d(2, padding=1), True, True),
+        (nn.MaxPool2d(5), True, True),  # leaves out a column
+        (nn.MaxPool2d(6), True, True),  # many numbers in a window
+    ],
+)
+def test_pooling_stays_with_the_library_where_no_rewrite_takes_it(pool: nn.Module, rewrites: bool, stays: bool) -> None:
+    with Stays(rewrites, "max_pool2d_with_indices") as seen:
+        pool(torch.zeros(2, 3, 12, 12, requires_grad=True) + 0).sum().backward()
+    assert seen.found == [stays, stays]
+
+
 def test_a_step_with_a_convolution_without_padding_is_looked_at() -> None:
     layers = lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding="valid"), nn.Flatten(), nn.LazyLinear(5))  # noqa: E731
 

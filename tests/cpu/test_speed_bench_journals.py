@@ -1,4 +1,4 @@
-"""The bench against peers: caches, journals, searches and whole runs."""
+"""The bench against peers: caches, journals and searches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ from bench.speed.sessions import Bench
 from bench.speed.summary import summary
 from bench.speed.table import markdown
 from bench.speed.turns import Session
-from bench.speed.whole import lanes_of, whole_runs, whole_table, whole_targets
 from bench.speed.workloads import WORKLOADS
 from hotloop.errors import HotloopError
 from tests.cpu.made_peers import PEER, row
@@ -213,60 +212,12 @@ def test_who_compiles_in_seconds_is_measured_with_a_cold_cache_where_there_is_no
     assert made.journal.rows[-1]["lanes"]["jax-scan"]["cache"] == "warm"
 
 
-def test_whole_runs_go_on_where_they_were_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun_runs = []
-
-    def command(module: str, workload: str, options: object, epochs: int, device: str) -> list[str]:
-        begun_runs.append(module)
-        return [sys.executable, "-c", PEER, workload, "plain", "--epochs", str(epochs)]
-
-    monkeypatch.setattr("bench.speed.whole.command", command)
-    journal = Journal(tmp_path / "journal.jsonl", resume=True)
-    peers = [Lane(TUTORIAL, "tutorial"), *(Lane(f"hotloop auto, {state}", "ours") for state in ("cold", "warm"))]
-    key = {"kind": "whole", "workload": "W4", "lane": TUTORIAL, "round": 0}
-    journal.add(key, epochs=3, **asdict(Marked(total_s=1.0, startup_s=0.5, test_accuracy=0.9)))
-    whole_runs(WORKLOADS["W4"], peers, 1.0, 1, tmp_path, journal, lambda line: None)
-    assert begun_runs == ["ours", "ours"]  # the cold run fills the cache of the warm one
-    assert [one["lane"] for one in journal.rows] == [TUTORIAL, "hotloop auto, cold", "hotloop auto, warm"]
-    assert journal.rows[2]["total_s"] > 0 and journal.rows[2]["test_accuracy"] == 0.9
-    assert "hotloop auto, warm" in whole_table(journal.rows)
-
-
-def test_whole_runs_of_all_who_compile_are_cold_and_warm() -> None:
-    jax, tutorial = (next(peer for peer in PEERS if peer.name == name) for name in ("jax-scan", TUTORIAL))
-    names = [lane.name for lane in lanes_of([tutorial, jax], ["auto"])]
-    assert names == [TUTORIAL, "jax-scan, cold", "jax-scan, warm", "hotloop auto, cold", "hotloop auto, warm"]
-
-
-def test_whole_runs_are_held_against_their_targets() -> None:
-    def run(lane: str, seconds: float) -> dict:
-        return {"workload": "W4", "lane": lane, "round": 0, "epochs": 3, **asdict(Marked(total_s=seconds))}
-
-    found = [run(TUTORIAL, 120.0), run("hotloop auto, cold", 100.0), run("hotloop auto, warm", 40.0)]
-    verdicts = {one.where: one.verdict for one in whole_targets(found, "cpu")}
-    assert verdicts["W4, whole run over tutorial, hotloop auto, cold"] == "missed by 20%"
-    assert verdicts["W4, whole run over tutorial, hotloop auto, warm"] == "met"
-
-
 def test_jax_finds_again_what_it_compiled_into_its_cache(tmp_path: Path) -> None:
     pytest.importorskip("jax", reason="needs jax (the bench extra)")
     script = "import jax; jax.jit(lambda x: x * 2)(jax.numpy.ones(3))"
     environment = {**os.environ, **caches(tmp_path)}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
     assert any((tmp_path / "jax").iterdir())
-
-
-def test_whole_runs_that_failed_are_named_and_the_others_shown() -> None:
-    def run(lane: str, number: int, **marked: object) -> dict:
-        done = {"startup_s": 2.0, "total_s": 10.0, "test_accuracy": 0.9, **marked}
-        return {"workload": "W4", "lane": lane, "round": number, "epochs": 3, **asdict(Marked(**done))}
-
-    broken = {"startup_s": None, "total_s": None, "test_accuracy": None, "failure": "out of luck"}
-    found = [run(lane, 0, total_s=seconds) for lane, seconds in ((TUTORIAL, 10.0), ("cold", 5.0))]
-    found += [run(TUTORIAL, 1), run("cold", 1, **broken), run("never", 0, **broken)]
-    text = whole_table(found)
-    assert "| cold | 5.0 s | 2.00 (1 pairs) | 2.0 s | 0.9000 |  |" in text and "| never |  |  |  |  |  |" in text
-    assert "- **failed**: cold, run 1: out of luck" in text
 
 
 def test_products_of_an_lstm_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

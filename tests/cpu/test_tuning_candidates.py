@@ -107,14 +107,14 @@ def test_products_stay_with_the_library_and_a_convolution_that_is_rewritten_need
 
 
 class Stays(Onlooker):
-    """Which convolutions of a step, forward and backward, are reckoned to stay with the library."""
+    """Which convolutions of a step, or others, forward and backward, are reckoned to stay with the library."""
 
-    def __init__(self, rewrites: bool) -> None:
+    def __init__(self, rewrites: bool, kind: str = "convolution") -> None:
         super().__init__()
-        self.rewrites, self.found = rewrites, list[bool]()
+        self.rewrites, self.kind, self.found = rewrites, kind, list[bool]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.overloadpacket.__name__.startswith("convolution"):
+        if function.overloadpacket.__name__.startswith(self.kind):
             self.found.append(bounds._stays(function, args, self.rewrites))
         return function(*args, **(kwargs or {}))
 

@@ -12,6 +12,7 @@ from hotloop.lowering import Program
 from hotloop.lowering.rewrites.conv_in_pool import LIKELY_TERMS
 from hotloop.lowering.rewrites.draw_by_words import share_of
 from hotloop.lowering.rewrites.mm_by_onednn import multiplied_faster
+from hotloop.lowering.rewrites.pool_as_max import window_in
 from hotloop.measuring.runner import Runner
 from hotloop.onlooker import Onlooker
 
@@ -103,8 +104,8 @@ class _Timing(Onlooker):
 
 
 def _stays(function: Any, args: Sequence[Any], rewrites: bool, kwargs: dict[str, Any] | None = None) -> bool:
-    """Whether a compiled step calls the same library for it; a convolution of small filters can be rewritten, a mask of
-    dropout too, and a product where oneDNN is faster."""
+    """Whether a compiled step calls the same library for it; a convolution of small filters can be rewritten, pooling in
+    windows that touch and a mask of dropout too, and a product where oneDNN is faster."""
     if function.namespace not in ("aten", "prim", "prims"):
         return True  # nobody knows what those of others do inside
     name = function.overloadpacket.__name__
@@ -112,6 +113,8 @@ def _stays(function: Any, args: Sequence[Any], rewrites: bool, kwargs: dict[str,
         return False
     if name == "bernoulli_":
         return not rewrites or share_of(function, args, kwargs or {}) is None
+    if name.startswith("max_pool2d_with_indices"):
+        return not (rewrites and window_in(*args[name.endswith("backward") :][:5]))
     if name.startswith("convolution"):
         return not (rewrites and _can_be_rewritten(name, args))
     return name in _LIBRARY or any(part in name for part in ("attention", "lstm", "linalg"))

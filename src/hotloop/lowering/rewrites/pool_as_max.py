@@ -38,12 +38,22 @@ def pooling_as_maximum(graph: GraphModule) -> int:
 
 def window_of(pool: Node) -> tuple[int, int] | None:
     """The size of windows that touch, don't overlap, and take in the whole image; None for others."""
-    size = pair(argument(pool, "kernel_size"))
-    plain = pair(argument(pool, "padding")) == (0, 0) and pair(argument(pool, "dilation")) == (1, 1)
-    image = value_of(operand(pool))
-    touches = pair(argument(pool, "stride") or size) == size
+    names = ("kernel_size", "stride", "padding", "dilation")
+    return window_in(value_of(operand(pool)), *(argument(pool, name) for name in names))
+
+
+def window_in(
+    image: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+) -> tuple[int, int] | None:
+    """The same of what `aten.max_pool2d_with_indices` is given."""
+    size = pair(kernel)
+    plain = pair(padding) == (0, 0) and pair(dilation) == (1, 1) and pair(stride or size) == size
     whole = not image.shape[-2] % size[0] and not image.shape[-1] % size[1]
-    return size if plain and touches and whole and is_plain(image) and size[0] * size[1] <= _MOST else None
+    return size if plain and whole and is_plain(image) and size[0] * size[1] <= _MOST else None
 
 
 def _rewritten(graph: GraphModule, pool: Node) -> bool:
