@@ -73,14 +73,14 @@ def targets(found: Summary, device: str) -> list[Target]:
 def _on_cpu(found: Summary) -> Iterator[Target]:
     for name in ("lightning", "accelerate"):
         for goal, which in ((2.5, "floor"), (4.0, "goal")):
-            yield Target(f"W1 to W5, step, mean over {name} ({which})", goal, _mean(SMALL, _step(found, name)))
-    yield Target("W1 to W5, step, mean over transform", 4.0, _mean(SMALL, _step(found, "transform")))
+            yield Target(f"W1 to W5, step, mean over {name} ({which})", goal, mean_of(SMALL, _step(found, name)))
+    yield Target("W1 to W5, step, mean over transform", 4.0, mean_of(SMALL, _step(found, "transform")))
     yield from _best(found, SMALL, 1.2)
     for cache, goal in RUN_GOALS.items():
         run = f"W1 to W5, run of {RUN_S / 60:.0f} min reckoned, mean over tutorial, {cache}"
-        yield Target(run, goal, _mean(SMALL, _run(found, cache)))
+        yield Target(run, goal, mean_of(SMALL, _run(found, cache)))
     yield from _best(found, LARGE, 1.0)
-    yield Target("W6 to W9, step, mean over tutorial", 1.15, _mean(LARGE, _step(found, TUTORIAL)))
+    yield Target("W6 to W9, step, mean over tutorial", 1.15, mean_of(LARGE, _step(found, TUTORIAL)))
 
 
 def _on_gpu(found: Summary) -> Iterator[Target]:
@@ -167,7 +167,7 @@ def _only(by_cache: Mapping[str, float]) -> float:
     return next(iter(by_cache.values()))
 
 
-def _mean(workloads: Sequence[str], reached: Reached) -> float | None:
+def mean_of(workloads: Sequence[str], reached: Reached) -> float | None:
     """The geometric mean, where there is one of each: of some of them it would promise something else."""
     each = [reached(workload) for workload in workloads]
     if any(value is None for value in each):

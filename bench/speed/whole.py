@@ -3,6 +3,7 @@ cache, again until it has compiled, and with the cache that these runs have fill
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,10 +14,10 @@ from pathlib import Path
 from bench.speed.caching import Filled, begun, caches, note_filled, own_cache
 from bench.speed.data import samples
 from bench.speed.journal import Journal, Row
-from bench.speed.lanes import OURS, TUTORIAL, Lane, ours
+from bench.speed.lanes import OURS, TUTORIAL, Lane, base_of, ours
 from bench.speed.running import Failed, Marked, Peer, command
 from bench.speed.table import ratio_text, rows
-from bench.speed.targets import RUN_GOALS, SMALL, Target
+from bench.speed.targets import RUN_GOALS, SMALL, Target, mean_of
 from bench.speed.turns import Session, in_turns, step_times
 from bench.speed.workloads import Workload
 from hotloop.measuring.statistics import Ratio, ratio_of
@@ -29,9 +30,9 @@ LONGEST = 20.0
 COLD, WARM = "cold", "warm"
 
 _MOST_RUNS = 5
-"""Of hotloop with one cache: what doesn't pay in one run it may compile for those that follow."""
+"""Of `auto` with one cache, unless it compiles in the last: what doesn't pay in one run it may compile for those that follow."""
 
-_REMEMBERED = "remembered as the fastest"
+_REMEMBERED, _COMPILES = "remembered as the fastest", "auto compiles"
 
 
 def lanes_of(peers: Sequence[Lane], plans: Sequence[str]) -> list[Lane]:
@@ -65,8 +66,8 @@ def whole_runs(
     device: str = "cpu",
 ) -> None:
     """Runs each lane so many times, and writes each run to the journal as it ends."""
-    known = journal.of(kind="whole", workload=workload.name)
-    epochs = known[0]["epochs"] if known else epochs_for(workload, seconds, home, device)
+    begun = journal.of(kind="whole", workload=workload.name)
+    epochs = begun[0]["epochs"] if begun else epochs_for(workload, seconds, home, device)
     tell(f"{workload.name}: {epochs} epochs")
     limit_s = LONGEST * seconds
     for number in range(rounds):
@@ -77,33 +78,32 @@ def whole_runs(
             script = command(lane.module, workload.name, lane.options, epochs, device)
             key = {"kind": "whole", "workload": workload.name, "round": number}
             last = f"{lane.name}, {WARM}" if lane.compiles else lane.name
-            if journal.has({**key, "lane": last}):
+            known = [row for row in journal.of(**key) if row["lane"].partition(", ")[0] == lane.name]
+            if any(row["failure"] or row["lane"] == last for row in known):
                 continue
             for name, marked in _states(lane, folder, partial(_run, script, folder, limit_s)):
-                if not journal.has({**key, "lane": name}):  # stopped before the last, all of them are run again
-                    journal.add({**key, "lane": name}, epochs=epochs, **asdict(marked))
+                journal.add({**key, "lane": name}, epochs=epochs, **asdict(marked))
                 tell(f"{workload.name} {name}: {marked.failure or f'{marked.total_s:.1f} s'}")
 
 
 def _states(lane: Lane, folder: Path, run: Callable[[], Marked]) -> Iterator[tuple[str, Marked]]:
     """Runs of a peer, each with its name; one that compiles begins with an empty cache, and goes on with what that leaves.
 
-    The `warm` run is the second; of hotloop, which may compile later, the first that begins with what it remembers.
+    The `warm` run is the second; of `auto`, which may compile later, the first that begins with what it remembers. Where runs
+    were stopped before that, all of them are made again, and of rows with the same name the last counts.
     """
     if not lane.compiles:
         yield lane.name, run()
         return
     shutil.rmtree(folder, ignore_errors=True)
-    marked = run()
-    yield f"{lane.name}, {COLD}", marked
-    for number in range(2, _MOST_RUNS + 1):
-        if marked.failure:
-            return
+    waits = lane.module == "with_hotloop" and base_of(lane.options[0]) == "auto"
+    for number in itertools.count(1):
         marked = run()
-        waits = lane.module == "with_hotloop" and not any(_REMEMBERED in line for line in marked.said)
-        is_warm = number == _MOST_RUNS or not waits
-        yield f"{lane.name}, {WARM if is_warm else f'run {number}'}", marked
-        if is_warm:
+        compiles, remembers = (any(what in line for line in marked.said) for what in (_COMPILES, _REMEMBERED))
+        is_warm = number > 1 and (not waits or remembers or (number >= _MOST_RUNS and not compiles))
+        state = WARM if is_warm else COLD if number == 1 else f"run {number}"
+        yield f"{lane.name}, {state}", marked
+        if is_warm or marked.failure:
             return
 
 
@@ -145,26 +145,30 @@ def _of(workload: str, found: Sequence[Row]) -> Iterator[str]:
 
 
 def whole_targets(found: Sequence[Row], device: str) -> list[Target]:
-    """What a whole run on a CPU is to reach, for each workload and each of hotloop's lanes."""
-    kept = []
-    for workload, lane in dict.fromkeys((row["workload"], row["lane"]) for row in found if device == "cpu"):
-        goal = next((goal for state, goal in RUN_GOALS.items() if lane.startswith(OURS) and lane.endswith(state)), None)
-        if goal is not None:
-            of = [row for row in found if row["workload"] == workload]
-            tutorial = _seconds([row for row in of if row["lane"] == TUTORIAL])
-            against = _against(_seconds([row for row in of if row["lane"] == lane]), tutorial)
-            kept.append(Target(f"{workload}, whole run over tutorial, {lane}", goal, against and against.median))
-    return [*_means(kept), *kept]
+    """What a whole run on a CPU is to reach with each of hotloop's lanes, in the mean and for each workload."""
+    lanes = dict.fromkeys(row["lane"] for row in found if device == "cpu" and row["lane"].startswith(OURS))
+    goals = [(lane, goal) for lane in lanes for state, goal in RUN_GOALS.items() if lane.endswith(f", {state}")]
+    workloads = dict.fromkeys(row["workload"] for row in found)
+    single = [
+        Target(f"{workload}, whole run over tutorial, {lane}", goal, _reached(found, lane, workload))
+        for lane, goal in goals
+        for workload in workloads
+    ]
+    means = [(lane, goal, mean_of(SMALL, partial(_reached, found, lane))) for lane, goal in goals]
+    return [
+        *(Target(f"W1 to W5, whole run, mean over tutorial, {lane}", goal, mean) for lane, goal, mean in means if mean),
+        *(one for one in single if one.reached is not None),
+    ]
 
 
-def _means(single: Sequence[Target]) -> Iterator[Target]:
-    """The geometric mean over the small workloads, where each has been run."""
-    for lane in dict.fromkeys(one.where.partition(", ")[2] for one in single):
-        found = {one.where.partition(", ")[0]: one for one in single if one.where.partition(", ")[2] == lane}
-        reached = [found[name].reached for name in SMALL if name in found and found[name].reached]
-        if len(reached) == len(SMALL):
-            goal = found[SMALL[0]].goal
-            yield Target(f"W1 to W5, mean, {lane}", goal, statistics.geometric_mean(filter(None, reached)))
+def _reached(found: Sequence[Row], lane: str, workload: str) -> float | None:
+    """How many times as fast as the tutorial's loop; None where one of them didn't go through."""
+    own, tutorial = (
+        _seconds([row for row in found if (row["workload"], row["lane"]) == (workload, name)])
+        for name in (lane, TUTORIAL)
+    )
+    against = _against(own, tutorial)
+    return against and against.median
 
 
 def _against(seconds: Mapping[int, float], tutorial: Mapping[int, float]) -> Ratio | None:

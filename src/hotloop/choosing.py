@@ -151,8 +151,8 @@ def _weighed(
 
     say(f"auto compiles: {hope}")
     instead = [way for way in instead if hope.by(way.compile).compilations]
-    served = facts.model_copy(update={"steps": facts.steps + to_come})
-    settling = Settling(task, served, plan, choices[-1].plan, allowed, say, during, watched, memory.keep)
+    memory.spend()
+    settling = Settling(task, facts, plan, choices[-1].plan, allowed, say, during, watched, memory.keep, to_come)
     verdict = settling.run(ways, hope.compilations, instead)
     return _settled(task, [*ways, *instead, settling.otherwise], verdict, say, during, memory)
 

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 
 from hotloop.errors import HotloopError, PlanError
 from hotloop.files import write_atomic
-from hotloop.plan import BASELINE
+from hotloop.plan import BASELINE, Plan
 from hotloop.records import Record
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
@@ -176,40 +176,62 @@ def _cold(kept: Kept) -> Kept:
     return kept.model_copy(update={"timing": kept.timing.model_copy(update={"compile_warm_s": None})})
 
 
-def best(kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TRUSTED) -> Kept | None:
+def best(kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TRUSTED, to_come: int = 0) -> Kept | None:
     """The plan of an accepted parity that was found faster than the baseline and finishes such a run first; or None.
 
     Ratios of several races stand beside one time of the baseline's step, the middle one of those measured.
+
+    Args:
+        to_come: steps of runs that may follow, for which what must be compiled anew is compiled as well.
     """
+    able = _able(kept, steps, accepted)
+    wins = {number: one.wins_s(*_reckoned(one, able, steps, to_come)) for number, one in enumerate(able)}
+    first = max(wins, key=lambda number: wins[number], default=None)
+    return able[first] if first is not None and wins[first] > 0 else None
+
+
+def in_vain(
+    kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TRUSTED, to_come: int = 0
+) -> list[Plan]:
+    """Plans that are faster and proven, and take longer to start than they save."""
+    able = _able(kept, steps, accepted)
+    return [one.timing.as_plan for one in able if one.wins_s(*_reckoned(one, able, steps, to_come)) <= 0]
+
+
+def _able(kept: Sequence[Kept], steps: int | None, accepted: Collection[str]) -> list[Kept]:
     faster = [one for one in kept if one.timing.verdict == "faster" and one.timing.parity in accepted]
-    able = [one for one in faster if one.timing.proven_for(steps)]
-    if not able:
-        return None
-    step_ms = statistics.median(one.baseline.step_ms or 0.0 for one in able)
-    first = max(able, key=lambda one: one.wins_s(steps, step_ms))
-    return first if first.wins_s(steps, step_ms) > 0 else None
+    return [one for one in faster if one.timing.proven_for(steps)]
 
 
-def trained(fingerprint: str, machine: str, versions: Mapping[str, str]) -> int:
-    """Steps that runs of this Task have done before; 0 where nothing is kept of them."""
+def _reckoned(one: Kept, able: Sequence[Kept], steps: int | None, to_come: int) -> tuple[int | None, float]:
+    """For how many steps a plan is reckoned with, and a step of the baseline's: for those to come if it's compiled for them,
+    unless that takes longer than the run itself."""
+    step_ms = statistics.median(each.baseline.step_ms or 0.0 for each in able)
+    compile_s = one.timing.compile_s if one.timing.compile_warm_s is None else None
+    if steps is not None and compile_s and compile_s < steps * step_ms / 1e3:
+        return steps + to_come, step_ms
+    return steps, step_ms
+
+
+def trained(fingerprint: str, machine: str, versions: Mapping[str, str], device: str) -> int:
+    """Steps that runs of this Task have done on such a device before, and that were not spent; 0 where nothing is kept."""
     try:
-        return max(0, int(_steps_file(_about(fingerprint, machine, versions)).read_text(encoding="utf-8")))
+        return max(0, int(_steps_file(_about(fingerprint, machine, versions), device).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return 0
 
 
-def add_trained(fingerprint: str, machine: str, versions: Mapping[str, str], steps: int) -> list[str]:
-    """Adds the steps of a run; returns a note if that failed. Of two runs that end at once, one may not be counted."""
-    known = trained(fingerprint, machine, versions) + steps
+def note_trained(fingerprint: str, machine: str, versions: Mapping[str, str], device: str, steps: int) -> list[str]:
+    """Keeps them; returns a note if that failed. Of two runs that end at once, one may not be counted."""
     try:
-        write_atomic(_steps_file(_about(fingerprint, machine, versions)), f"{known}\n")
+        write_atomic(_steps_file(_about(fingerprint, machine, versions), device), f"{steps}\n")
     except HotloopError as error:
         return [f"the run's steps couldn't be noted for runs to come: {error.given}"]
     return []
 
 
-def _steps_file(where: dict[str, Any]) -> Path:
-    return _place(where) / "steps"
+def _steps_file(where: dict[str, Any], device: str) -> Path:
+    return _place(where) / f"steps-{device.partition(':')[0]}"
 
 
 def _about(fingerprint: str, machine: str, versions: Mapping[str, str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hotloop.choosing import NOTHING_KEPT, Foreseen, foreseen, left_after, lowered, placed
 from hotloop.errors import MemoryExhausted, PlanError
-from hotloop.kept import Kept, add_trained, best, recall, remember, trained
+from hotloop.kept import Kept, best, in_vain, note_trained, recall, remember, trained
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
@@ -22,7 +22,6 @@ from hotloop.setting import machine_name, speed_versions
 from hotloop.sources import digest_of, imported_packages, sources_elsewhere, versions_of
 from hotloop.task import Task
 from hotloop.taskfile import Loaded
-from hotloop.verdicts import Verdict
 from hotloop.view import Callback
 from hotloop.wanted import Wanted
 from hotloop.weighing import Memory, accepted
@@ -71,36 +70,51 @@ def _fitting(wanted: Wanted, facts: TaskFacts, say: Say) -> list[Kept]:
     return [one for one in beside if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
 
 
-def _fastest(kept: list[Kept], wanted: Wanted, facts: TaskFacts) -> Plan | None:
-    found = best(kept, facts.steps, accepted(wanted.plan.model_fields_set))
+def _memory(kept: list[Kept], wanted: Wanted, facts: TaskFacts, say: Say, done: int = 0) -> Memory:
+    """What is known of the Task, whose run has done so many steps before."""
+    memory = Memory([one.timing for one in kept], lambda verdict: _said(remember(verdict), say))
+    if wanted.asked:
+        where = _where(wanted, facts)
+        steps = max(0, trained(*where) - done)
+        memory = replace(memory, steps=steps, spend=lambda: _said(note_trained(*where, 0), say))
+    to_come = 0 if facts.steps is None else memory.to_come(facts.steps)
+    allowed = accepted(wanted.plan.model_fields_set)
+    return replace(memory, in_vain=in_vain(kept, facts.steps, allowed, to_come))
+
+
+def _fastest(kept: list[Kept], wanted: Wanted, facts: TaskFacts, memory: Memory = NOTHING_KEPT) -> Plan | None:
+    to_come = 0 if facts.steps is None else memory.to_come(facts.steps)
+    found = best(kept, facts.steps, accepted(wanted.plan.model_fields_set), to_come)
     return None if found is None else found.timing.as_plan
 
 
-def _memory(kept: list[Kept], facts: TaskFacts, say: Say) -> Memory:
-    def keep(verdict: Verdict) -> None:
-        for note in remember(verdict):
-            say(note)
+def _where(wanted: Wanted, facts: TaskFacts) -> tuple[str, str, dict[str, str], str]:
+    """Of which runs the steps are counted together."""
+    return facts.fingerprint, machine_name(), speed_versions(), placed(wanted.plan).device
 
-    return Memory([one.timing for one in kept], keep, trained(facts.fingerprint, machine_name(), speed_versions()))
+
+def _said(notes: list[str], say: Say) -> None:
+    for note in notes:
+        say(note)
 
 
 def known_by(loaded: Loaded, task: Task, wanted: Wanted) -> TaskFacts | None:
-    """What runs of the Task are remembered by; None where they aren't, as without `auto` or a file.
+    """What runs of the Task are counted by; None where nobody asked for `auto`, and without a file.
 
     Raises:
         DeviceError: there is no such device here as the plan names.
     """
-    if not wanted.auto or loaded.record is None:
+    if not (wanted.auto and wanted.asked) or loaded.record is None:
         return None
     placed(wanted.plan)  # a device that isn't there shows before a model is built
     return fingerprinted(replace(loaded, task=task))
 
 
-def remember_steps(facts: TaskFacts | None, steps: int, say: Say) -> None:
-    """Notes for runs to come that one has done so many steps; see `known_by`."""
+def remember_steps(facts: TaskFacts | None, wanted: Wanted, steps: int, say: Say) -> None:
+    """Counts what a run has done for runs to come; see `known_by`."""
     if facts is not None and steps > 0:
-        for note in add_trained(facts.fingerprint, machine_name(), speed_versions(), steps):
-            say(note)
+        where = _where(wanted, facts)
+        _said(note_trained(*where, trained(*where) + steps), say)
 
 
 def foreseen_by_memory(loaded: Loaded, wanted: Wanted, say: Say) -> Foreseen:
@@ -112,8 +126,8 @@ def foreseen_by_memory(loaded: Loaded, wanted: Wanted, say: Say) -> Foreseen:
     placed(wanted.plan)
     facts = fingerprinted(loaded)
     kept = [] if loaded.record is None else _fitting(wanted, facts, say)
-    memory = NOTHING_KEPT if loaded.record is None else _memory(kept, facts, say)
-    return foreseen(loaded.task, wanted, facts, memory, _fastest(kept, wanted, facts))
+    memory = NOTHING_KEPT if loaded.record is None else _memory(kept, wanted, facts, say)
+    return foreseen(loaded.task, wanted, facts, memory, _fastest(kept, wanted, facts, memory))
 
 
 def lowered_by_memory(
@@ -142,7 +156,8 @@ def lowered_by_memory(
     loaded = Loaded(task, loaded.record, loaded.files)
     facts = left_after(done, facts or fingerprinted(loaded))
     kept = [] if loaded.record is None else _fitting(wanted, facts, say)
-    plan = _fastest(kept, wanted, facts)
+    memory = NOTHING_KEPT if loaded.record is None else _memory(kept, wanted, facts, say, done)
+    plan = _fastest(kept, wanted, facts, memory)
     if plan is not None:
         try:
             program = lower(task, plan, say, during)
@@ -150,6 +165,7 @@ def lowered_by_memory(
             say(f"auto passes over the remembered plan {plan.brief()}: {error.given}")
         else:
             say(f"auto: {plan.brief()}, remembered as the fastest that is proven equal")
+            if plan != _fastest(kept, wanted, facts):  # it was compiled again for runs to come
+                memory.spend()
             return program
-    memory = NOTHING_KEPT if loaded.record is None else _memory(kept, facts, say)
     return lowered(task, wanted, say, during, facts=facts, memory=memory, until=until, callbacks=callbacks)

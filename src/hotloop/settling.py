@@ -47,6 +47,7 @@ class Settling:
         say: is told what was passed over, and why.
         watched: whether callbacks of the user's are called in the run.
         keep: is told what was found until Ctrl-C ended it.
+        to_come: steps of runs that may follow, to which a proof is worth as much.
     """
 
     task: Task
@@ -58,6 +59,7 @@ class Settling:
     during: During | None
     watched: bool = False
     keep: Callable[[Verdict], object] = lambda verdict: None
+    to_come: int = 0
     _timings: dict[str, Timing] = field(default_factory=dict)
     _copying_s: float = 0.0
 
@@ -183,7 +185,8 @@ class Settling:
     def _too_long(self, timing: Timing, ratio: float) -> str:
         """Why a proof doesn't pay; empty if it does. `ratio` is that of what is trained with otherwise."""
         step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
-        saves_s = saved_steps(self.facts.steps, timing.gain, ratio) * step_s
+        steps = None if self.facts.steps is None else self.facts.steps + self.to_come
+        saves_s = saved_steps(steps, timing.gain, ratio) * step_s
         proof_s = proving_s(step_s, self._copying_s)
         if saves_s > proof_s:
             return ""

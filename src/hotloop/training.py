@@ -27,7 +27,7 @@ from hotloop.pacing import Cadence, seconds
 from hotloop.parallel.joining import Joined
 from hotloop.plan import Plan
 from hotloop.probe import allocator
-from hotloop.records import RunRecord, TaskFacts
+from hotloop.records import RunRecord
 from hotloop.remembering import known_by, lowered_by_memory, remember_steps
 from hotloop.report import tensorboard
 from hotloop.report.curves import draw_curves
@@ -116,7 +116,8 @@ def _start(
     ranks.begin(str(path.absolute()))
     if task.roles.note:
         say(task.roles.note)
-    return handle, _train(handle, task, lambda: program, facts, False, until, callbacks, say)
+    noting = partial(remember_steps, facts, wanted, say=say)
+    return handle, _train(handle, task, lambda: program, noting, False, until, callbacks, say)
 
 
 def checked(task: Task, stop_after: str | None, checkpoint_every: str) -> float:
@@ -203,7 +204,8 @@ def _go_on(
     facts = known_by(loaded, task, wanted)
     lowered = partial(lowered_by_memory, loaded, task, wanted, say, during, facts)
     first = partial(lowered, done=done, until=until, callbacks=callbacks)
-    return handle, _train(handle, task, first, facts, True, until, callbacks, say)
+    noting = partial(remember_steps, facts, wanted, say=say)
+    return handle, _train(handle, task, first, noting, True, until, callbacks, say)
 
 
 def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
@@ -215,7 +217,7 @@ def _train(
     handle: Run,
     task: Task,
     first: Callable[[], Program],
-    facts: TaskFacts | None,
+    noting: Callable[[int], None],
     resume: bool,
     until: float,
     callbacks: Sequence[Callback],
@@ -224,7 +226,7 @@ def _train(
     """Trains in the run's folder, beginning with the Program that `first` makes; stops at `until`, by `time.monotonic()`.
 
     Args:
-        facts: by which runs to come are told of its steps.
+        noting: is told of the steps done, for runs to come.
     """
     handle.lock()
     before, events, reached = handle.as_written(), len(handle.journal()), handle.reached()
@@ -254,9 +256,9 @@ def _train(
             handle.keep(plan=before.plan, record=before.record)
         raise
     finally:
-        if not isinstance(handle, Following):
-            remember_steps(facts, handle.reached() - reached, say)
         handle.unlock()
+        if not isinstance(handle, Following):
+            noting(handle.reached() - reached)
 
 
 def _manned(program: Program, handle: Run, task: Task, say: Say) -> Program:

@@ -107,6 +107,8 @@ class Hope:
         looking = f" with {self.looks:,} looks for what callbacks change" if self.looks else ""
         lost = ", which a lost race would waste" if self.costs_s() < self.wins_s <= _IN_VAIN * self.costs_s() else ""
         runs = f" and of {self.to_come:,} in runs to come, as there were before" if self.to_come else ""
+        if self.to_come and self.costs_s() >= self.steps * self.step_s:
+            lost = ", longer than the run itself"
         return (
             f"a step takes {milliseconds(self.step_s)}{loading}, so compiling {most} {self.wins_s:,.0f} s"
             f" of the {self.steps:,} steps left{runs}{looking}, and with a proof it may take {self.costs_s():.0f} s{limit}{lost}"
@@ -119,16 +121,20 @@ class Memory:
 
     Attributes:
         timings: beside the baseline that this run would have.
-        steps: that runs of it have done.
+        steps: that runs of it have done, since something was last compiled for those to come.
+        spend: is told when that is done again.
+        in_vain: plans that are faster and proven, and take longer to start than they save.
     """
 
     timings: Sequence[Timing] = ()
     keep: Callable[[Verdict], None] = lambda verdict: None
     steps: int = 0
+    spend: Callable[[], None] = lambda: None
+    in_vain: Collection[Plan] = ()
 
     def to_come(self, steps: int) -> int:
-        """Steps of runs that may follow one of so many: as many as were before, which is wrong by no more than half of
-        what is spent (as in renting skis until that has cost as much as buying them)."""
+        """Steps of runs that may follow one of so many: as many as there were, as skis are bought by who has spent as much
+        on renting."""
         return min(self.steps, _RUNS_TO_COME * steps)
 
     @property
@@ -153,6 +159,8 @@ class Memory:
         timing = found.get(plan)
         if timing is None:
             return ""
+        if plan in self.in_vain:
+            return "it is faster and proven, and takes longer to start than it saves"
         if timing.failure is not None:
             return f"it failed before ({timing.failure})"
         if timing.parity is not None and timing.parity not in accepted:

@@ -12,8 +12,8 @@ import pytest
 import hotloop
 from hotloop import kept, settling, weighing
 from hotloop.choosing import lowered
-from hotloop.errors import DiskError
-from hotloop.kept import add_trained, recall, trained
+from hotloop.errors import DiskError, HotloopError
+from hotloop.kept import Kept, best, in_vain, note_trained, recall, trained
 from hotloop.plan import Plan
 from hotloop.remembering import fingerprinted
 from hotloop.setting import machine_name, speed_versions
@@ -21,13 +21,13 @@ from hotloop.taskfile import Loaded, load_task
 from hotloop.training import go_on, start
 from hotloop.view import View
 from hotloop.weighing import Hope, Memory
-from tests.cpu.made_verdicts import VERSIONS
+from tests.cpu.made_verdicts import COMPILED, VERSIONS, timing
 from tests.cpu.pretended_compiling import AUTO, finding, make_any_run_long, pretend_to_compile
 from tests.cpu.programs import a_task
 from tests.cpu.test_race_kept import ELSEWHERE
 from tests.cpu.test_race_taken import FILE
 
-HERE: dict[str, Any] = dict(fingerprint="f", machine="m", versions=VERSIONS)
+HERE: dict[str, Any] = dict(fingerprint="f", machine="m", versions=VERSIONS, device="cpu")
 CPU = {"device": "cpu"}
 
 
@@ -37,26 +37,32 @@ def folder(tmp_path: Path, monkeypatch) -> Iterator[Path]:
     yield tmp_path / "races"
 
 
-def test_steps_of_runs_add_up() -> None:
+def test_steps_are_kept_until_they_are_spent() -> None:
     assert trained(**HERE) == 0
-    assert [add_trained(**HERE, steps=steps) for steps in (30, 12)] == [[], []]
-    assert trained(**HERE) == 42
-    assert recall(**HERE) == ([], [])  # they are no result of a race
+    assert note_trained(**HERE, steps=30) == []
+    assert trained(**HERE) == 30
+    note_trained(**HERE, steps=0)
+    assert trained(**HERE) == 0
+    of_races = {name: value for name, value in HERE.items() if name != "device"}
+    assert recall(**of_races) == ([], [])  # they are no result of one
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", [*ELSEWHERE, "another device"])
 def test_steps_of_another_task_or_elsewhere_do_not_count(name: str) -> None:
-    add_trained(**HERE, steps=30)
-    assert trained(**HERE | ELSEWHERE[name]) == 0
+    note_trained(**HERE, steps=30)
+    assert trained(**HERE | {"device": "cpu"} | ELSEWHERE.get(name, {"device": "cuda:0"})) == 0
+
+
+def test_steps_on_one_gpu_count_on_the_next() -> None:
+    note_trained(**HERE | {"device": "cuda:0"}, steps=30)
+    assert trained(**HERE | {"device": "cuda:1"}) == 30
 
 
 @pytest.mark.parametrize("content", [b"", b"many", b"-5", b"\xff\xfe"], ids=["empty", "text", "negative", "bytes"])
 def test_what_was_not_written_by_hotloop_counts_for_nothing(content: bytes, folder: Path) -> None:
-    add_trained(**HERE, steps=30)
-    next(folder.glob("*/steps")).write_bytes(content)
+    note_trained(**HERE, steps=30)
+    next(folder.glob("*/steps-cpu")).write_bytes(content)
     assert trained(**HERE) == 0
-    add_trained(**HERE, steps=7)
-    assert trained(**HERE) == 7
 
 
 def test_a_disk_that_is_full_costs_a_run_nothing_but_being_counted(monkeypatch) -> None:
@@ -64,7 +70,7 @@ def test_a_disk_that_is_full_costs_a_run_nothing_but_being_counted(monkeypatch) 
         raise DiskError("no space is left")
 
     monkeypatch.setattr(kept, "write_atomic", full)
-    assert add_trained(**HERE, steps=7) == ["the run's steps couldn't be noted for runs to come: no space is left"]
+    assert note_trained(**HERE, steps=7) == ["the run's steps couldn't be noted for runs to come: no space is left"]
 
 
 def test_as_many_steps_are_expected_as_there_were_but_no_more_than_ten_such_runs() -> None:
@@ -82,7 +88,9 @@ def test_compiling_pays_by_runs_to_come_as_well() -> None:
 
 
 def test_no_run_is_made_twice_as_long_for_those_to_come() -> None:
-    assert [Hope(steps, 1e-3, 2.0, compile_s=9.5, to_come=10**9).compilations for steps in (14_000, 16_000)] == [0, 1]
+    hopes = [Hope(steps, 1e-3, 2.0, compile_s=9.5, to_come=10**9) for steps in (14_000, 16_000)]
+    assert [hope.compilations for hope in hopes] == [0, 1]
+    assert [str(hope).endswith(", longer than the run itself") for hope in hopes] == [True, False]
 
 
 def test_looks_at_what_callbacks_change_are_taken_in_runs_to_come_too(monkeypatch) -> None:
@@ -92,26 +100,74 @@ def test_looks_at_what_callbacks_change_are_taken_in_runs_to_come_too(monkeypatc
     assert isinstance(hope, Hope) and (hope.looks, hope.to_come) == (400, 1500)
 
 
-def test_a_race_and_its_proof_are_held_for_runs_to_come_too(monkeypatch) -> None:
-    """A proof that wouldn't pay in this run alone."""
+@pytest.fixture
+def racing(monkeypatch) -> None:
+    """Every compilation pays, and is twice as fast; a proof takes half a second."""
     make_any_run_long(monkeypatch)
     pretend_to_compile(monkeypatch)
     finding(monkeypatch)(compile__package=2.0)
-    asked, plain = list[Any](), settling.Settling.run
+    monkeypatch.setattr(settling, "proving_s", lambda step_s, copying_s: 500 * step_s)
 
-    def noted(self: Any, *given: Any) -> Any:
-        asked.append(self.facts.steps)
-        return plain(self, *given)
 
-    monkeypatch.setattr(settling.Settling, "run", noted)
-    task = a_task(epochs=100)
-    lowered(task, AUTO, memory=Memory(steps=700)).close()
-    assert asked == [500 + 700]
+@pytest.mark.parametrize(("before", "proven"), [(0, False), (700, True)])
+def test_a_proof_is_worth_as_much_to_runs_to_come(before: int, proven: bool, racing) -> None:
+    """It takes 500 steps' time, and wins half of the 500 of this run."""
+    said, spent = list[str](), list[int]()
+    memory = Memory(steps=before, spend=lambda: spent.append(1))
+    program = lowered(a_task(epochs=100), AUTO, said.append, memory=memory)
+    assert ("compile=package" in said[-1]) is proven
+    assert [("a proof takes about" in line) for line in said].count(True) == (not proven)
+    program.close()
+    assert spent == [1]  # whatever came of it
+
+
+def test_steps_that_do_not_make_it_pay_are_not_spent() -> None:
+    said, spent = list[str](), list[int]()
+    memory = Memory(steps=700, spend=lambda: spent.append(1))
+    lowered(a_task(epochs=1000), AUTO, said.append, memory=memory).close()
+    assert said[0].startswith("auto goes on eagerly: a step takes") and spent == []
+
+
+def kept_as(seconds: float, warm_s: float | None) -> Kept:
+    """A plan that was compiled and proven, and wins 10 s in 20,000 steps of a millisecond."""
+    measured = timing(COMPILED, 2.0, compile_s=seconds, compile_warm_s=warm_s, startup_s=0.0, step_ms=0.5)
+    baseline = timing(Plan(), 1.0, startup_s=0.0, step_ms=1.0)
+    return Kept(key={}, timing=measured, baseline=baseline)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "warm_s", "to_come", "taken"),
+    [
+        (8.0, None, 0, True),
+        (15.0, None, 0, False),
+        (15.0, None, 20_000, True),  # compiled anew it wins 5 s of two runs
+        (25.0, None, 200_000, False),  # longer than the run itself
+        (15.0, 12.0, 200_000, False),  # a start takes longer than it saves, in each of them
+        (15.0, 2.0, 0, True),
+    ],
+)
+def test_what_must_be_compiled_anew_is_compiled_for_runs_to_come(
+    seconds: float, warm_s: float | None, to_come: int, taken: bool
+) -> None:
+    one = kept_as(seconds, warm_s)
+    assert best([one], 20_000, to_come=to_come) == (one if taken else None)
+    assert in_vain([one], 20_000, to_come=to_come) == ([] if taken else [COMPILED])
+
+
+def test_what_starts_longer_than_it_saves_is_not_tried_again(racing) -> None:
+    said = list[str]()
+    tried = Plan(compile="package")
+    memory = Memory([timing(tried, 2.0)], in_vain=[tried])
+    lowered(a_task(epochs=100), AUTO, said.append, memory=memory).close()
+    assert said[0] == (
+        "auto passes over compile=package: it is faster and proven, and takes longer to start than it saves"
+    )
+    assert not any("auto races" in line for line in said)
 
 
 def steps_of(reference: Path) -> int:
     of = fingerprinted(load_task(str(reference))).fingerprint
-    return trained(of, machine_name(), speed_versions())
+    return trained(of, machine_name(), speed_versions(), "cpu")
 
 
 @pytest.fixture
@@ -122,7 +178,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_runs_of_a_file_are_counted_whatever_their_length(file: Path, tmp_path: Path) -> None:
     loaded = load_task(str(file))
-    start(loaded, run=tmp_path / "run", axes=CPU)
+    start(loaded, run=tmp_path / "run", plan="auto", axes=CPU)
     assert steps_of(file) == 2
     start(loaded, run=tmp_path / "longer", plan="auto", axes=CPU, overrides={"epochs": 3})
     assert steps_of(file) == 8
@@ -130,12 +186,12 @@ def test_runs_of_a_file_are_counted_whatever_their_length(file: Path, tmp_path: 
     assert steps_of(file) == 14
 
 
-def test_a_run_under_a_plan_of_the_users_is_not_counted_nor_one_of_python(file: Path, tmp_path: Path) -> None:
+def test_runs_of_python_or_without_a_word_for_auto_are_not_counted(file: Path, tmp_path: Path) -> None:
     loaded = load_task(str(file))
     start(loaded, run=tmp_path / "run", plan="baseline", axes=CPU)
-    assert steps_of(file) == 0
+    start(loaded, run=tmp_path / "unasked", axes=CPU)
     start(Loaded(loaded.task, None, {}), run=tmp_path / "python", plan="auto", axes=CPU)
-    assert steps_of(file) == 0 and not list(tmp_path.glob("races/*/steps"))
+    assert steps_of(file) == 0 and not list(tmp_path.glob("races/*/steps*"))
 
 
 def test_an_interrupted_run_counts_with_the_steps_that_it_did(file: Path, tmp_path: Path) -> None:
@@ -143,8 +199,33 @@ def test_an_interrupted_run_counts_with_the_steps_that_it_did(file: Path, tmp_pa
         if view.event == "epoch" and view.step == 6:
             signal.raise_signal(signal.SIGINT)
 
-    start(load_task(str(file)), run=tmp_path / "run", axes=CPU, overrides={"epochs": 1000}, callbacks=[interrupting])
+    loaded, run = load_task(str(file)), tmp_path / "run"
+    start(loaded, run=run, plan="auto", axes=CPU, overrides={"epochs": 1000}, callbacks=[interrupting])
     assert 6 <= steps_of(file) < 100
+
+
+def test_a_run_that_ends_in_an_error_counts_too(file: Path, tmp_path: Path) -> None:
+    def failing(view: View) -> None:
+        if view.event == "epoch":
+            raise HotloopError("out of luck")
+
+    with pytest.raises(HotloopError):
+        start(load_task(str(file)), run=tmp_path / "run", plan="auto", axes=CPU, callbacks=[failing])
+    assert steps_of(file) >= 2  # what may be done is noted ahead, for a tenth of a second
+
+
+def test_what_a_run_did_before_it_was_stopped_is_no_earlier_run(file: Path, tmp_path: Path, monkeypatch) -> None:
+    heard, plain = list[int](), Memory.to_come
+
+    def noted(memory: Memory, steps: int) -> int:
+        heard.append(memory.steps)
+        return plain(memory, steps)
+
+    loaded, run = load_task(str(file)), tmp_path / "run"
+    start(loaded, run=run, plan="auto", axes=CPU, overrides={"epochs": 5})
+    monkeypatch.setattr(Memory, "to_come", noted)
+    go_on(run, plan="auto", axes=CPU, overrides={"epochs": 6})
+    assert set(heard) == {0}
 
 
 def test_what_earlier_runs_did_reaches_who_chooses(file: Path, tmp_path: Path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -17,65 +18,82 @@ from bench.speed.whole import lanes_of, whole_runs, whole_table, whole_targets
 from bench.speed.workloads import WORKLOADS
 from tests.cpu.made_peers import PEER
 
+SAID = {
+    "c": "auto compiles: a step takes 2 ms, so compiling should save about 80 s",
+    "r": "auto: compile=package, remembered as the fastest that is proven equal",
+    "x": "auto goes on eagerly: a step takes 2 ms",
+}
 
-def whole(path: Path, monkeypatch: pytest.MonkeyPatch, remembering: Sequence[int], *, rounds: int = 1) -> list[str]:
-    """Lanes of whole runs in order, of which those with these numbers begin with a plan that is remembered."""
-    begun_runs: list[str] = []
+
+def whole(path: Path, monkeypatch: pytest.MonkeyPatch, says: str, *, rounds: int = 1, plan: str = "auto") -> list[str]:
+    """Lanes of whole runs in order, each of hotloop's with what it says: that it compiles, remembers, or neither."""
 
     def command(module: str, workload: str, options: object, epochs: int, device: str) -> list[str]:
-        begun_runs.append(module)
         return [sys.executable, "-c", PEER, workload, "plain", "--epochs", str(epochs)]
 
     def run(script: Sequence[str], folder: Path, limit_s: float) -> Marked:
         marked = real(script, folder, limit_s)
-        counted.append(folder)
-        said = ["auto: compile=package, remembered as the fastest that is proven equal"]
-        return replace(marked, said=said if counted.count(folder) in remembering else [])
+        return replace(marked, said=[SAID[next(said)]] if "hotloop" in folder.name else [])
 
-    real, counted = module._run, list[Path]()
+    real, said = module._run, iter(says)
     monkeypatch.setattr(module, "command", command)
     monkeypatch.setattr(module, "_run", run)
     journal = Journal(path / "journal.jsonl", resume=True)
     key = {"kind": "whole", "workload": "W4", "lane": TUTORIAL, "round": 0}
     if not journal.has(key):
         journal.add(key, epochs=3, **asdict(Marked(total_s=1.0, startup_s=0.5, test_accuracy=0.9)))
-    peers = [Lane(TUTORIAL, "tutorial"), *lanes_of([], ["auto"])]
+    peers = [Lane(TUTORIAL, "tutorial"), *lanes_of([], [plan])]
     whole_runs(WORKLOADS["W4"], peers, 1.0, rounds, path, journal, lambda line: None)
+    monkeypatch.undo()
     assert all(row["total_s"] > 0 and row["test_accuracy"] == 0.9 for row in journal.rows)
     assert all(row["lane"] in whole_table(journal.rows) for row in journal.rows)
-    return [row["lane"].removeprefix("hotloop auto, ") for row in journal.rows]
+    return [row["lane"].removeprefix(f"hotloop {plan}, ") for row in journal.rows]
 
 
 @pytest.mark.parametrize(
-    ("remembering", "lanes"),
+    ("says", "lanes"),
     [
-        ([2], ["cold", "warm"]),
-        ([4], ["cold", "run 2", "run 3", "warm"]),
-        ([], ["cold", "run 2", "run 3", "run 4", "warm"]),
+        ("cr", ["cold", "warm"]),
+        ("xxcr", ["cold", "run 2", "run 3", "warm"]),
+        ("xxxxx", ["cold", "run 2", "run 3", "run 4", "warm"]),
+        ("xxxxcr", ["cold", "run 2", "run 3", "run 4", "run 5", "warm"]),
     ],
-    ids=["compiled at once", "compiled later", "never compiled"],
+    ids=["compiled at once", "compiled later", "never compiled", "compiled in the last"],
 )
 def test_a_warm_run_is_the_first_that_begins_with_what_is_remembered(
-    remembering: list[int], lanes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    says: str, lanes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert whole(tmp_path, monkeypatch, remembering) == [TUTORIAL, *lanes]
+    assert whole(tmp_path, monkeypatch, says) == [TUTORIAL, *lanes]
+
+
+def test_a_plan_that_is_named_is_warm_in_its_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert whole(tmp_path, monkeypatch, "xx", plan="compile=package") == [TUTORIAL, "cold", "warm"]
 
 
 def test_whole_runs_of_a_round_are_the_other_way_about_in_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert whole(tmp_path, monkeypatch, [2, 4], rounds=2) == [TUTORIAL, "cold", "warm", "cold", "warm", TUTORIAL]
+    assert whole(tmp_path, monkeypatch, "crcr", rounds=2) == [TUTORIAL, "cold", "warm", "cold", "warm", TUTORIAL]
 
 
 def test_whole_runs_that_were_stopped_before_the_warm_one_begin_with_an_empty_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole(tmp_path, monkeypatch, [2])
+    whole(tmp_path, monkeypatch, "cr")
     path = tmp_path / "journal.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:-1]))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     (mark := next((tmp_path / "cache").rglob("tmp")) / "mark").touch()
-    assert whole(tmp_path, monkeypatch, [2]) == [TUTORIAL, "cold", "warm"] and not mark.exists()
+    assert whole(tmp_path, monkeypatch, "cr") == [TUTORIAL, "cold", "cold", "warm"] and not mark.exists()
+    assert whole(tmp_path, monkeypatch, "") == [TUTORIAL, "cold", "cold", "warm"]  # nothing is left to do
+
+
+def test_whole_runs_that_failed_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole(tmp_path, monkeypatch, "cr")
+    path = tmp_path / "journal.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+    rows[-1] |= {"failure": "out of luck"}
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert whole(tmp_path, monkeypatch, "") == [TUTORIAL, "cold"]
 
 
 def test_whole_runs_of_all_who_compile_are_cold_and_warm() -> None:
@@ -98,8 +116,8 @@ def test_whole_runs_are_held_against_their_targets() -> None:
     everywhere += [run(TUTORIAL, 120.0), run("hotloop auto, cold", 10.0), run("hotloop auto, warm", 40.0)]
     means = {one.where: one.reached for one in whole_targets(everywhere, "cpu") if "mean" in one.where}
     assert means == {
-        "W1 to W5, mean, whole run over tutorial, hotloop auto, cold": pytest.approx((1.2**4 * 12) ** 0.2),
-        "W1 to W5, mean, whole run over tutorial, hotloop auto, warm": pytest.approx(3.0),
+        "W1 to W5, whole run, mean over tutorial, hotloop auto, cold": pytest.approx((1.2**4 * 12) ** 0.2),
+        "W1 to W5, whole run, mean over tutorial, hotloop auto, warm": pytest.approx(3.0),
     }
 
 
