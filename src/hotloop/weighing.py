@@ -57,6 +57,7 @@ class Hope:
         compile_s: of one compilation, with nothing kept from an earlier one.
         limit_s: until the run is to stop, whatever is left of it.
         made: of what the step is, where that is known.
+        convolves: whether the step does, which makes a proof longer.
         looks: how often the run sees whether callbacks have changed what was compiled, and `look_s` what that takes.
     """
 
@@ -71,6 +72,7 @@ class Hope:
     look_s: float = 0.0
     copying_s: float = 0.0
     to_come: int = 0
+    convolves: bool = False
 
     def by(self, way: str) -> Hope:
         """By another way to compile, as the plan's axis says it."""
@@ -87,7 +89,8 @@ class Hope:
     def costs_s(self, compilations: int = 1) -> float:
         """Seconds that so many compilations and their races take, and a proof."""
         racing_s = _RACING_STEPS * (compilations + 2) * self.load_s
-        return compilations * _DOUBT * self.compile_s + racing_s + proving_s(self.step_s + self.load_s, self.copying_s)
+        proof_s = proving_s(self.step_s + self.load_s, self.copying_s, self.convolves)
+        return compilations * _DOUBT * self.compile_s + racing_s + proof_s
 
     def pays(self, compilations: int = 1) -> bool:
         """Whether they should save clearly more than they cost, and leave time to train; nor is any run twice as long."""
@@ -205,6 +208,7 @@ def hoped(
                 looks=often,
                 copying_s=copying_s,
                 to_come=to_come,
+                convolves=any(one.ndim > 3 for one in program.parts.model.parameters()),
             )
             if not hope.pays():
                 return hope

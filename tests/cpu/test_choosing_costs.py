@@ -94,6 +94,15 @@ def test_a_compilation_must_save_twice_what_it_takes_with_its_proof() -> None:
     assert weighing.Hope(15_000, 3.0, 1.1).compilations == 2  # half a day
 
 
+def test_a_proof_of_convolutions_takes_longer() -> None:
+    """torch computes those of float64 slowly."""
+    plain, convolving = (weighing.Hope(3_000, 0.1, 2.0, compile_s=10.0, convolves=one) for one in (False, True))
+    assert convolving.costs_s() - plain.costs_s() == pytest.approx(1.5 * 250 * 0.1)
+    programs = [hotloop.lower(task, CPU) for task in (a_task(), images())]
+    found = [weighing.hoped(one, 500, way="package", rewrites=False) for one in programs]
+    assert [isinstance(hope, weighing.Hope) and hope.convolves for hope in found] == [False, True]
+
+
 def test_a_compilation_takes_no_more_than_a_third_of_the_time_until_the_run_is_to_stop() -> None:
     hopes = [weighing.Hope(400_000, 1e-3, 2.0, compile_s=20.0, limit_s=limit_s) for limit_s in (90.0, 100.0, 200.0)]
     assert [hope.compilations for hope in hopes] == [0, 1, 2]

@@ -11,6 +11,7 @@ from torch import nn
 from hotloop.lowering import lower
 from hotloop.plan import Plan
 from hotloop.rng import generator_states
+from hotloop.tuning import bounds
 from hotloop.tuning import search as module
 from hotloop.tuning.bounds import Makeup, makeup
 from hotloop.tuning.budget import Budget
@@ -141,6 +142,32 @@ def test_pooling_stays_with_the_library_where_no_rewrite_takes_it(pool: nn.Modul
     with Stays(rewrites, "max_pool2d_with_indices") as seen:
         pool(torch.zeros(2, 3, 12, 12, requires_grad=True) + 0).sum().backward()
     assert seen.found == [stays, stays]
+
+
+@pytest.mark.parametrize(
+    ("behind", "rewritten"),
+    [
+        ([nn.MaxPool2d(2)], True),
+        ([nn.ReLU(), nn.MaxPool2d(2)], True),
+        ([nn.ReLU(inplace=True), nn.MaxPool2d(2)], True),
+        ([nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.MaxPool2d(2)], False),  # the second one's result is pooled
+        ([nn.BatchNorm2d(4), nn.MaxPool2d(2)], False),
+        ([nn.ReLU(), nn.MaxPool2d(3, stride=2)], False),
+        ([], False),
+    ],
+)
+def test_a_convolution_counts_as_rewritten_where_its_result_is_pooled(
+    behind: list[nn.Module], rewritten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, whatever they take."""
+    seconds = iter(range(10_000))
+    monkeypatch.setattr(bounds.time, "perf_counter", lambda: float(next(seconds)))  # each operation takes one
+    layers = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *behind)
+    with bounds._Timing(rewrites=True) as seen:
+        layers(torch.zeros(2, 1, 8, 8)).sum().backward()
+    assert sum(seen._convolved_s.values()) == 2
+    assert seen.library_s + seen.other_s == seen.count
+    assert seen.other_s - seen._other_s == (2 if rewritten else 0)
 
 
 def test_a_step_with_a_convolution_without_padding_is_looked_at() -> None:

@@ -106,7 +106,7 @@ def racing(monkeypatch) -> None:
     make_any_run_long(monkeypatch)
     pretend_to_compile(monkeypatch)
     finding(monkeypatch)(compile__package=2.0)
-    monkeypatch.setattr(settling, "proving_s", lambda step_s, copying_s: 500 * step_s)
+    monkeypatch.setattr(settling, "proving_s", lambda step_s, *rest: 500 * step_s)
 
 
 @pytest.mark.parametrize(("before", "proven"), [(0, False), (700, True)])

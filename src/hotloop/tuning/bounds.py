@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from hotloop.lowering import Program
 from hotloop.lowering.rewrites.conv_in_pool import LIKELY_TERMS
@@ -89,18 +93,52 @@ class _Timing(Onlooker):
     def __init__(self, rewrites: bool) -> None:
         super().__init__()
         self.rewrites, self.count = rewrites, 0
-        self.library_s = self.other_s = 0.0
+        self._stays_s = self._other_s = 0.0
+        self._convolved_s, self._pooled = defaultdict[int, float](float), set[int | None]()  # by where the weights lie
+        self._weights_of: dict[int, int] = {}  # by where the result lies
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         began = time.perf_counter()
         result = function(*args, **(kwargs or {}))
         took_s = time.perf_counter() - began
-        if _stays(function, args, self.rewrites, kwargs):
-            self.library_s += took_s
+        name, stays = function.overloadpacket.__name__, _stays(function, args, self.rewrites, kwargs)
+        backward = name == "convolution_backward"
+        weights = args[2 if backward else 1].data_ptr() if name.startswith("convolution") and not stays else None
+        if weights is not None:
+            self._convolved_s[weights] += took_s
+        elif stays:
+            self._stays_s += took_s
         else:
-            self.other_s += took_s
+            self._other_s += took_s
+            if name == "max_pool2d_with_indices":
+                self._pooled.add(self._weights_of.get(args[0].data_ptr()))
+        self._follow(name, args, result, None if backward else weights)
         return result
+
+    def _follow(self, name: str, args: Sequence[Any], result: Any, weights: int | None) -> None:
+        """Notes where the result of a convolution lies, with a ReLU or without; memory is used again and again."""
+        if not _has_memory(result) or not (self._weights_of or weights):
+            return
+        given = args[0].data_ptr() if args and _has_memory(args[0]) else None
+        if weights is None and given == result.data_ptr():
+            return  # in place, or a view
+        known = self._weights_of.get(given) if given is not None and name == "relu" else weights
+        self._weights_of.pop(result.data_ptr(), None)
+        if known is not None:
+            self._weights_of[result.data_ptr()] = known
+
+    @property
+    def library_s(self) -> float:
+        return self._stays_s + sum(took_s for at, took_s in self._convolved_s.items() if at not in self._pooled)
+
+    @property
+    def other_s(self) -> float:
+        return self._other_s + sum(took_s for at, took_s in self._convolved_s.items() if at in self._pooled)
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _stays(function: Any, args: Sequence[Any], rewrites: bool, kwargs: dict[str, Any] | None = None) -> bool:
@@ -121,7 +159,7 @@ def _stays(function: Any, args: Sequence[Any], rewrites: bool, kwargs: dict[str,
 
 
 def _can_be_rewritten(name: str, args: Sequence[Any]) -> bool:
-    """A convolution as `conv_in_pool` takes it, if it is pooled: of images that learn nothing themselves, in one group."""
+    """A convolution as `conv_in_pool` takes it, if its result is pooled: of images that learn nothing themselves, in one group."""
     backward = name == "convolution_backward"
     image, filters, groups = (args[1], args[2], args[9]) if backward else (args[0], args[1], args[8])
     learns, transposed = (args[10][0], args[7]) if backward else (image.requires_grad, args[6])

@@ -38,6 +38,9 @@ PROVING_COPIES = 1000
 440 to 2,900, as measured on a CPU with 13 MB of weights; next to nothing of a small network's proof.
 """
 
+_CONVOLVING = 2.5
+"""Times as many where a step convolves: torch has no fast convolutions of float64, by which a proof judges."""
+
 SEARCHED = 1 / 3
 """Of the time until a run is to stop, at most; the rest is for training."""
 
@@ -54,9 +57,9 @@ def saved_steps(steps: int | None, ratio: float, beside: float) -> float:
     return float("inf") if steps is None else steps * (1 / beside - 1 / ratio)
 
 
-def proving_s(step_s: float, copying_s: float) -> float:
+def proving_s(step_s: float, copying_s: float, convolves: bool = False) -> float:
     """Seconds of a proof, where a step takes so long, and to copy the State out and back."""
-    return PROVING_STEPS * step_s + PROVING_COPIES * copying_s
+    return PROVING_STEPS * step_s * (_CONVOLVING if convolves else 1) + PROVING_COPIES * copying_s
 
 
 def hopeless(steps: int | None) -> bool:
