@@ -95,7 +95,8 @@ class Bench:
         """Why there was no search; empty if there was, or none is needed."""
         needs_s = self.table.left_out.get((workload, name))
         if needs_s is not None:
-            return f"no time for its search, which takes about {needs_s / 60:.0f} min: left to --search, or to --full"
+            takes = f"{needs_s:.0f} s" if needs_s < 90 else f"{needs_s / 60:.0f} min"
+            return f"no time for its search, which takes about {takes}: left to --search, or to --full"
         return self.failed.get((workload, name), "")
 
     def search(self, workload: Workload) -> None:
