@@ -142,7 +142,15 @@ def _weighed(
     limit_s, program.watched = until - time.monotonic(), watched
     to_come = memory.to_come(facts.steps)
     with closing(program):
-        hope = hoped(program, facts.steps, way=ways[0].compile, rewrites=rewrites, limit_s=limit_s, to_come=to_come)
+        hope = hoped(
+            program,
+            facts.steps,
+            way=ways[0].compile,
+            rewrites=rewrites,
+            limit_s=limit_s,
+            to_come=to_come,
+            convolves=facts.convolutions,
+        )
     del program  # training begins with one that has run no step, and there may be no memory for two
     if isinstance(hope, str) or not hope.compilations:
         say(f"auto goes on eagerly: {hope}")

@@ -51,18 +51,25 @@ def remembered(loaded: Loaded, wanted: Wanted, say: Say, facts: TaskFacts | None
     if loaded.record is None:  # without its source, a Task can't be told from another of the same shapes
         return None
     facts = facts or fingerprinted(loaded)
-    return _fastest(_fitting(wanted, facts, say), wanted, facts)
+    return _fastest(_fitting(wanted, _where(wanted, facts), say), wanted, facts)
 
 
-def _fitting(wanted: Wanted, facts: TaskFacts, say: Say) -> list[Kept]:
+Where = tuple[str, str, dict[str, str], str]
+"""Fingerprint of the Task, machine, versions and device: of which runs something is kept together."""
+
+
+def _where(wanted: Wanted, facts: TaskFacts) -> Where:
+    return facts.fingerprint, machine_name(), speed_versions(), placed(wanted.plan).device
+
+
+def _fitting(wanted: Wanted, where: Where, say: Say) -> list[Kept]:
     """What was found of plans with the axes that were set.
 
     It counts only beside the baseline that this run would have: a plan of many workers may be the fastest of those and
     slower than none.
     """
-    kept, notes = recall(facts.fingerprint, machine_name(), speed_versions())
-    for note in notes:
-        say(note)
+    kept, notes = recall(*where[:3])
+    _said(notes, say)
     plan = placed(wanted.plan)
     asked = {*wanted.plan.model_fields_set, "device"}  # what was raced on one device says nothing of another
     baseline = Plan(device=plan.device, workers=plan.workers)
@@ -70,27 +77,25 @@ def _fitting(wanted: Wanted, facts: TaskFacts, say: Say) -> list[Kept]:
     return [one for one in beside if all(one.timing.plan.get(axis) == getattr(plan, axis) for axis in asked)]
 
 
-def _memory(kept: list[Kept], wanted: Wanted, facts: TaskFacts, say: Say, done: int = 0) -> Memory:
-    """What is known of the Task, whose run has done so many steps before."""
+def _recalled(loaded: Loaded, wanted: Wanted, facts: TaskFacts, say: Say, done: int = 0) -> tuple[list[Kept], Memory]:
+    """What is known of the Task, whose run has done so many steps before; nothing of one without its source."""
+    if loaded.record is None:
+        return [], NOTHING_KEPT
+    where = _where(wanted, facts)
+    kept = _fitting(wanted, where, say)
     memory = Memory([one.timing for one in kept], lambda verdict: _said(remember(verdict), say))
     if wanted.asked:
-        where = _where(wanted, facts)
         steps = max(0, trained(*where) - done)
         memory = replace(memory, steps=steps, spend=lambda: _said(note_trained(*where, 0), say))
     to_come = 0 if facts.steps is None else memory.to_come(facts.steps)
     allowed = accepted(wanted.plan.model_fields_set)
-    return replace(memory, in_vain=in_vain(kept, facts.steps, allowed, to_come))
+    return kept, replace(memory, in_vain=in_vain(kept, facts.steps, allowed, to_come))
 
 
 def _fastest(kept: list[Kept], wanted: Wanted, facts: TaskFacts, memory: Memory = NOTHING_KEPT) -> Plan | None:
     to_come = 0 if facts.steps is None else memory.to_come(facts.steps)
     found = best(kept, facts.steps, accepted(wanted.plan.model_fields_set), to_come)
     return None if found is None else found.timing.as_plan
-
-
-def _where(wanted: Wanted, facts: TaskFacts) -> tuple[str, str, dict[str, str], str]:
-    """Of which runs the steps are counted together."""
-    return facts.fingerprint, machine_name(), speed_versions(), placed(wanted.plan).device
 
 
 def _said(notes: list[str], say: Say) -> None:
@@ -125,8 +130,7 @@ def foreseen_by_memory(loaded: Loaded, wanted: Wanted, say: Say) -> Foreseen:
     """
     placed(wanted.plan)
     facts = fingerprinted(loaded)
-    kept = [] if loaded.record is None else _fitting(wanted, facts, say)
-    memory = NOTHING_KEPT if loaded.record is None else _memory(kept, wanted, facts, say)
+    kept, memory = _recalled(loaded, wanted, facts, say)
     return foreseen(loaded.task, wanted, facts, memory, _fastest(kept, wanted, facts, memory))
 
 
@@ -155,8 +159,7 @@ def lowered_by_memory(
     placed(wanted.plan)  # a device that isn't there shows before a model is built
     loaded = Loaded(task, loaded.record, loaded.files)
     facts = left_after(done, facts or fingerprinted(loaded))
-    kept = [] if loaded.record is None else _fitting(wanted, facts, say)
-    memory = NOTHING_KEPT if loaded.record is None else _memory(kept, wanted, facts, say, done)
+    kept, memory = _recalled(loaded, wanted, facts, say, done)
     plan = _fastest(kept, wanted, facts, memory)
     if plan is not None:
         try:

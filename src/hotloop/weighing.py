@@ -185,12 +185,20 @@ def accepted(fixed: Collection[str]) -> tuple[str, ...]:
 
 
 def hoped(
-    program: Program, steps: int, *, way: str, rewrites: bool, limit_s: float = math.inf, to_come: int = 0
+    program: Program,
+    steps: int,
+    *,
+    way: str,
+    rewrites: bool,
+    limit_s: float = math.inf,
+    to_come: int = 0,
+    convolves: bool = False,
 ) -> Hope | str:
     """What compiling may save of so many steps of an eager Program, whose State stays; or why it isn't worth a thought.
 
     Args:
         to_come: steps of runs that may follow.
+        convolves: whether the step does.
         way: to compile, as the plan's axis says it.
         rewrites: whether a compiled step would be rewritten.
         limit_s: seconds until the run is to stop.
@@ -208,7 +216,7 @@ def hoped(
                 looks=often,
                 copying_s=copying_s,
                 to_come=to_come,
-                convolves=any(one.ndim > 3 for one in program.parts.model.parameters()),
+                convolves=convolves,
             )
             if not hope.pays():
                 return hope

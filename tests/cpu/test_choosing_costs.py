@@ -98,9 +98,20 @@ def test_a_proof_of_convolutions_takes_longer() -> None:
     """torch computes those of float64 slowly."""
     plain, convolving = (weighing.Hope(3_000, 0.1, 2.0, compile_s=10.0, convolves=one) for one in (False, True))
     assert convolving.costs_s() - plain.costs_s() == pytest.approx(1.5 * 250 * 0.1)
-    programs = [hotloop.lower(task, CPU) for task in (a_task(), images())]
-    found = [weighing.hoped(one, 500, way="package", rewrites=False) for one in programs]
-    assert [isinstance(hope, weighing.Hope) and hope.convolves for hope in found] == [False, True]
+
+
+@pytest.mark.parametrize(("task", "convolves"), [(a_task, False), (images, True)])
+def test_it_is_reckoned_with_where_the_model_convolves(task: Any, convolves: bool, long, monkeypatch) -> None:
+    asked, plain = list[bool](), choosing.hoped
+
+    def noted(*given: Any, **named: Any) -> Any:
+        found = plain(*given, **named)
+        asked.append(found.convolves)
+        return found
+
+    monkeypatch.setattr(choosing, "hoped", noted)
+    lowered(task(), AUTO).close()
+    assert asked == [convolves]
 
 
 def test_a_compilation_takes_no_more_than_a_third_of_the_time_until_the_run_is_to_stop() -> None:
