@@ -207,7 +207,7 @@ def test_auto_goes_on_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rules, "COMPILED_FROM_STEPS", 1)
     for name in ("_DOUBT", "_RACING_STEPS"):
         monkeypatch.setattr(weighing, name, 0)
-    monkeypatch.setattr(weighing, "proving_s", lambda step_s, copying_s: 0.0)
+    monkeypatch.setattr(weighing, "proving_s", lambda *_: 0.0)
     said: list[str] = []
     program = lowered(with_clamps(AROUND["after"][0]), Wanted(Plan(device="cpu"), auto=True), said.append)
     assert program.parts.plan.compile == "none"
