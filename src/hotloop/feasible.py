@@ -243,6 +243,12 @@ def _compiled_step(case: Case) -> Iterator[Violation]:
         yield Violation(("compile", "precision"), reason, "use compile=forward, or precision=bf16")
 
 
+_CALLED = {"cpu": "the CPU", "cuda": "CUDA devices"}
+
+_REWRITES_OF = {"mm_by_onednn": "cpu", "draw_by_words": "cpu", "mm_as_sum": "cuda", "mm_in_parts": "cuda"}
+"""Those that are for one kind of device alone."""
+
+
 def _rewritten(case: Case) -> Iterator[Violation]:
     plan = case.plan
     if plan.rewrites == "none":
@@ -250,8 +256,10 @@ def _rewritten(case: Case) -> Iterator[Violation]:
     if plan.compile == "none":
         reason = "it is a captured step that is rewritten"
         yield Violation(("rewrites", "compile"), reason, "use compile=step, or rewrites=none")
-    if case.device.kind != "cpu":
-        reason = "what a CPU runs faster has been measured nowhere else"
+    if plan.rewrites in _REWRITES_OF and case.device.kind != (kind := _REWRITES_OF[plan.rewrites]):
+        yield Violation(("rewrites", "device"), f"{plan.rewrites} is for {_CALLED[kind]}", "use rewrites=none")
+    elif case.device.kind not in _CALLED:
+        reason = "what a CPU or CUDA runs faster has been measured nowhere else"
         yield Violation(("rewrites", "device"), reason, "use rewrites=none")
     if plan.rewrites in ("conv_as_gemm", "conv_in_pool") and not case.facts.convolutions:
         yield Violation(("rewrites",), "the model has no convolution", "use rewrites=none")

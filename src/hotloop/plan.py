@@ -108,7 +108,8 @@ class Plan(BaseModel):
             max pooling; `conv_in_pool`: a first convolution with the pooling behind it as sums of shifted views;
             `conv_as_gemm`: a first convolution of few channels as a matrix product; `pool_as_max`: max pooling as a maximum
             of shifted views; `mm_by_onednn`: products of fp32 matrices by oneDNN; `draw_by_words`: masks of dropout out
-            of the bytes of random words; `all` of them that apply and are likely to win.
+            of the bytes of random words; on a GPU `mm_as_sum`: very small products as sums, and `mm_in_parts`: products of
+            many terms and few results as several; `all` of them that apply and are likely to win.
         graphs: a CUDA graph of the whole `step`, or of so many steps in one replay.
         optimizer: how the update is written: `default` (as the Task's factory has it), parameter by parameter
             (`forloop`), over lists of them (`foreach`), or as one kernel (`fused`).
@@ -150,7 +151,16 @@ class Plan(BaseModel):
     residency: Literal["stream", "host", "device"] = "stream"
     compile: Literal["none", "forward", "step", "package"] = "none"
     rewrites: Literal[
-        "none", "pool_first", "conv_in_pool", "conv_as_gemm", "pool_as_max", "mm_by_onednn", "draw_by_words", "all"
+        "none",
+        "pool_first",
+        "conv_in_pool",
+        "conv_as_gemm",
+        "pool_as_max",
+        "mm_by_onednn",
+        "mm_as_sum",
+        "mm_in_parts",
+        "draw_by_words",
+        "all",
     ] = "none"
     graphs: Literal["none", "step"] | Steps = "none"
     optimizer: Literal["default", "forloop", "foreach", "fused"] = "default"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.lowering.recorder import Work
 
+UNSEEDED = 5
+"""What is drawn without a seed follows from no step."""
+
 
 class FakeRecorder:
     """As with CUDA, what Python told an operation when it was recorded is what it is told at each replay."""
@@ -19,7 +23,7 @@ class FakeRecorder:
     def __init__(self, device: torch.device) -> None:
         self.replays: list[int] = []
 
-    def record(self, works: Sequence[Work]) -> FakeRecording:
+    def record(self, works: Sequence[Work], *, draws: bool = True) -> FakeRecording:
         works[0]()  # a warm-up
         tapes: list[Tape] = []
         outputs = []
@@ -36,8 +40,8 @@ class FakeRecording:
 
     def replay(self, seeds: Sequence[int]) -> None:
         self.replays.append(len(self.tapes))
-        for tape, seed in zip(self.tapes, seeds, strict=True):
-            torch.manual_seed(seed)
+        for tape, seed in zip_longest(self.tapes, seeds):
+            torch.manual_seed(UNSEEDED if seed is None else seed)
             tape.play()
 
 
@@ -66,7 +70,7 @@ class Tape(TorchDispatchMode):
 class RecallingRecorder(FakeRecorder):
     """Calls the work again, for compiled programs, whose kernels no tape hears of."""
 
-    def record(self, works: Sequence[Work]) -> Any:
+    def record(self, works: Sequence[Work], *, draws: bool = True) -> Any:
         return Recalled(works, [work() for work in works], self.replays)
 
 
@@ -76,7 +80,7 @@ class Recalled:
 
     def replay(self, seeds: Sequence[int]) -> None:
         self.replays.append(len(self.works))
-        for work, outputs, seed in zip(self.works, self.outputs, seeds, strict=True):
-            torch.manual_seed(seed)
+        for work, outputs, seed in zip_longest(self.works, self.outputs, seeds):
+            torch.manual_seed(UNSEEDED if seed is None else seed)
             for target, value in zip(outputs, work(), strict=True):
                 target.copy_(value)

@@ -51,6 +51,7 @@ ORDER = (
     "data/augment",
     "data/order",
     "data/source",
+    "data/cut",
     "data/checks",
     "data/roles",
     "data/ahead",

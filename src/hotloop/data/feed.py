@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from hotloop.data.ahead import moved
 from hotloop.data.augment import Draws
+from hotloop.data.cut import Cut
 from hotloop.data.order import Order
 from hotloop.data.roles import Roles
 from hotloop.data.source import Samples, Stream, Table
@@ -85,7 +86,12 @@ class TableFeed:
     @property
     def untouched(self) -> bool:
         """Whether batches are rows of the arrays and nothing else, and nobody's function runs between them."""
-        return self.treatment.none and self.table.device == self.treatment.device
+        treatment = self.treatment
+        return treatment.prepare is None and treatment.augment is None and self.table.device == treatment.device
+
+    def cut(self, epoch: int, start: int = 0) -> Cut:
+        """The batches of one epoch from `start` on, where they are `untouched`."""
+        return Cut(self.table, self.order, self.order.epoch(epoch).to(self.table.device), start)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
         taken = self._taken(self.order.epoch(epoch).to(self.table.device), start)

@@ -113,7 +113,8 @@ class CompiledStep(EagerStep):
     def _rewrite(self, captured: Captured) -> None:
         which, in_pieces = self.parts.plan.rewrites, self.parts.plan.accumulation > 1
         if which != "none":
-            found = rewrite(captured.graph, which, but=("draw_by_words",) if in_pieces else ())
+            but = ("draw_by_words",) if in_pieces else ()
+            found = rewrite(captured.graph, which, but, self.parts.device.type)
             self.draws_by_words = bool(found.get("draw_by_words"))
             self.parts.say(
                 "rewrote the step: " + ", ".join(f"{name} {count}" for name, count in found.items() if count)

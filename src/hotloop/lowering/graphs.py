@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -10,14 +10,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.data.tree import batch_length, map_tensors, tensors
+from hotloop.data.cut import Cut
+from hotloop.data.source import Table
+from hotloop.data.tree import batch_length, flatten, tensors
 from hotloop.errors import PlanError, blame, out_of_memory
 from hotloop.lowering.binding import by_place, step_tensors
 from hotloop.lowering.compiled import CompiledStep, built, signature
+from hotloop.lowering.drawing import draws_nothing
 from hotloop.lowering.hyper import Hyper, Moved
-from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.ingredients import Ingredients, counts_samples
 from hotloop.lowering.lifted import lift
 from hotloop.lowering.recorder import Recorder, Recording, Work
+
+
+class Batches:
+    """Batches that stay where they are, for graphs to read: so many like one.
+
+    Args:
+        like: tensors on the device, in whatever containers.
+    """
+
+    def __init__(self, like: Any, count: int) -> None:
+        leaves, unflatten = flatten(like)
+        columns = [_column(leaf, count) for leaf in leaves]
+        self.batches = [unflatten(of_one) for of_one in zip(*columns, strict=True)]
+        self._columns = columns
+
+    def fill(self, batches: Iterable[Any]) -> None:
+        """Copies batches into the first ones; what is there already stays."""
+        for own, batch in zip(self.batches, batches, strict=False):
+            if batch is not own:
+                for target, source in zip(tensors(own), tensors(batch), strict=True):
+                    target.copy_(source)
+
+    def cut(self, columns: Any, rows: Tensor) -> list[Any]:
+        """Fills all of them with rows of a table's columns, one operation for each column; returns them."""
+        for own, column in zip(self._columns, tensors(columns), strict=True):
+            _cut(own, column, rows)
+        return self.batches
+
+
+def _column(leaf: Tensor, count: int) -> list[Tensor]:
+    """Tensors like one, in one piece of memory where each begins as a compiler expects it of a tensor of its own."""
+    if leaf.ndim and leaf.is_contiguous() and leaf.nbytes % _ALIGNED == 0:
+        return list(leaf.expand(count, *leaf.shape).clone().unbind())
+    return [leaf.clone() for _ in range(count)]
+
+
+def _cut(own: list[Tensor], column: Tensor, rows: Tensor) -> None:
+    first, last = own[0], own[-1]
+    if last.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
+        whole = first.as_strided((len(rows), *first.shape[1:]), first.stride(), first.storage_offset())
+        torch.index_select(column, 0, rows, out=whole)
+    else:
+        for target, part in zip(own, rows.split(len(first)), strict=True):
+            torch.index_select(column, 0, part, out=target)
+
+
+_ALIGNED = 16
+"""Bytes; compilers copy what doesn't begin at a multiple of them."""
 
 
 class GraphedStep(CompiledStep):
@@ -28,14 +79,19 @@ class GraphedStep(CompiledStep):
     expects it. What a graph isn't for, such as an incomplete last batch, runs eagerly on the same tensors.
     """
 
+    cuts_batches = True
+
     def __init__(self, parts: Ingredients) -> None:
         super().__init__(parts)
         graphs = parts.plan.graphs
         self.at_once = graphs if isinstance(graphs, int) else 1
         self._recorder = Recorder(parts.device)
         self._recordings: dict[int, Recording] = {}
-        self._batches: list[Any] = []
+        self._own = Batches((), 0)
+        self._table: Table | None = None  # the last whose rows were batches like those that are recorded
         self._cells = torch.zeros(0)
+        self._set: list[list[float]] = []  # what they are now
+        self._total: Tensor | None = None  # where the graph adds its losses up; None where that is done beside it
         vars(self.optimizer)["_warned_capturable_if_run_uncaptured"] = True  # it does so on purpose
         for group in self.optimizer.param_groups:
             if "capturable" in group:
@@ -52,17 +108,20 @@ class GraphedStep(CompiledStep):
         plan, device = self.parts.plan, self.parts.device
         self._check_state()
         self._signature, self._samples = signature(batch), batch_length(batch)
-        self._batches = [map_tensors(torch.clone, batch) for _ in range(self.at_once)]
+        self._own = Batches(batch, self.at_once)
         self._cells = torch.zeros(self.at_once, len(varying), dtype=torch.float64, device=device)
         rows = [dict(zip(sorted(varying), row.unbind(), strict=True)) for row in self._cells]
         self._hyper = Hyper(self.optimizer, rows[0])
         self._set_cells([list(self._hyper.now().values())] * self.at_once)
         compiles = plan.compile != "none"
-        captured = self._capture(self._batches[0], rows[0], singly=compiles)
+        captured = self._capture(batch, rows[0], singly=compiles)
+        self._rewrite(captured)
         self._captured = captured = lift(captured)
+        self._may_draw = not draws_nothing(captured.graph)
         self._runner = built(captured, self.parts) if compiles else lambda flat: captured.graph(*flat)
         self._expected = self._tensors()
-        works = [partial(self._work, *pair) for pair in zip(rows, self._batches, strict=True)]
+        self._total = self.sums["loss"] if counts_samples(self.parts) and not captured.scalars else None
+        works = [partial(self._work, *pair) for pair in zip(rows, self._own.batches, strict=True)]
         for count in dict.fromkeys((1, self.at_once)):
             self._recordings[count] = self._recorded(works[:count])
 
@@ -75,6 +134,9 @@ class GraphedStep(CompiledStep):
 
         As many steps as the plan wants are one replay, where so many batches are left; the others run one by one.
         """
+        if isinstance(batches, Cut):
+            yield from self._run_cut(batches, step)
+            return
         while group := list(islice(batches, self.at_once)):
             if len(group) == self.at_once and self._can_replay(group):
                 self._replay(group, step)
@@ -82,6 +144,30 @@ class GraphedStep(CompiledStep):
             else:
                 yield from super().run(iter(group), step)
             step += len(group)
+
+    def _run_cut(self, batches: Cut, step: int) -> Iterator[tuple[int, int]]:
+        """Cuts the batches of a replay in one go, to where the graph reads them."""
+        while True:
+            rows = batches.rows(self.at_once) if self._can_cut(batches) else None
+            if rows is not None:
+                own = self._own.cut(batches.table.columns, rows)
+                self._replay([(batch, self._samples) for batch in own], step)
+                yield self.at_once, len(rows)
+                step += self.at_once
+            elif (pair := next(batches, None)) is not None:
+                yield from super().run(iter([pair]), step)
+                step += 1
+            else:
+                return
+
+    def _can_cut(self, batches: Cut) -> bool:
+        """Whether a replay's batches are rows of that table."""
+        if self.at_once not in self._recordings or batches.size != self._samples:
+            return False
+        if self._table is not batches.table:
+            first = batches.table.take(torch.arange(self._samples))
+            self._table = batches.table if signature(first) == self._signature else None
+        return self._table is not None and self._is_ready(self._own.batches[0])
 
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
         """Runs step number `step`; returns the loss, 0-dim, on the device."""
@@ -94,7 +180,10 @@ class GraphedStep(CompiledStep):
 
     def _can_replay(self, group: Sequence[tuple[Any, int]]) -> bool:
         fits = len(group) in self._recordings and all(signature(batch) == self._signature for batch, _ in group)
-        return fits and self._knows_numbers() and self._is_bound() and not self._is_another(group[0][0])
+        return fits and self._is_ready(group[0][0])
+
+    def _is_ready(self, batch: Any) -> bool:
+        return self._knows_numbers() and self._is_bound() and not self._is_another(batch)
 
     def _replay(self, group: Sequence[tuple[Any, int]], step: int) -> Tensor:
         """Runs steps on a group of batches, as many as there is a recording of; returns the last loss."""
@@ -112,6 +201,8 @@ class GraphedStep(CompiledStep):
         """The optimizer's numbers of so many steps, past which the schedule goes; fewer where it moves a fixed one."""
         rows: list[list[float]] = []
         try:
+            if self.schedule is None:
+                return [list(self._hyper.now().values())] * steps
             for _ in range(steps):
                 rows.append(list(self._hyper.now().values()))
                 self.step_schedule()
@@ -122,20 +213,28 @@ class GraphedStep(CompiledStep):
     def _replay_with(self, rows: list[list[float]], group: Sequence[tuple[Any, int]], step: int) -> Tensor:
         assert self._captured is not None
         recording = self._recordings[len(group)]
-        self._fill(batch for batch, _ in group)
-        self._set_cells(rows)
+        self._own.fill(batch for batch, _ in group)
+        if rows != self._set:
+            self._set_cells(rows)
+            self._set = rows
+        if self._total is not None and self.sums["loss"] is not self._total:  # as at the beginning of each epoch
+            self.sums["loss"] = self._total.copy_(self.sums["loss"])
         self.ran += len(group)
-        recording.replay([self.draws.seed_of(step + number) for number in range(len(group))])
-        for (batch, samples), (loss, *scalars) in zip(group, recording.outputs, strict=True):
-            self._add(loss, dict(zip(self._captured.scalars, scalars, strict=True)), self.parts.weigh(batch, samples))
-            self.sums["samples"] += samples
-        return loss
+        seeds = [self.draws.seed_of(step + number) for number in range(len(group))] if self._may_draw else []
+        recording.replay(seeds)
+        self._note(group, recording.outputs)
+        return recording.outputs[-1][0]
 
-    def _fill(self, batches: Iterator[Any]) -> None:
-        """Copies batches to where the graph reads them."""
-        for own, batch in zip(self._batches, batches, strict=False):
-            for target, source in zip(tensors(own), tensors(batch), strict=True):
-                target.copy_(source)
+    def _note(self, group: Sequence[tuple[Any, int]], outputs: Sequence[Sequence[Tensor]]) -> None:
+        """Adds up what a replay came to, but for losses that it added up itself."""
+        assert self._captured is not None
+        names = self._captured.scalars
+        for (batch, samples), (loss, *scalars) in zip(group, outputs, strict=True):
+            if self._total is None:
+                self._add(loss, dict(zip(names, scalars, strict=True)), self.parts.weigh(batch, samples))
+            else:
+                self.sums["weight"] += samples
+            self.sums["samples"] += samples
 
     def _set_cells(self, rows: list[list[float]]) -> None:
         """Gives the graph the optimizer's numbers of each step."""
@@ -145,7 +244,10 @@ class GraphedStep(CompiledStep):
     def _work(self, hyper: dict[str, Tensor], batch: Any) -> Sequence[Tensor]:
         assert self._runner is not None
         with torch.no_grad():
-            return tuple(self._runner([*self._tensors(hyper).values(), *tensors(batch)]))
+            loss, *others = self._runner([*self._tensors(hyper).values(), *tensors(batch)])
+            if self._total is not None:
+                self._total.add_(loss, alpha=self._samples)
+            return loss, *others
 
     def _tensors(self, hyper: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         return by_place(step_tensors(self, hyper or self._hyper.cells, whole=True))
@@ -168,7 +270,7 @@ class GraphedStep(CompiledStep):
 
     def _recorded(self, works: Sequence[Work]) -> Recording:
         try:
-            return self._recorder.record(works)
+            return self._recorder.record(works, draws=self._may_draw)
         except Exception as error:
             if out_of_memory(error):
                 raise

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotloop.data.cut import Cut
 from hotloop.data.feed import Feed, TableFeed
 from hotloop.data.tree import batch_length, to_device
 from hotloop.errors import CheckpointError
@@ -111,14 +112,15 @@ class Program:
         epoch, first = self.position.epoch, self.position.batch
         number = start = self.position.step
         if self._batches is None:
-            self._batches = self.feed.epoch(epoch, first)
+            self._batches = self._opened(epoch, first)
             self._step.cut_from = _rows_of(self.feed)
         self.model.train()
         self._step.draws.begin_span()
         samples = 0
         try:
             with self._around():
-                for done, size in self._step.run(islice(self._batches, steps), start):
+                taken = self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
+                for done, size in self._step.run(taken, start):
                     number += done
                     samples += size
         finally:
@@ -128,6 +130,11 @@ class Program:
         # A stream's own word on its length may be wrong: it has ended when nothing comes any more.
         ended = done < steps or (self.parts.roles.exact and first + done == self.feed.batches)
         return Outcome(done, samples, ended)
+
+    def _opened(self, epoch: int, first: int) -> Iterator[tuple[Any, int]]:
+        feed = self.feed
+        cuts = self._step.cuts_batches and isinstance(feed, TableFeed) and feed.untouched
+        return feed.cut(epoch, first) if cuts else feed.epoch(epoch, first)  # type: ignore[attr-defined]
 
     def step(self, batch: Any) -> Tensor:
         """Runs one step on a batch of the caller's, for a loop of one's own; returns the loss, 0-dim, detached.
@@ -318,7 +325,8 @@ class Program:
 
 def _rows_of(feed: Feed) -> Any:
     """The arrays of which batches are rows and nothing else; None where they are something else."""
-    return feed.table.columns if isinstance(feed, TableFeed) and feed.untouched else None
+    on_cpu = isinstance(feed, TableFeed) and feed.treatment.none
+    return feed.table.columns if on_cpu and feed.untouched else None  # type: ignore[attr-defined]
 
 
 def _schedule_state(schedule: Any) -> dict[str, Any]:

@@ -22,13 +22,13 @@ class Recorder:
         self._device = device
         self._pool: Any = None
 
-    def record(self, works: Sequence[Work]) -> Recording:
-        """The works, one after the other, as one CUDA graph; each draws from a generator of its own."""
+    def record(self, works: Sequence[Work], *, draws: bool = True) -> Recording:
+        """The works, one after the other, as one CUDA graph; each draws from a generator of its own, if it does."""
         with torch.cuda.device(self._device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             self._warm_up(works[0])
             graph = torch.cuda.CUDAGraph()
-            generators = [torch.Generator(self._device) for _ in works]
+            generators = [torch.Generator(self._device) for _ in works if draws]
             for generator in generators:
                 graph.register_generator_state(generator)
             default = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -36,8 +36,9 @@ class Recorder:
             outputs = []
             try:
                 with torch.cuda.graph(graph, pool=self._pool):
-                    for work, generator in zip(works, generators, strict=True):
-                        default.graphsafe_set_state(generator)
+                    for number, work in enumerate(works):
+                        if draws:
+                            default.graphsafe_set_state(generators[number])
                         outputs.append(work())
             finally:
                 default.graphsafe_set_state(before)
@@ -66,7 +67,7 @@ class Recording:
         self._graph, self._generators = graph, generators
 
     def replay(self, seeds: Sequence[int]) -> None:
-        """Does the works again; each draws what follows from its seed.
+        """Does the works again; each draws what follows from its seed. None are given where none draws.
 
         A replay begins by telling its kernels the seeds and offsets of all generators that the graph knows (torch:
         CUDAGeneratorState::replay_prologue), so seeding one beforehand is enough.

@@ -33,6 +33,7 @@ class EagerStep:
         ran: how many steps its compiled program took; None without one.
         look_s: seconds of seeing once whether it still does what was compiled; 0 where nothing was.
         cut_from: the arrays whose rows `run` gets as batches, as they are; None where batches come otherwise.
+        cuts_batches: whether `run` takes a `Cut`, and cuts several batches at once.
         draws_by_words: whether its random zeros and ones are other ones than the baseline's; see `ByWords`.
         scaler: decides by how much fp16's loss is scaled; None in other precisions.
         scale: what a compiled step scales its loss by, 0-dim, on the device; None in other precisions.
@@ -46,6 +47,7 @@ class EagerStep:
     look_s = 0.0
     draws_by_words = False
     cut_from: Any = None
+    cuts_batches = False
 
     def __init__(self, parts: Ingredients) -> None:
         task, model = parts.task, parts.model

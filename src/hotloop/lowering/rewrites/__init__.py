@@ -16,6 +16,7 @@ from hotloop.lowering.rewrites.conv_in_pool import (
 )
 from hotloop.lowering.rewrites.draw_by_words import LEAST, draws_by_words
 from hotloop.lowering.rewrites.mm_by_onednn import product_by_onednn, product_where_mkl_is_slow
+from hotloop.lowering.rewrites.mm_on_gpu import MOST_OF_SUM, product_as_sum, product_in_parts
 from hotloop.lowering.rewrites.pool_as_max import pooling_as_maximum
 from hotloop.lowering.rewrites.pool_first import relu_after_pooling
 from hotloop.lowering.rewrites.walking import straightened
@@ -26,9 +27,19 @@ REWRITES: dict[str, Callable[[GraphModule], int]] = {
     "conv_as_gemm": convolution_as_product,
     "pool_as_max": pooling_as_maximum,
     "mm_by_onednn": product_by_onednn,
+    "mm_as_sum": product_as_sum,
+    "mm_in_parts": product_in_parts,
     "draw_by_words": draws_by_words,
 }
 """Each changes a graph and says how often it could."""
+
+_ON_GPU: dict[str, Callable[[GraphModule], int]] = {
+    "conv_in_pool": convolution_in_small_pooling,
+    "pool_as_max": pooling_as_maximum,
+    "mm_as_sum": product_as_sum,
+    "mm_in_parts": product_in_parts,
+}
+"""For `all` there."""
 
 ALL: dict[str, Callable[[GraphModule], int]] = {
     "conv_in_pool": convolution_in_small_pooling,
@@ -48,31 +59,34 @@ EXPECTED = {
     "conv_as_gemm": f"a 2d convolution of the data itself, with at most {MOST_WEIGHTS} weights in a filter",
     "pool_as_max": "a 2d max pooling whose windows touch, don't overlap, and take in the whole image",
     "mm_by_onednn": "a product of two matrices in fp32 that takes 2 MFLOP or more",
+    "mm_as_sum": f"a product of two matrices of at most {MOST_OF_SUM:,} multiplications",
+    "mm_in_parts": "a product of two matrices whose result is small, each number of it a sum of very many terms",
     "draw_by_words": f"a dropout, or another draw of zeros and ones with one chance, of {LEAST} numbers or more",
 }
 _LIKELY = {
     "conv_in_pool": f", here {LIKELY_TERMS} (name conv_in_pool to have it of more)",
     "mm_by_onednn": ", on a processor for which MKL is slow, but for narrow results of a transposed matrix (name mm_by_onednn to have it anyway)",
 }
-EXPECTED["all"] = "; or ".join(EXPECTED[name] + _LIKELY.get(name, "") for name in ALL)
 
 
-def rewrite(graph: GraphModule, which: str, but: Collection[str] = ()) -> dict[str, int]:
+def rewrite(graph: GraphModule, which: str, but: Collection[str] = (), device: str = "cpu") -> dict[str, int]:
     """Applies one rewrite, or all, to a captured step; returns how often each found something.
 
     Args:
         but: those that are not for this plan.
+        device: the kind that it runs on.
 
     Raises:
         PlanError: there is nothing in the step that it applies to.
     """
     straightened(graph)
-    given = ALL if which == "all" else {which: REWRITES[which]}
+    every = ALL if device == "cpu" else _ON_GPU
+    given = every if which == "all" else {which: REWRITES[which]}
     found = {name: apply(graph) for name, apply in given.items() if name not in but}
     if not any(found.values()):
         raise PlanError(
             f"rewrites={which} finds nothing in this step that it applies to",
-            expected=f"{EXPECTED[which]}",
+            expected="; or ".join(EXPECTED[name] + (_LIKELY.get(name, "") if which == "all" else "") for name in given),
             fix="choose rewrites=none",
         )
     graph.recompile()

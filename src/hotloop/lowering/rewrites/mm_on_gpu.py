@@ -1,0 +1,89 @@
+"""Small matrix products on a GPU: as sums that a compiler fuses with the rest, or cut along their terms.
+
+A library gives each of a GPU's cores a tile of the result. Where a result has few tiles and each number of it many terms, most
+cores have nothing to do: cut along the terms, the product is a batch of products, whose results are added up (split-K). A very
+small one is over before a kernel of its own has begun: as a plain sum it becomes part of what is computed before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from hotloop.lowering.rewrites.walking import argument, aten, calls, operand, replaced, value_of, written
+
+MOST_OF_SUM = 1 << 21
+"""Multiplications of a product that is written as a sum."""
+
+_TILE = 64
+"""Rows and columns of a result that one core computes, roughly."""
+
+_CORES, _LEAST_TERMS = 128, 128
+"""Into how many tiles a product is cut at the most, and how many terms a part has at the least."""
+
+_ALIGNED = 4
+"""Numbers that a library reads at once, where a part begins at a multiple of them."""
+
+
+def product_as_sum(graph: GraphModule) -> int:
+    """Wherever two matrices are multiplied that are very small; returns how often."""
+    return sum(_rewritten(graph, node, _sum) for node in _products(graph) if _multiplications(node) <= MOST_OF_SUM)
+
+
+def product_in_parts(graph: GraphModule) -> int:
+    """Wherever a product has few tiles and many terms; returns how often."""
+    return sum(
+        _rewritten(graph, node, lambda a, b, parts=parts: _in_parts(a, b, parts))
+        for node in _products(graph)
+        if (parts := parts_of(*_sizes(node))) > 1
+    )
+
+
+def parts_of(rows: int, terms: int, columns: int) -> int:
+    """Into how many parts the terms of a product are cut; 1 where it stays whole."""
+    most = min(_CORES // (-(-rows // _TILE) * -(-columns // _TILE)), terms // _LEAST_TERMS)
+    fitting = (parts for parts in range(most, 1, -1) if terms % (parts * _ALIGNED) == 0)
+    return next(fitting, 1)
+
+
+def _products(graph: GraphModule) -> list[Node]:
+    found = calls(graph, aten.mm.default) + calls(graph, aten.addmm.default)
+    return [node for node in found if _is_for(node)]
+
+
+def _is_for(node: Node) -> bool:
+    """Whether it is a product of real numbers, with no more than a bias added."""
+    made, given = value_of(node), [value_of(one) for one in node.args if isinstance(one, Node)]
+    if not made.dtype.is_floating_point or any(value.dtype != made.dtype for value in given) or not made.numel():
+        return False
+    if node.target is aten.mm.default:
+        return True
+    return bool(given[0].shape == made.shape[1:] and argument(node, "beta") == 1 and argument(node, "alpha") == 1)
+
+
+def _sizes(node: Node) -> tuple[int, int, int]:
+    """Rows, terms and columns."""
+    (rows, terms), columns = value_of(operand(node, -2)).shape, value_of(node).shape[1]
+    return rows, terms, columns
+
+
+def _multiplications(node: Node) -> int:
+    rows, terms, columns = _sizes(node)
+    return rows * terms * columns
+
+
+def _rewritten(graph: GraphModule, node: Node, multiplied: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    added = [operand(node)] if node.target is aten.addmm.default else []
+    given = [*node.args[len(added) :], *added]
+    replaced(graph, node, written(graph, node, lambda a, b, *bias: sum(bias, multiplied(a, b)), *given))
+    return True
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    return (a.unsqueeze(2) * b.unsqueeze(0)).sum(1)
+
+
+def _in_parts(a: Tensor, b: Tensor, parts: int) -> Tensor:
+    return (a.unflatten(1, (parts, -1)).transpose(0, 1) @ b.unflatten(0, (parts, -1))).sum(0)
