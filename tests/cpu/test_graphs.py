@@ -150,9 +150,13 @@ def test_a_compiled_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def seen(plan: Plan = TWO) -> bool:
     """Whether a comparison with the baseline finds a fault, in the family with all that a graph may get wrong."""
-    state: State = after(hotloop.lower(family("cnn"), plan), STEPS)
+    return seen_in("cnn", plan)
+
+
+def seen_in(name: str, plan: Plan = TWO) -> bool:
+    state: State = after(hotloop.lower(family(name), plan), STEPS)
     try:
-        assert_equal_within_rounding(state, baseline("cnn"))
+        assert_equal_within_rounding(state, baseline(name))
     except AssertionError:
         return True
     return False
@@ -174,8 +178,25 @@ def test_numbers_of_the_first_step_for_all_of_a_replay_are_seen(monkeypatch: pyt
 
 
 def test_a_batch_that_is_not_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphedStep, "_fill", lambda self, batches: None)
+    monkeypatch.setattr(graphs.Batches, "fill", lambda self, batches: None)
     assert seen()
+
+
+def test_rows_that_are_not_cut_anew_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs.Batches, "cut", lambda self, columns, rows: self.batches)
+    assert seen() and seen(Plan(graphs="step"))
+
+
+def test_losses_that_are_added_up_twice_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not seen_in("mlp")
+    note = GraphedStep._note
+
+    def twice(self: Any, *given: Any) -> None:
+        note(self, *given)
+        self.sums["loss"] += 1e-3
+
+    monkeypatch.setattr(GraphedStep, "_note", twice)
+    assert seen_in("mlp")
 
 
 def test_draws_that_are_the_same_at_each_step_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +210,8 @@ def test_state_that_is_not_moved_to_where_the_graph_works_is_seen(monkeypatch: p
 
 
 def test_a_number_that_is_not_lifted_is_refused_when_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "lift", lambda captured: captured)
+    monkeypatch.setattr(graphs, "counts_samples", lambda parts: False)  # the graph adds nothing up
+    monkeypatch.setattr(graphs, "lift", lambda captured, *adding: captured)
     with pytest.raises(PlanError, match=r"can't be recorded as a CUDA graph.*graphs=none"):
         hotloop.lower(family("mlp"), Plan(graphs="step"))
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -56,6 +56,10 @@ class Captured:
     scalars: tuple[str, ...]
     gradients: tuple[str, ...]
 
+    def like(self, tensor: Tensor) -> Tensor:
+        """One without content, such as the examples are."""
+        return self.examples[0].fake_mode.from_tensor(tensor, static_shapes=True)  # type: ignore[attr-defined]
+
     def traced_again(self, run: Callable[..., Any], *further: Tensor) -> GraphModule:
         """What `run` does with the examples, and with further ones of their kind, as a graph; in the capture's own way."""
         mode = self.examples[0].fake_mode  # type: ignore[attr-defined]
@@ -63,11 +67,16 @@ class Captured:
             return make_fx(run)(*self.examples, *further)
 
 
+Update = Literal["singly", "in_lists", "as_set"]
+"""How the update is captured: parameter by parameter, for a compiler that fuses what comes before it; over lists of parameters,
+for one that makes a single kernel of each list, as on a GPU; or as the optimizer is set."""
+
+
 def capture(
-    step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool, singly: bool = True
+    step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool, update: Update = "singly"
 ) -> Captured:
     """The graph of one step on batches like `batch`; nothing is computed, and nothing changes. See `Capture`."""
-    return Capture(step, samples, hyper, whole=whole, singly=singly).twice(batch)
+    return Capture(step, samples, hyper, whole=whole, update=update).twice(batch)
 
 
 class Capture:
@@ -76,7 +85,6 @@ class Capture:
     Args:
         hyper: a float64 for each of the optimizer's numbers that may change, by place; the others become constants.
         whole: clipping, update and average too.
-        singly: the update parameter by parameter, for a compiler that fuses it; else as the optimizer is set.
 
     Attributes:
         once_s: seconds that the last single run took.
@@ -85,10 +93,10 @@ class Capture:
     once_s = 0.0
 
     def __init__(
-        self, step: EagerStep, samples: int, hyper: dict[str, Tensor], *, whole: bool, singly: bool = True
+        self, step: EagerStep, samples: int, hyper: dict[str, Tensor], *, whole: bool, update: Update = "singly"
     ) -> None:
         self._step, self._hyper, self._whole = step, hyper, whole
-        self._tracer = _Tracer(step, samples, whole, singly)
+        self._tracer = _Tracer(step, samples, whole, update)
 
     def once(self, batch: Any) -> Captured:
         """Raises PlanError where the step can't be captured."""
@@ -107,8 +115,8 @@ class Capture:
 
 
 class _Tracer:
-    def __init__(self, step: EagerStep, samples: int, whole: bool, singly: bool) -> None:
-        self.step, self.samples, self.whole, self.singly = step, samples, whole, singly
+    def __init__(self, step: EagerStep, samples: int, whole: bool, update: Update) -> None:
+        self.step, self.samples, self.whole, self.how = step, samples, whole, update
         self.names = {id(value): name for name, value in step.parts.model.named_parameters()}
         self.numbers = hyper_of(step.optimizer)
         self.scalars: tuple[str, ...] = ()
@@ -205,8 +213,9 @@ class _Tracer:
                     if parameter in state:
                         swapped[parameters[name]] = {**state[parameter], **values["state"].get(name, {})}
                 group["params"] = [parameters[name] for name in names]
-                if self.singly:
-                    group.update({key: False for key in ("foreach", "fused") if key in group})
+                if self.how != "as_set":
+                    lists = self.how == "in_lists" and group.get("foreach") is not False
+                    group.update({key: value for key, value in (("foreach", lists), ("fused", False)) if key in group})
             optimizer.state = swapped
             for place, held in list(held_by(optimizer)):
                 now = self.numbers[place]

@@ -14,7 +14,7 @@ from hotloop.data.tree import batch_length, tensors
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.again import Again
 from hotloop.lowering.binding import by_place, misfit, step_tensors
-from hotloop.lowering.capture import Capture, Captured, apart
+from hotloop.lowering.capture import Capture, Captured, Update, apart
 from hotloop.lowering.drawing import draws_nothing
 from hotloop.lowering.hosted import host
 from hotloop.lowering.hyper import Hyper, Moved, hyper_of
@@ -102,8 +102,8 @@ class CompiledStep(EagerStep):
         self._runner = built(self._captured, self.parts)
         self._signature, self._samples = signature(batch), batch_length(batch)
 
-    def _capture(self, batch: Any, cells: dict[str, Tensor], singly: bool = True) -> Captured:
-        capture = Capture(self, batch_length(batch), cells, whole=self.whole, singly=singly)
+    def _capture(self, batch: Any, cells: dict[str, Tensor], update: Update = "singly") -> Captured:
+        capture = Capture(self, batch_length(batch), cells, whole=self.whole, update=update)
         captured = capture.twice(batch)
         names = by_place(step_tensors(self, cells, whole=self.whole))
         self._expected = dict(zip(names, captured.examples, strict=False))  # behind them are those of the batch

@@ -109,18 +109,19 @@ class GraphedStep(CompiledStep):
         self._check_state()
         self._signature, self._samples = signature(batch), batch_length(batch)
         self._own = Batches(batch, self.at_once)
-        self._cells = torch.zeros(self.at_once, len(varying), dtype=torch.float64, device=device)
+        width = len(varying) + len(varying) % 2  # as `_ALIGNED` wants it
+        self._cells = torch.zeros(self.at_once, width, dtype=torch.float64, device=device)[:, : len(varying)]
         rows = [dict(zip(sorted(varying), row.unbind(), strict=True)) for row in self._cells]
         self._hyper = Hyper(self.optimizer, rows[0])
         self._set_cells([list(self._hyper.now().values())] * self.at_once)
         compiles = plan.compile != "none"
-        captured = self._capture(batch, rows[0], singly=compiles)
+        captured = self._capture(batch, rows[0], "in_lists" if compiles else "as_set")
         self._rewrite(captured)
-        self._captured = captured = lift(captured)
+        self._total = self.sums["loss"] if counts_samples(self.parts) and not captured.scalars else None
+        self._captured = captured = lift(captured, self._total, self._samples)
         self._may_draw = not draws_nothing(captured.graph)
         self._runner = built(captured, self.parts) if compiles else lambda flat: captured.graph(*flat)
         self._expected = self._tensors()
-        self._total = self.sums["loss"] if counts_samples(self.parts) and not captured.scalars else None
         works = [partial(self._work, *pair) for pair in zip(rows, self._own.batches, strict=True)]
         for count in dict.fromkeys((1, self.at_once)):
             self._recordings[count] = self._recorded(works[:count])
@@ -244,10 +245,8 @@ class GraphedStep(CompiledStep):
     def _work(self, hyper: dict[str, Tensor], batch: Any) -> Sequence[Tensor]:
         assert self._runner is not None
         with torch.no_grad():
-            loss, *others = self._runner([*self._tensors(hyper).values(), *tensors(batch)])
-            if self._total is not None:
-                self._total.add_(loss, alpha=self._samples)
-            return loss, *others
+            total = [] if self._total is None else [self._total]
+            return tuple(self._runner([*self._tensors(hyper).values(), *tensors(batch), *total]))
 
     def _tensors(self, hyper: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         return by_place(step_tensors(self, hyper or self._hyper.cells, whole=True))

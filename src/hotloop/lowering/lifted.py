@@ -23,19 +23,30 @@ from hotloop.errors import PlanError, blame
 from hotloop.lowering.capture import Captured
 
 
-def lift(captured: Captured) -> Captured:
+def lift(captured: Captured, total: Tensor | None = None, weight: int = 1) -> Captured:
     """The same step without `.item()`; its numbers are tensors of shape (), float64, on the device.
+
+    Args:
+        total: what the step adds its loss to, `weight` times; the last that the graph takes, if it does.
 
     Raises:
         PlanError: it does something with a number that has no form for tensors.
     """
+    further = [] if total is None else [captured.like(total)]
+
+    def run(*flat: Tensor) -> Any:
+        found = Lifting(captured.graph).run(*flat[: len(captured.examples)])
+        for one in flat[len(captured.examples) :]:
+            one.add_(found[0], alpha=weight)
+        return found
+
     try:
-        graph = captured.traced_again(lambda *flat: Lifting(captured.graph).run(*flat))
+        graph = captured.traced_again(run, *further)
     except PlanError:
         raise
     except Exception as error:
         raise _refused(blame(error)) from error
-    return replace(captured, graph=graph)
+    return replace(captured, graph=graph, examples=[*captured.examples, *further])
 
 
 class Number:

@@ -142,14 +142,16 @@ class _Convolution:
 
     def gradient(self, gradient: Tensor, place: Tensor, views: Tensor) -> Tensor:
         """That of the weights, of the pooled result's gradient."""
-        by_weight = []
+        on_cpu, by_weight = gradient.device.type == "cpu", []
         for at in self.weights:
             seen = [self._seen(views, place, at) for place in self.places]
             chosen = seen[-1]
             for number in reversed(range(len(seen) - 1)):
                 chosen = torch.where(place == number, seen[number], chosen)
-            by_weight.append((gradient * chosen).sum((2, 3)))
-        return torch.stack(by_weight).sum(1).T.contiguous().view(self.filters, self.channels, *self.size)
+            # A GPU has cores enough to add up all at once; a CPU's loops over one image stay in its caches.
+            by_weight.append((gradient * chosen).sum((2, 3) if on_cpu else (0, 2, 3)))
+        found = torch.stack(by_weight)
+        return (found.sum(1) if on_cpu else found).T.contiguous().view(self.filters, self.channels, *self.size)
 
     def _seen(self, views: Tensor, place: tuple[int, int], weight: tuple[int, int, int]) -> Tensor:
         """What a weight of a filter sees at a place of each window: (samples, 1, rows, columns)."""

@@ -8,6 +8,8 @@ small one is over before a kernel of its own has begun: as a plain sum it become
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, reduce
+from operator import add
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -23,6 +25,8 @@ _TILE = 64
 _CORES, _LEAST_TERMS = 128, 128
 """Into how many tiles a product is cut at the most, and how many terms a part has at the least."""
 
+_FEW_TERMS = 16
+
 _ALIGNED = 4
 """Numbers that a library reads at once, where a part begins at a multiple of them."""
 
@@ -34,11 +38,8 @@ def product_as_sum(graph: GraphModule) -> int:
 
 def product_in_parts(graph: GraphModule) -> int:
     """Wherever a product has few tiles and many terms; returns how often."""
-    return sum(
-        _rewritten(graph, node, lambda a, b, parts=parts: _in_parts(a, b, parts))
-        for node in _products(graph)
-        if (parts := parts_of(*_sizes(node))) > 1
-    )
+    found = [(node, parts_of(*_sizes(node))) for node in _products(graph)]
+    return sum(_rewritten(graph, node, partial(_in_parts, parts=parts)) for node, parts in found if parts > 1)
 
 
 def parts_of(rows: int, terms: int, columns: int) -> int:
@@ -82,6 +83,9 @@ def _rewritten(graph: GraphModule, node: Node, multiplied: Callable[[Tensor, Ten
 
 
 def _sum(a: Tensor, b: Tensor) -> Tensor:
+    """Of few terms one by one, which needs no threads to add up together."""
+    if a.shape[1] <= _FEW_TERMS:
+        return reduce(add, (a[:, at, None] * b[at] for at in range(a.shape[1])))
     return (a.unsqueeze(2) * b.unsqueeze(0)).sum(1)
 
 
