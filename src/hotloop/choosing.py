@@ -212,7 +212,7 @@ def _unsettled(facts: TaskFacts, plan: Plan) -> str:
 
 
 def _ways(compiled: list[Plan], facts: TaskFacts, wanted: Wanted) -> list[Plan]:
-    """The first of the compiled plans, with its step rewritten or recorded, and as it is.
+    """The first of the compiled plans, with its step rewritten, recorded or both, and as it is.
 
     A compiler writes the update its own way.
     """
@@ -220,7 +220,9 @@ def _ways(compiled: list[Plan], facts: TaskFacts, wanted: Wanted) -> list[Plan]:
         return []
     plan = compiled[0].with_axes(optimizer=wanted.plan.optimizer)
     machine = here(plan.device)
-    changes = [*recorded_changes(facts, machine, plan), *rewriting_changes(facts, machine, plan)]
+    recorded, rewritten = recorded_changes(facts, machine, plan), rewriting_changes(facts, machine, plan)
+    both = [{**one, **other} for one in recorded[:1] for other in rewritten]
+    changes = [*both, *recorded, *rewritten]
     return [*(plan.with_axes(**change) for change in without(changes, wanted.plan.model_fields_set)), plan]
 
 

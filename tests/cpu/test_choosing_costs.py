@@ -50,17 +50,25 @@ def test_a_step_of_images_is_compiled_with_rewrites_too(long, pretended, found) 
 
 @pytest.mark.parametrize(
     ("fixed", "recorded"),
-    [({}, [8, "step", "none"]), ({"residency": "stream"}, ["step", "none"]), ({"graphs": "none"}, ["none"])],
-    ids=["data on the device", "data elsewhere", "set"],
+    [
+        ({}, [(32, "all"), (32, "none"), ("step", "none"), ("none", "all"), ("none", "none")]),
+        ({"residency": "stream"}, [("step", "all"), ("step", "none"), ("none", "all"), ("none", "none")]),
+        ({"graphs": "none"}, [("none", "all"), ("none", "none")]),
+        ({"rewrites": "none"}, [(32, "none"), ("step", "none"), ("none", "none")]),
+    ],
+    ids=["data on the device", "data elsewhere", "not recorded", "not rewritten"],
 )
-def test_on_cuda_a_compiled_step_is_recorded_too(fixed: dict[str, Any], recorded: list[Any], monkeypatch) -> None:
+def test_on_cuda_a_compiled_step_is_recorded_too(
+    fixed: dict[str, Any], recorded: list[tuple[Any, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The likeliest way to win first; the step as it is stays, for where none can be recorded."""
     told, machine = made_up(steps=rules.COMPILED_FROM_STEPS), a_machine(A_GPU)
     monkeypatch.setattr(choosing, "here", lambda device: machine)
     compiled = [one.plan for one in rules.ranked(told, machine, Plan(**fixed)) if one.plan.compile == "step"]
     ways = choosing._ways(compiled, told, Wanted(Plan(**fixed), auto=True))
-    assert [way.graphs for way in ways] == recorded
-    assert {way.with_axes(graphs="none") for way in ways} == {compiled[0].with_axes(optimizer="default")}
+    assert [(way.graphs, way.rewrites) for way in ways] == recorded
+    plain = {way.with_axes(graphs="none", rewrites="none") for way in ways}
+    assert plain == {compiled[0].with_axes(optimizer="default")}
     assert [way for way in ways if violations(way, told, machine)] == []
 
 

@@ -321,8 +321,8 @@ def test_a_fault_of_the_program_is_seen_by_check(
 ) -> None:
     honest = compiled.rewrite
 
-    def faulty(graph: torch.fx.GraphModule, which: str, but: Any = ()) -> dict[str, int]:
-        found = honest(graph, which, but)
+    def faulty(graph: torch.fx.GraphModule, which: str, *others: Any) -> dict[str, int]:
+        found = honest(graph, which, *others)
         fault(graph)
         graph.recompile()
         return found

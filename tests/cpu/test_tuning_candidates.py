@@ -36,8 +36,15 @@ def test_only_what_can_be_run_is_tried() -> None:
 
 def test_on_cuda_several_steps_are_recorded_at_once_where_the_data_lies_there() -> None:
     """With a compiler first; whether they win and come to the same, race and proof tell."""
-    for residency, recorded in ("stream", ["step"]), ("device", [8, "step"]):
-        ways = compiled_changes(made_up(), a_machine(A_GPU), Plan(device="cuda:0", residency=residency))
+    cases = (
+        ("stream", 1000, ["step"]),
+        ("device", 64, [32, "step"]),
+        ("device", 63, [8, "step"]),
+        ("device", 15, ["step"]),
+    )
+    for residency, batches, recorded in cases:
+        facts = made_up().model_copy(update={"batches": batches})
+        ways = compiled_changes(facts, a_machine(A_GPU), Plan(device="cuda:0", residency=residency))
         graphs = [(way.get("compile", "none"), way["graphs"]) for way in ways if "graphs" in way]
         assert graphs == [(how, one) for how in ("step", "none") for one in recorded]
         assert ways[: len(recorded)] == [{"compile": "step", "graphs": one} for one in recorded]

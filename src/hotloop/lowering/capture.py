@@ -56,10 +56,6 @@ class Captured:
     scalars: tuple[str, ...]
     gradients: tuple[str, ...]
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """One without content, such as the examples are."""
-        return self.examples[0].fake_mode.from_tensor(tensor, static_shapes=True)  # type: ignore[attr-defined]
-
     def traced_again(self, run: Callable[..., Any], *further: Tensor) -> GraphModule:
         """What `run` does with the examples, and with further ones of their kind, as a graph; in the capture's own way."""
         mode = self.examples[0].fake_mode  # type: ignore[attr-defined]
@@ -68,8 +64,7 @@ class Captured:
 
 
 Update = Literal["singly", "in_lists", "as_set"]
-"""How the update is captured: parameter by parameter, for a compiler that fuses what comes before it; over lists of parameters,
-for one that makes a single kernel of each list, as on a GPU; or as the optimizer is set."""
+"""How the update is captured: one by one, which a compiler fuses with what comes before; over lists, or as it is set."""
 
 
 def capture(

@@ -32,7 +32,8 @@ def lift(captured: Captured, total: Tensor | None = None, weight: int = 1) -> Ca
     Raises:
         PlanError: it does something with a number that has no form for tensors.
     """
-    further = [] if total is None else [captured.like(total)]
+    mode: Any = captured.examples[0].fake_mode  # type: ignore[attr-defined]
+    further = [] if total is None else [mode.from_tensor(total, static_shapes=True)]
 
     def run(*flat: Tensor) -> Any:
         found = Lifting(captured.graph).run(*flat[: len(captured.examples)])

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from hotloop.lowering import Program
 from hotloop.lowering.rewrites.conv_in_pool import LIKELY_TERMS
@@ -47,12 +49,14 @@ class Makeup:
         step_s: seconds of the whole step at the same time; None on a device that runs on its own.
         library_s: seconds in those operations that stay as they are, compiled or not; None likewise.
         other_s: seconds in the others, without what PyTorch spends around each; None likewise.
+        busy_s: seconds for which a CUDA device computes; None on others.
     """
 
     operations: int
     step_s: float | None = None
     library_s: float | None = None
     other_s: float | None = None
+    busy_s: float | None = None
 
 
 def makeup(program: Program, *, rewrites: bool = True) -> Makeup | None:
@@ -74,7 +78,7 @@ def makeup(program: Program, *, rewrites: bool = True) -> Makeup | None:
         runner.put_back()
     operations = rounds[0].operations
     if program.device.type != "cpu":
-        return Makeup(operations)
+        return Makeup(operations, busy_s=_busy_s(runner) if program.device.type == "cuda" else None)
     parts = [[one.step_s or 0.0, one.library_s or 0.0, one.other_s or 0.0] for one in rounds]
     return Makeup(operations, *map(statistics.median, zip(*parts, strict=True)))
 
@@ -85,6 +89,15 @@ def _looked_at(runner: Runner, rewrites: bool) -> Makeup:
         runner.window(_LOOKS)
     runner.put_back()
     return Makeup(seen.count // _LOOKS, step_s, seen.library_s / _LOOKS, seen.other_s / _LOOKS)
+
+
+def _busy_s(runner: Runner) -> float:
+    """Seconds of a step for which the device computes, which the host may keep waiting for the rest."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        runner.window(_LOOKS)
+    runner.put_back()
+    kernels = [event for event in seen.events() or () if event.device_type != DeviceType.CPU]
+    return sum(event.self_device_time_total for event in kernels) / 1e6 / _LOOKS
 
 
 class _Timing(Onlooker):

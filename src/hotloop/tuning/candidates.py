@@ -17,8 +17,8 @@ Change = dict[str, Any]
 """Axes and the values that they get."""
 
 
-_RECORDED: Sequence[Change] = ({"graphs": 8}, {"graphs": "step"})
-"""A step as a CUDA graph, likeliest best first: several in one replay need the host less often."""
+_AT_ONCE = (32, 8)
+"""Steps of one replay that are tried where an epoch has twice as many or more: the more, the less the host has to do."""
 
 SOUGHT = ("optimizer", "residency", "allocator", "layout", "threads", "compile", "graphs", "rewrites")
 """Axes that a search changes."""
@@ -54,20 +54,28 @@ def compiled_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[C
     device = device_of(base, hardware)
     ways: Sequence[Change] = [{"compile": "package"}, {"compile": "step"}, {"compile": "forward"}]
     if device is not None and device.kind == "cuda":
-        compiled = ({"compile": "step", **recorded} for recorded in _RECORDED)
-        ways = [*compiled, *_RECORDED, {"compile": "step"}, {"compile": "forward"}]
+        recorded = _recorded(facts)
+        compiled = ({"compile": "step", **one} for one in recorded)
+        ways = [*compiled, *recorded, {"compile": "step"}, {"compile": "forward"}]
     return _feasible(ways, facts, hardware, base)
 
 
 def recorded_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
     """A compiled step as a CUDA graph, likeliest best first: several in one replay where the data lies on the device."""
-    return _feasible(_RECORDED, facts, hardware, base)
+    return _feasible(_recorded(facts), facts, hardware, base)
+
+
+def _recorded(facts: TaskFacts) -> list[Change]:
+    several = next((count for count in _AT_ONCE if facts.batches is None or 2 * count <= facts.batches), None)
+    return [*([] if several is None else [{"graphs": several}]), {"graphs": "step"}]
 
 
 def rewriting_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
-    """What may make a compiled plan faster still: with images or dropout, or where oneDNN multiplies faster than torch's
-    own library."""
-    some = facts.convolutions or facts.drops or mkl_is_slow(hardware.processor.model)
+    """What may make a compiled plan faster still: with images or dropout, or where small products are slow: on a GPU, or where
+    oneDNN multiplies faster than torch's own library."""
+    device = device_of(base, hardware)
+    on_gpu = device is not None and device.kind == "cuda"
+    some = on_gpu or facts.convolutions or facts.drops or mkl_is_slow(hardware.processor.model)
     return _feasible([{"rewrites": "all"}] if some else [], facts, hardware, base)
 
 

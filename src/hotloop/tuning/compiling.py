@@ -39,6 +39,9 @@ _OF_FORWARD = 0.4
 _FUSED = 0.3
 """What is left of the time of operations that a compiler writes itself: they share loops over one part of memory."""
 
+_LAUNCH_S = 1e-6
+"""For each operation of a step that is recorded as a CUDA graph, between the end of one and the beginning of the next."""
+
 _LEAST_GAIN, _MOST_GAIN = 1.02, 8.0
 
 
@@ -116,7 +119,9 @@ def compiling_gains(made: Makeup | None, step_s: float, way: str = "package") ->
     if made is None:
         return _LEAST_GAIN
     left_s = step_s - made.operations * _DISPATCH_S
-    if made.step_s is not None and made.library_s is not None and made.other_s is not None:
+    if made.busy_s is not None and way in ("step", "none"):
+        left_s = made.busy_s + made.operations * _LAUNCH_S
+    elif made.step_s is not None and made.library_s is not None and made.other_s is not None:
         saved_s = (1 - _FUSED) * made.other_s + made.operations * _AROUND_S - _CALLING_S.get(way, 0.0)
         saved_s *= _OF_FORWARD if way == "forward" else 1.0
         step_s, left_s = made.step_s, max(made.step_s - saved_s, made.library_s)
