@@ -46,9 +46,9 @@ REFUSED = {
         GPU, {}, {**ON_GPU, "compile": "step", "precision": "fp16"}, ("decided beside the step", "compile=forward"),
     ),
     "an eager step rewritten": (CPU, {}, {"rewrites": "all"}, ("captured step", "compile=step", "rewrites=none")),
-    "rewritten elsewhere": (MAC, {}, {"device": "mps", "compile": "step", "rewrites": "all"}, ("measured nowhere else",)),
-    "oneDNN on a GPU": (GPU, {}, {**ON_GPU, "compile": "step", "rewrites": "mm_by_onednn"}, ("is for the CPU",)),
-    "a GPU's sums on a CPU": (CPU, {}, {"compile": "step", "rewrites": "mm_as_sum"}, ("is for CUDA devices",)),
+    "rewritten elsewhere": (MAC, {}, {"device": "mps", "rewrites": "all"}, ("measured nowhere else",)),
+    "oneDNN on a GPU": (GPU, {}, {**ON_GPU, "rewrites": "mm_by_onednn"}, ("is for the CPU",)),
+    "a GPU's sums on a CPU": (CPU, {}, {"rewrites": "mm_as_sum"}, ("is for CUDA devices",)),
     "no convolution to rewrite": (
         CPU, {"convolutions": False}, {"rewrites": "conv_as_gemm"}, ("no convolution",),
     ),

@@ -209,8 +209,8 @@ class _Tracer:
                         swapped[parameters[name]] = {**state[parameter], **values["state"].get(name, {})}
                 group["params"] = [parameters[name] for name in names]
                 if self.how != "as_set":
-                    lists = self.how == "in_lists" and group.get("foreach") is not False
-                    group.update({key: value for key, value in (("foreach", lists), ("fused", False)) if key in group})
+                    ways = {"foreach": self.how == "in_lists" and group.get("foreach") is not False, "fused": False}
+                    group.update({key: way for key, way in ways.items() if key in group})
             optimizer.state = swapped
             for place, held in list(held_by(optimizer)):
                 now = self.numbers[place]
@@ -261,8 +261,7 @@ def _another(leaf: Tensor) -> Tensor:
 def _tracing(examples: Sequence[Tensor]) -> Iterator[None]:
     """Without oneDNN's fused layers, such as its LSTM, which the compiler doesn't know.
 
-    Its convolutions stay where channels come last: only they know that those of the result do then, too.
-    """
+    Its convolutions stay where channels come last: only they know that those of the result do then, too."""
     channels_last = any(one.ndim >= 4 and not one.is_contiguous() for one in examples)
     fused = channels_last or examples[0].device.type != "cpu"
     with warnings.catch_warnings():
