@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hotloop
 from hotloop.errors import PlanError
 from hotloop.lowering import Program, accumulation, graphs
-from hotloop.lowering.capture import check_draws
+from hotloop.lowering.by_cudnn import check_draws, check_recurrent
 from hotloop.lowering.graphs import GraphedStep
 from hotloop.plan import Plan
 from hotloop.rng import StepDraws
@@ -275,6 +275,34 @@ def test_draws_that_follow_from_no_seed_are_refused() -> None:
     check_draws(recurrent(dropout=0.0))
     with pytest.raises(PlanError, match="draw from a state of their own"):
         check_draws(recurrent(dropout=0.5))
+
+
+def test_recurrent_layers_of_cudnn_are_refused_by_name_where_it_computes_them() -> None:
+    cuda, model = torch.device("cuda:0"), nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2))
+    with pytest.raises(PlanError, match=r"one graph: 1 is one of torch's recurrent layers.*compile=none") as caught:
+        check_recurrent(model, cuda)
+    assert "\n" not in str(caught.value)
+    check_recurrent(model, torch.device("cpu"))
+    check_recurrent(nn.LSTMCell(2, 2), cuda)
+    with torch.backends.cudnn.flags(enabled=False):
+        check_recurrent(model, cuda)
+
+
+def test_a_compiler_that_takes_no_lists_of_parameters_gets_them_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    build = graphs.built
+
+    def choosy(captured: Any, parts: Any) -> Any:
+        asked.append(captured.graph.code.count("_foreach"))
+        if len(asked) == 1:
+            raise PlanError("the captured step can't be compiled")
+        return build(captured, parts)
+
+    monkeypatch.setattr(graphs, "Recorder", RecallingRecorder)
+    monkeypatch.setattr(graphs, "built", choosy)
+    program = hotloop.lower(family("mlp"), Plan(graphs="step", compile="step"))
+    assert len(asked) == 2 and asked[0] > asked[1]  # the average of weights is one over lists either way
+    assert_equal_within_rounding(after(program, STEPS), baseline("mlp"))
 
 
 def recurrent(**given: Any) -> torch.fx.GraphModule:

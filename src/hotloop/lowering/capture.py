@@ -29,6 +29,7 @@ from hotloop.data.tree import flatten
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.accumulation import accumulate_on_device
 from hotloop.lowering.binding import Values, step_tensors
+from hotloop.lowering.by_cudnn import check_draws, check_recurrent
 from hotloop.lowering.constants import check_batch, check_constants, same_constants
 from hotloop.lowering.hooked import bare_step, hooked_optimizer
 from hotloop.lowering.hyper import held_by, hyper_of, put
@@ -122,6 +123,7 @@ class _Tracer:
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         if others:
             raise refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
+        check_recurrent(self.step.parts.model, self.step.parts.device)
         from hotloop.lowering.symbols import Symbols  # brings sympy along, which takes a third of a second
 
         mode = FakeTensorMode(shape_env=Symbols(), static_shapes=True, allow_non_fake_inputs=True)
@@ -388,13 +390,3 @@ def _check_hooks(step: EagerStep, *, whole: bool) -> None:
             "an optimizer whose class says all that an update does",
             fix="choose compile=forward, which leaves the update out, or compile=none; and graphs=none",
         )
-
-
-def check_draws(graph: GraphModule) -> None:
-    """cuDNN's recurrent layers draw from a state of their own, which would not follow from the step's seed."""
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._cudnn_rnn.default):
-        if node.args[_CUDNN_DROPOUT]:
-            raise refused("cuDNN's recurrent layers with dropout draw from a state of their own", "dropout as a layer")
-
-
-_CUDNN_DROPOUT = [one.name for one in torch.ops.aten._cudnn_rnn.default._schema.arguments].index("dropout")

@@ -15,7 +15,8 @@ from hotloop.data.source import Table
 from hotloop.data.tree import batch_length, flatten, tensors
 from hotloop.errors import PlanError, blame, out_of_memory
 from hotloop.lowering.binding import by_place, step_tensors
-from hotloop.lowering.compiled import CompiledStep, built, signature
+from hotloop.lowering.capture import Captured, Update
+from hotloop.lowering.compiled import CompiledStep, Runner, built, signature
 from hotloop.lowering.drawing import draws_nothing
 from hotloop.lowering.hyper import Hyper, Moved
 from hotloop.lowering.ingredients import Ingredients, counts_samples
@@ -114,17 +115,31 @@ class GraphedStep(CompiledStep):
         rows = [dict(zip(sorted(varying), row.unbind(), strict=True)) for row in self._cells]
         self._hyper = Hyper(self.optimizer, rows[0])
         self._set_cells([list(self._hyper.now().values())] * self.at_once)
-        compiles = plan.compile != "none"
-        captured = self._capture(batch, rows[0], "in_lists" if compiles else "as_set")
-        self._rewrite(captured)
-        self._total = self.sums["loss"] if counts_samples(self.parts) and not captured.scalars else None
-        self._captured = captured = lift(captured, self._total, self._samples)
-        self._may_draw = not draws_nothing(captured.graph)
-        self._runner = built(captured, self.parts) if compiles else lambda flat: captured.graph(*flat)
+        self._runner = self._made(batch, rows[0], plan.compile != "none")
         self._expected = self._tensors()
         works = [partial(self._work, *pair) for pair in zip(rows, self._own.batches, strict=True)]
         for count in dict.fromkeys((1, self.at_once)):
             self._recordings[count] = self._recorded(works[:count])
+
+    def _made(self, batch: Any, cells: dict[str, Tensor], compiles: bool) -> Runner:
+        """The captured step: operation by operation, or compiled, over lists of parameters where the compiler takes these."""
+        if not compiles:
+            graph = self._lifted(batch, cells, "as_set").graph
+            return lambda flat: graph(*flat)
+        lists = self._lifted(batch, cells, "in_lists")
+        try:
+            return built(lists, self.parts)
+        except PlanError:
+            return built(self._lifted(batch, cells, "singly"), self.parts)
+
+    def _lifted(self, batch: Any, cells: dict[str, Tensor], update: Update) -> Captured:
+        """Captured, rewritten, and without numbers from the host; it adds its losses up where each counts its samples."""
+        captured = self._capture(batch, cells, update)
+        self._rewrite(captured)
+        self._may_draw = not draws_nothing(captured.graph)
+        self._total = self.sums["loss"] if counts_samples(self.parts) and not captured.scalars else None
+        self._captured = lift(captured, self._total, self._samples)
+        return self._captured
 
     def run_eagerly(self) -> None:
         """From now on, operation by operation, so that hooks of modules see what happens."""
