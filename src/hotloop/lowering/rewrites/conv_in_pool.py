@@ -104,6 +104,11 @@ def _are_alone(pool: Node, forward: Node, spread: Node, backward: Node) -> bool:
     )
 
 
+def _image_by_image(gradient: Tensor) -> bool:
+    """How sums are formed: a CPU's loops over one image stay in its caches, and a GPU has cores for all images at once."""
+    return gradient.device.type == "cpu"
+
+
 class _Convolution:
     """One convolution whose result is pooled in windows that touch."""
 
@@ -142,16 +147,15 @@ class _Convolution:
 
     def gradient(self, gradient: Tensor, place: Tensor, views: Tensor) -> Tensor:
         """That of the weights, of the pooled result's gradient."""
-        on_cpu, by_weight = gradient.device.type == "cpu", []
+        image_by_image, by_weight = _image_by_image(gradient), []
         for at in self.weights:
             seen = [self._seen(views, place, at) for place in self.places]
             chosen = seen[-1]
             for number in reversed(range(len(seen) - 1)):
                 chosen = torch.where(place == number, seen[number], chosen)
-            # A GPU has cores enough to add up all at once; a CPU's loops over one image stay in its caches.
-            by_weight.append((gradient * chosen).sum((2, 3) if on_cpu else (0, 2, 3)))
+            by_weight.append((gradient * chosen).sum((2, 3) if image_by_image else (0, 2, 3)))
         found = torch.stack(by_weight)
-        return (found.sum(1) if on_cpu else found).T.contiguous().view(self.filters, self.channels, *self.size)
+        return (found.sum(1) if image_by_image else found).T.contiguous().view(self.filters, self.channels, *self.size)
 
     def _seen(self, views: Tensor, place: tuple[int, int], weight: tuple[int, int, int]) -> Tensor:
         """What a weight of a filter sees at a place of each window: (samples, 1, rows, columns)."""
