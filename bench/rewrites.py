@@ -3,6 +3,7 @@
 python -m bench.rewrites                    each rewrite in all networks that have something for it, three or more, and all
                                             of them together; a compilation for each, so some minutes
 python -m bench.rewrites --networks lenet --rewrites all --seconds 20
+python -m bench.rewrites --device cuda      those that are for a GPU, there
 python -m bench.rewrites --record           writes the figures to claims/ as well
 
 The exit code is 1 where a rewritten step failed or is broken.
@@ -21,15 +22,23 @@ from torch import Tensor, nn
 
 import hotloop
 from bench.claim import write_claim
+from hotloop.errors import DeviceError
 from hotloop.lowering import lower
-from hotloop.lowering.rewrites import ALL, REWRITES
+from hotloop.lowering.rewrites import ALL, ON_GPU, REWRITES
 from hotloop.measuring import Entrant, measure
 from hotloop.parity import prove
 from hotloop.plan import Plan
+from hotloop.probe import check_device
 from hotloop.verdicts import Timing
 
 _CLASSES = 10
-PACKAGE = Plan(compile="package", device="cpu")
+PLANS = {
+    "cpu": Plan(compile="package", device="cpu"),
+    "cuda": Plan(compile="step", device="cuda", residency="device", graphs=32),
+}
+"""What each device's steps are compiled by."""
+
+NOT_ON = {"cpu": {"mm_as_sum", "mm_in_parts"}, "cuda": {"mm_by_onednn", "draw_by_words"}}
 
 
 def lenet() -> nn.Sequential:
@@ -216,30 +225,33 @@ class Network:
     rewrites: tuple[str, ...]
     batch_size: int = 32
 
-    def asked(self, which: Sequence[str]) -> list[str]:
+    def asked(self, which: Sequence[str], device: str = "cpu") -> list[str]:
         """Those of `which` to try here; all together where some of them are for it."""
-        together = not ALL.keys().isdisjoint(self.rewrites)
-        return [one for one in which if one in self.rewrites or (one == "all" and together)]
+        able = [one for one in self.rewrites if one not in NOT_ON[device]]
+        together = not (ALL if device == "cpu" else ON_GPU).keys().isdisjoint(able)
+        return [one for one in which if one in able or (one == "all" and together)]
 
 
 _CONVOLVING = ("pool_first", "pool_as_max", "conv_as_gemm")
+_SMALL, _LONG = ("mm_as_sum",), ("mm_as_sum", "mm_in_parts")
+"""Products that are small, and some of many terms, too."""
 _POOLED = (*_CONVOLVING, "conv_in_pool")
 
 NETWORKS = {
-    "lenet": Network(lenet, (1, 28, 28), (*_POOLED, "mm_by_onednn")),
-    "small_vgg": Network(small_vgg, (3, 32, 32), (*_CONVOLVING, "mm_by_onednn")),
-    "residual": Network(Residual, (3, 32, 32), _CONVOLVING),
-    "colour": Network(colour, (3, 32, 32), _POOLED),
-    "spectrogram": Network(spectrogram, (1, 64, 64), _POOLED),
-    "digits": Network(digits, (1, 28, 28), ("pool_as_max", "conv_as_gemm", "conv_in_pool", "draw_by_words")),
-    "overlapping": Network(overlapping, (3, 32, 32), ("pool_first",)),
-    "stem": Network(stem, (3, 64, 64), ("pool_first",)),
+    "lenet": Network(lenet, (1, 28, 28), (*_POOLED, "mm_by_onednn", *_SMALL)),
+    "small_vgg": Network(small_vgg, (3, 32, 32), (*_CONVOLVING, "mm_by_onednn", *_LONG)),
+    "residual": Network(Residual, (3, 32, 32), (*_CONVOLVING, *_SMALL)),
+    "colour": Network(colour, (3, 32, 32), (*_POOLED, *_LONG)),
+    "spectrogram": Network(spectrogram, (1, 64, 64), (*_POOLED, *_LONG)),
+    "digits": Network(digits, (1, 28, 28), ("pool_as_max", "conv_as_gemm", "conv_in_pool", "draw_by_words", *_SMALL)),
+    "overlapping": Network(overlapping, (3, 32, 32), ("pool_first", *_LONG)),
+    "stem": Network(stem, (3, 64, 64), ("pool_first", *_SMALL)),
     "squeezed": Network(squeezed, (3, 64, 64), ("pool_first", "conv_as_gemm")),
-    "mixed": Network(Mixed, (1, 28, 28), ("mm_by_onednn",)),
-    "recommending": Network(recommending, (3, 32, 32), ("mm_by_onednn",)),
-    "tabular": Network(Tabular, (3, 16, 16), ("mm_by_onednn", "draw_by_words")),
-    "perceptron": Network(perceptron, (1, 28, 28), ("mm_by_onednn", "draw_by_words")),
-    "rows": Network(Rows, (1, 28, 28), ("mm_by_onednn", "draw_by_words")),
+    "mixed": Network(Mixed, (1, 28, 28), ("mm_by_onednn", *_LONG)),
+    "recommending": Network(recommending, (3, 32, 32), ("mm_by_onednn", *_LONG)),
+    "tabular": Network(Tabular, (3, 16, 16), ("mm_by_onednn", "draw_by_words", *_LONG)),
+    "perceptron": Network(perceptron, (1, 28, 28), ("mm_by_onednn", "draw_by_words", *_LONG)),
+    "rows": Network(Rows, (1, 28, 28), ("mm_by_onednn", "draw_by_words", *_LONG)),
 }
 
 
@@ -258,9 +270,9 @@ def task_of(name: str, samples: int = 2048, batch_size: int | None = None) -> ho
     )
 
 
-def measured(name: str, which: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+def measured(name: str, which: Sequence[str], seconds: float, device: str = "cpu") -> list[dict[str, Any]]:
     """Each rewrite of one network: how many times as fast as without it, with the 99 % interval, and its parity."""
-    plans = {rewrites: PACKAGE.with_axes(rewrites=rewrites) for rewrites in ["none", *which]}
+    plans = {rewrites: PLANS[device].with_axes(rewrites=rewrites) for rewrites in ["none", *which]}
     task = task_of(name)
     entrants = [Entrant(key, lambda plan=plan: lower(task, plan), plan) for key, plan in plans.items()]  # type: ignore[misc]
     found = measure(entrants, "none", steps=100_000, time_limit_s=seconds)
@@ -280,6 +292,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--rewrites", default=",".join([*REWRITES, "all"]))
+    parser.add_argument("--device", choices=PLANS, default="cpu")
     parser.add_argument("--seconds", type=float, default=40.0, help="of racing, for each network")
     parser.add_argument("--record", action="store_true", help="write a claim")
     given = parser.parse_args(arguments)
@@ -287,6 +300,10 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         for name in asked.split(","):
             if name not in known:
                 parser.error(f"{name} is no {kind}; expected some of {', '.join(known)}")
+    try:
+        check_device(given.device)
+    except DeviceError as error:
+        parser.error(str(error))
     return given
 
 
@@ -294,14 +311,15 @@ def main() -> int:
     given = parsed()
     which, rows = given.rewrites.split(","), []
     for name in given.networks.split(","):
-        if asked := NETWORKS[name].asked(which):
-            rows += measured(name, asked, given.seconds)
+        if asked := NETWORKS[name].asked(which, given.device):
+            rows += measured(name, asked, given.seconds, given.device)
         else:
             print(f"{name} has nothing for {given.rewrites}", flush=True)
     if given.record:
         options = f"--networks {given.networks} --rewrites {given.rewrites} --seconds {given.seconds:g} --record"
+        options = options if given.device == "cpu" else f"--device {given.device} {options}"
         figures = {"torch_threads": torch.get_num_threads(), "rows": rows}
-        print(write_claim("rewrites", f"python -m bench.rewrites {options}", PACKAGE, figures))
+        print(write_claim("rewrites", f"python -m bench.rewrites {options}", PLANS[given.device], figures))
     return int(any(row.get("failure") or row.get("parity") == "broken" for row in rows))
 
 

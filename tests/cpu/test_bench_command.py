@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bench import claim, rewrites
 from bench.peers import with_hotloop
@@ -277,7 +278,7 @@ print(len(NAMES), len(TIMM), sum(type(module).__name__ == "StandIn" for module i
 
 def raced(monkeypatch: pytest.MonkeyPatch, arguments: list[str], **row: object) -> int:
     """What `bench.rewrites` exits with where each race of a rewrite comes to such a row."""
-    made = lambda name, which, seconds: [{"network": name, "rewrites": one, **row} for one in which]  # noqa: E731
+    made = lambda name, which, *how: [{"network": name, "rewrites": one, **row} for one in which]  # noqa: E731
     monkeypatch.setattr(rewrites, "measured", made)
     monkeypatch.setattr(sys, "argv", ["rewrites", *arguments])
     return rewrites.main()
@@ -300,6 +301,18 @@ def test_a_network_that_all_of_them_leave_alone_is_not_raced_with_them() -> None
     stem, digits = (rewrites.NETWORKS[name] for name in ("stem", "digits"))
     assert stem.asked(["pool_first", "all", "pool_as_max"]) == ["pool_first"]
     assert digits.asked(["pool_first", "all", "pool_as_max"]) == ["all", "pool_as_max"]
+    assert stem.asked(["mm_as_sum", "all"]) == [] and stem.asked(["mm_as_sum", "all"], "cuda") == ["mm_as_sum", "all"]
+    assert digits.asked(["draw_by_words", "conv_in_pool"], "cuda") == ["conv_in_pool"]
+
+
+def test_rewrites_on_a_device_that_is_not_there_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    with pytest.raises(SystemExit) as caught:
+        raced(monkeypatch, ["--device", "cuda"])
+    assert caught.value.code == 2 and "isn't on this machine" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,13 @@ REWRITES: dict[str, Callable[[GraphModule], int]] = {
 }
 """Each changes a graph and says how often it could."""
 
-_ON_GPU: dict[str, Callable[[GraphModule], int]] = {
+ON_GPU: dict[str, Callable[[GraphModule], int]] = {
     "conv_in_pool": convolution_in_small_pooling,
     "pool_as_max": pooling_as_maximum,
     "mm_as_sum": product_as_sum,
     "mm_in_parts": product_in_parts,
 }
-"""For `all` there."""
+"""For `all` on CUDA devices."""
 
 ALL: dict[str, Callable[[GraphModule], int]] = {
     "conv_in_pool": convolution_in_small_pooling,
@@ -80,7 +80,7 @@ def rewrite(graph: GraphModule, which: str, but: Collection[str] = (), device: s
         PlanError: there is nothing in the step that it applies to.
     """
     straightened(graph)
-    every = ALL if device == "cpu" else _ON_GPU
+    every = ALL if device == "cpu" else ON_GPU
     given = every if which == "all" else {which: REWRITES[which]}
     found = {name: apply(graph) for name, apply in given.items() if name not in but}
     if not any(found.values()):
