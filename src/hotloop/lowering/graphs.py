@@ -89,7 +89,10 @@ class GraphedStep(CompiledStep):
         self._recorder = Recorder(parts.device)
         self._recordings: dict[int, Recording] = {}
         self._own = Batches((), 0)
-        self._table: Table | None = None  # the last whose rows were batches like those that are recorded
+        self._table: tuple[Table | None, bool] = (
+            None,
+            False,
+        )  # the last, and whether its rows are like what is recorded
         self._cells = torch.zeros(0)
         self._set: list[list[float]] = []  # what they are now
         self._total: Tensor | None = None  # where the graph adds its losses up; None where that is done beside it
@@ -180,10 +183,10 @@ class GraphedStep(CompiledStep):
         """Whether a replay's batches are rows of that table."""
         if self.at_once not in self._recordings or batches.size != self._samples:
             return False
-        if self._table is not batches.table:
+        if self._table[0] is not batches.table:
             first = batches.table.take(torch.arange(self._samples))
-            self._table = batches.table if signature(first) == self._signature else None
-        return self._table is not None and self._is_ready(self._own.batches[0])
+            self._table = batches.table, signature(first) == self._signature
+        return self._table[1] and self._is_ready(self._own.batches[0])
 
     def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
         """Runs step number `step`; returns the loss, 0-dim, on the device."""
