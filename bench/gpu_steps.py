@@ -46,12 +46,16 @@ def advance(program: Program, steps: int) -> None:
             program.end_epoch(0.0)
 
 
+def wait(program: Program) -> None:
+    torch.cuda.synchronize(program.device)
+
+
 def timed(program: Program, steps: int) -> tuple[float, float]:
     """Microseconds of a step, and of the host's part of it."""
     began = time.perf_counter()
     advance(program, steps)
     called = time.perf_counter()
-    torch.cuda.synchronize()
+    wait(program)
     return 1e6 * (time.perf_counter() - began) / steps, 1e6 * (called - began) / steps
 
 
@@ -59,7 +63,7 @@ def kernels_of(program: Program, steps: int) -> dict[str, tuple[float, float]]:
     """By name: how many in a step, and their microseconds; the longest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         advance(program, steps)
-        torch.cuda.synchronize()
+        wait(program)
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in seen.events() or ():
         if event.device_type == DeviceType.CUDA:
@@ -75,7 +79,7 @@ def looked_at(workload: str, asked: str, device: str, share: float) -> dict[str,
     program = lower(task(workload, epochs=1000), plan)
     try:
         advance(program, warm)
-        torch.cuda.synchronize()
+        wait(program)
         step_us, host_us = min(timed(program, steps) for _ in range(ROUNDS))
         kernels = kernels_of(program, seen)
     finally:

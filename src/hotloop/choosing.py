@@ -147,6 +147,7 @@ def _weighed(
             facts.steps,
             way=ways[0].compile,
             rewrites=rewrites,
+            recorded=ways[0].graphs != "none",
             limit_s=limit_s,
             to_come=to_come,
             convolves=facts.convolutions,

@@ -74,10 +74,10 @@ class Hope:
     to_come: int = 0
     convolves: bool = False
 
-    def by(self, way: str) -> Hope:
-        """By another way to compile, as the plan's axis says it."""
+    def by(self, way: str, *, recorded: bool = False) -> Hope:
+        """By another way to compile, as the plan's axis says it; as a CUDA graph, too, if it is recorded."""
         operations = None if self.made is None else self.made.operations
-        gain, look_s = compiling_gains(self.made, self.step_s, way), trace_s(operations or 0)
+        gain, look_s = compiling_gains(self.made, self.step_s, way, recorded=recorded), trace_s(operations or 0)
         return replace(self, gain=gain, compile_s=compile_s(operations, way), look_s=look_s)
 
     @property
@@ -190,6 +190,7 @@ def hoped(
     *,
     way: str,
     rewrites: bool,
+    recorded: bool = False,
     limit_s: float = math.inf,
     to_come: int = 0,
     convolves: bool = False,
@@ -201,6 +202,7 @@ def hoped(
         convolves: whether the step does.
         way: to compile, as the plan's axis says it.
         rewrites: whether a compiled step would be rewritten.
+        recorded: whether it would become a CUDA graph.
         limit_s: seconds until the run is to stop.
     """
     try:
@@ -225,7 +227,7 @@ def hoped(
         with _on_one_batch(program):
             step_s = Runner(program).warm_up(_LOOK_S)[1]
             made = makeup(program, rewrites=rewrites)
-        return replace(hope, step_s=step_s, load_s=_loading_s(program), made=made).by(way)
+        return replace(hope, step_s=step_s, load_s=_loading_s(program), made=made).by(way, recorded=recorded)
     except Exception as error:  # what is wrong with the Task shows in training, and is explained there
         return f"its steps couldn't be timed ({blame(error)})"
 

@@ -19,7 +19,7 @@ from hotloop.plan import Plan
 from hotloop.rng import StepDraws
 from hotloop.state import State, differences
 from tests.cpu.families import BATCH, family
-from tests.cpu.programs import advance, through_file
+from tests.cpu.programs import a_task, advance, through_file
 from tests.cpu.recording import FakeRecorder, RecallingRecorder
 from tests.cpu.test_plans import STEPS, after, assert_equal_within_rounding, baseline, changed
 
@@ -191,9 +191,10 @@ def test_losses_that_are_added_up_twice_are_seen(monkeypatch: pytest.MonkeyPatch
     assert not seen_in("mlp")
     note = GraphedStep._note
 
-    def twice(self: Any, *given: Any) -> None:
-        note(self, *given)
-        self.sums["loss"] += 1e-3
+    def twice(self: Any, group: Any, outputs: Any) -> None:
+        note(self, group, outputs)
+        for (batch, samples), (loss, *_) in zip(group, outputs, strict=True):
+            self._add(loss, {}, self.parts.weigh(batch, samples))
 
     monkeypatch.setattr(GraphedStep, "_note", twice)
     assert seen_in("mlp")
@@ -251,8 +252,6 @@ class Asking(nn.Module):
 
 
 def test_what_has_no_form_on_the_device_is_refused_by_its_name() -> None:
-    from tests.cpu.programs import a_task
-
     with pytest.raises(PlanError, match=r"full_like.*takes a number") as caught:
         hotloop.lower(a_task(model=Asking), Plan(graphs="step"))
     assert "\n" not in str(caught.value)

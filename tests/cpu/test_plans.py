@@ -71,7 +71,9 @@ def assert_equal_within_rounding(state: State, expected: State) -> None:
         for name, value in getattr(expected, part).items():
             torch.testing.assert_close(getattr(state, part)[name], value, rtol=1e-5, atol=1e-5, msg=f"{part} {name}")
     assert state.position == expected.position
-    assert float(state.sums["loss"]) == pytest.approx(float(expected.sums["loss"]), rel=1e-5)
+    assert state.sums.keys() == expected.sums.keys()
+    for name, value in expected.sums.items():
+        assert float(state.sums[name]) == pytest.approx(float(value), rel=1e-5), name
     assert state.schedule["last_epoch"] == expected.schedule["last_epoch"]
 
 

@@ -40,10 +40,13 @@ class Cut(Iterator[tuple[Any, int]]):
         self._number += 1
         return self.table.take(index), len(index)
 
-    def rows(self, batches: int) -> Tensor | None:
-        """The samples of so many whole batches, which are passed over: int64 (batches * size,); None where fewer are left."""
-        end, first = self._number + batches, self._number * self.size
-        if end > self._end or end * self.size > self._order.samples:
-            return None
-        self._number = end
-        return self._permutation[first : end * self.size]
+    @property
+    def whole(self) -> int:
+        """Batches that are left, without one of fewer samples."""
+        return min(self._end, self._order.samples // self.size) - self._number
+
+    def rows(self, batches: int) -> Tensor:
+        """The samples of so many batches that are left whole, which are passed over: int64 (batches * size,)."""
+        first = self._number * self.size
+        self._number += batches
+        return self._permutation[first : self._number * self.size]

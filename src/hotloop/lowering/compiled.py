@@ -116,9 +116,8 @@ class CompiledStep(EagerStep):
             but = ("draw_by_words",) if in_pieces else ()
             found = rewrite(captured.graph, which, but, self.parts.device.type)
             self.draws_by_words = bool(found.get("draw_by_words"))
-            self.parts.say(
-                "rewrote the step: " + ", ".join(f"{name} {count}" for name, count in found.items() if count)
-            )
+            times = ", ".join(f"{name} {count}" for name, count in found.items() if count)
+            self._tell("rewrote", f"rewrote the step: {times}")
 
     @property
     def _alone(self) -> bool:
@@ -257,7 +256,7 @@ class CompiledStep(EagerStep):
             return EagerStep.__call__(self, batch, samples, step)
 
     def _tell(self, what: str, line: str) -> None:
-        """Says why a step runs eagerly, once of each `what`."""
+        """Says a line, once of each `what`, such as why a step runs eagerly."""
         if what not in self._told:
             self._told.add(what)
             self.parts.say(line)

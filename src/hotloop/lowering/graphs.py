@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hotloop.data.cut import Cut
 from hotloop.data.source import Table
-from hotloop.data.tree import batch_length, flatten, tensors
+from hotloop.data.tree import flatten, tensors
 from hotloop.errors import PlanError, blame, out_of_memory
 from hotloop.lowering.binding import by_place, step_tensors
 from hotloop.lowering.capture import Captured, Update
@@ -51,8 +51,10 @@ class Batches:
         return self.batches
 
 
-def _column(leaf: Tensor, count: int) -> list[Tensor]:
+def _column(leaf: Any, count: int) -> list[Any]:
     """Tensors like one, in one piece of memory where each begins as a compiler expects it of a tensor of its own."""
+    if not isinstance(leaf, Tensor):  # with which no step is captured
+        return [leaf] * count
     if leaf.ndim and leaf.is_contiguous() and leaf.nbytes % _ALIGNED == 0:
         return list(leaf.expand(count, *leaf.shape).clone().unbind())
     return [leaf.clone() for _ in range(count)]
@@ -103,6 +105,11 @@ class GraphedStep(CompiledStep):
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True  # as torch would choose, were it not for tensors without content
 
+    def make_ready(self, batch: Any, samples: int) -> None:
+        """Compiles and records the step for batches like this one; see `CompiledStep.make_ready`."""
+        self._samples = samples
+        super().make_ready(batch, samples)
+
     def prepare(self, batch: Any, varying: set[str]) -> None:
         """Captures and records; the eager step must have run, so that the optimizer's state is there.
 
@@ -111,14 +118,14 @@ class GraphedStep(CompiledStep):
         """
         plan, device = self.parts.plan, self.parts.device
         self._check_state()
-        self._signature, self._samples = signature(batch), batch_length(batch)
+        self._signature, self._set = signature(batch), []
         self._own = Batches(batch, self.at_once)
         width = len(varying) + len(varying) % 2  # as `_ALIGNED` wants it
         self._cells = torch.zeros(self.at_once, width, dtype=torch.float64, device=device)[:, : len(varying)]
         rows = [dict(zip(sorted(varying), row.unbind(), strict=True)) for row in self._cells]
         self._hyper = Hyper(self.optimizer, rows[0])
         self._set_cells([list(self._hyper.now().values())] * self.at_once)
-        self._runner = self._made(batch, rows[0], plan.compile != "none")
+        self._runner = self._made(self._own.batches[0], rows[0], plan.compile != "none")
         self._expected = self._tensors()
         works = [partial(self._work, *pair) for pair in zip(rows, self._own.batches, strict=True)]
         for count in dict.fromkeys((1, self.at_once)):
@@ -129,10 +136,13 @@ class GraphedStep(CompiledStep):
         if not compiles:
             graph = self._lifted(batch, cells, "as_set").graph
             return lambda flat: graph(*flat)
-        lists = self._lifted(batch, cells, "in_lists")
+        lists = any(group.get("foreach") is True for group in self.optimizer.param_groups)
+        captured = self._lifted(batch, cells, "in_lists" if lists else "singly")
         try:
-            return built(lists, self.parts)
+            return built(captured, self.parts)
         except PlanError:
+            if not lists:
+                raise
             return built(self._lifted(batch, cells, "singly"), self.parts)
 
     def _lifted(self, batch: Any, cells: dict[str, Tensor], update: Update) -> Captured:
@@ -167,8 +177,8 @@ class GraphedStep(CompiledStep):
     def _run_cut(self, batches: Cut, step: int) -> Iterator[tuple[int, int]]:
         """Cuts the batches of a replay in one go, to where the graph reads them."""
         while True:
-            rows = batches.rows(self.at_once) if self._can_cut(batches) else None
-            if rows is not None:
+            if batches.whole >= self.at_once and self._can_cut(batches):
+                rows = batches.rows(self.at_once)
                 own = self._own.cut(batches.table.columns, rows)
                 self._replay([(batch, self._samples) for batch in own], step)
                 yield self.at_once, len(rows)
@@ -198,8 +208,10 @@ class GraphedStep(CompiledStep):
         return False
 
     def _can_replay(self, group: Sequence[tuple[Any, int]]) -> bool:
-        fits = len(group) in self._recordings and all(signature(batch) == self._signature for batch, _ in group)
-        return fits and self._is_ready(group[0][0])
+        if len(group) not in self._recordings or any(signature(batch) != self._signature for batch, _ in group):
+            return False
+        counted = self._total is None or all(samples == self._samples for _, samples in group)
+        return counted and self._is_ready(group[0][0])
 
     def _is_ready(self, batch: Any) -> bool:
         return self._knows_numbers() and self._is_bound() and not self._is_another(batch)
@@ -233,9 +245,9 @@ class GraphedStep(CompiledStep):
         assert self._captured is not None
         recording = self._recordings[len(group)]
         self._own.fill(batch for batch, _ in group)
-        if rows != self._set:
+        if rows != self._set[: len(rows)]:
             self._set_cells(rows)
-            self._set = rows
+            self._set[: len(rows)] = rows
         if self._total is not None and self.sums["loss"] is not self._total:  # as at the beginning of each epoch
             self.sums["loss"] = self._total.copy_(self.sums["loss"])
         self.ran += len(group)

@@ -123,6 +123,9 @@ class Program:
                 for done, size in self._step.run(taken, start):
                     number += done
                     samples += size
+        except BaseException:
+            self._batches = None  # what was taken and not trained on is taken again
+            raise
         finally:
             done = number - start
             self.position = Position(number, epoch, first + done)

@@ -49,7 +49,7 @@ class Makeup:
         step_s: seconds of the whole step at the same time; None on a device that runs on its own.
         library_s: seconds in those operations that stay as they are, compiled or not; None likewise.
         other_s: seconds in the others, without what PyTorch spends around each; None likewise.
-        busy_s: seconds for which a CUDA device computes; None on others.
+        busy_s: seconds for which a CUDA device computes; None on others, and where nobody tells.
     """
 
     operations: int
@@ -91,13 +91,18 @@ def _looked_at(runner: Runner, rewrites: bool) -> Makeup:
     return Makeup(seen.count // _LOOKS, step_s, seen.library_s / _LOOKS, seen.other_s / _LOOKS)
 
 
-def _busy_s(runner: Runner) -> float:
-    """Seconds of a step for which the device computes, which the host may keep waiting for the rest."""
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        runner.window(_LOOKS)
-    runner.put_back()
+def _busy_s(runner: Runner) -> float | None:
+    """Seconds of a step for which the device computes, which the host may keep waiting for the rest; None where nobody tells,
+    as beside another profiler."""
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            runner.window(_LOOKS)
+    except RuntimeError:
+        return None
+    finally:
+        runner.put_back()
     kernels = [event for event in seen.events() or () if event.device_type != DeviceType.CPU]
-    return sum(event.self_device_time_total for event in kernels) / 1e6 / _LOOKS
+    return sum(event.self_device_time_total for event in kernels) / 1e6 / _LOOKS or None
 
 
 class _Timing(Onlooker):

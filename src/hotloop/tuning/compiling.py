@@ -93,7 +93,8 @@ def chances(
     for plan in plans:
         seen = None if recurrent and plan.compile != "none" else made
         operations = None if seen is None else seen.operations
-        won_s = budget.wins_s(compiling_gains(seen, step_s, plan.compile)) - looks * trace_s(operations or 0)
+        gain = compiling_gains(seen, step_s, plan.compile, recorded=plan.graphs != "none")
+        won_s = budget.wins_s(gain) - looks * trace_s(operations or 0)
         takes_s = compile_s(operations, plan.compile)
         found.append(Chance(plan, budget.run_s, won_s, takes_s, budget.settles_s() + proof_s))
     tight = bool(found) and not budget.set_by_user and found[0].won_s < 2 * found[0].costs_s
@@ -110,16 +111,17 @@ def trace_s(operations: int) -> float:
     return operations * _OPERATION_TRACE_S
 
 
-def compiling_gains(made: Makeup | None, step_s: float, way: str = "package") -> float:
+def compiling_gains(made: Makeup | None, step_s: float, way: str = "package", *, recorded: bool = False) -> float:
     """By what factor a compiled step is faster, if a compiler does with it what it does with most; little if it isn't known.
 
     Args:
         step_s: of the step, where `made` has no time of its own.
+        recorded: whether it becomes a CUDA graph, so that the host has little to do.
     """
     if made is None:
         return _LEAST_GAIN
     left_s = step_s - made.operations * _DISPATCH_S
-    if made.busy_s is not None and way in ("step", "none"):
+    if made.busy_s is not None and recorded:
         left_s = made.busy_s + made.operations * _LAUNCH_S
     elif made.step_s is not None and made.library_s is not None and made.other_s is not None:
         saved_s = (1 - _FUSED) * made.other_s + made.operations * _AROUND_S - _CALLING_S.get(way, 0.0)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial, reduce
 from operator import add
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -56,9 +57,11 @@ def _products(graph: GraphModule) -> list[Node]:
 
 
 def _is_for(node: Node) -> bool:
-    """Whether it is a product of real numbers, with no more than a bias added."""
+    """Whether it is a product of fp32 numbers (float64 in a proof), with no more than a bias added."""
     made, given = value_of(node), [value_of(one) for one in node.args if isinstance(one, Node)]
-    if not made.dtype.is_floating_point or any(value.dtype != made.dtype for value in given) or not made.numel():
+    if made.dtype not in (torch.float32, torch.float64) or any(value.dtype != made.dtype for value in given):
+        return False
+    if any(not value.numel() for value in given):
         return False
     if node.target is aten.mm.default:
         return True
