@@ -196,8 +196,10 @@ def _shape(output: Any) -> str:
 
 
 def _targets(table: Table) -> Tensor | None:
+    """The last of its columns, as the loss takes it; None where that is no tensor, or one of another kind of batch."""
     columns = table.columns
-    return columns[-1] if isinstance(columns, tuple) and len(columns) > 1 else None
+    last = columns[-1] if isinstance(columns, tuple | list) and len(columns) > 1 else None
+    return last if isinstance(last, Tensor) else None
 
 
 def counts_samples(parts: Ingredients) -> bool:
