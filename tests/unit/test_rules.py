@@ -118,3 +118,14 @@ def test_what_was_set_may_stand_in_the_way() -> None:
     [(wish, violation)] = passed_over(facts(**LONG), GPU, half)
     assert (wish.axis, violation.axes) == ("compile", ("compile", "precision"))
     assert {choice.plan.compile for choice in ranked(facts(**LONG), GPU, half)} == {"none"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "convolutions", "said"),
+    [(GPU, True, True), (GPU, False, False), (CPU, True, False), (MAC, True, False)],
+)
+def test_who_convolves_on_cuda_hears_of_tf32(machine: Hardware, convolutions: bool, said: bool) -> None:
+    why = ranked(facts(convolutions=convolutions), machine, Plan())[0].why
+    assert any("convolutions in tf32 here" in reason for reason in why) is said
+    why = ranked(facts(convolutions=convolutions), machine, Plan(precision="fp32"))[0].why
+    assert not any("tf32" in reason for reason in why)
