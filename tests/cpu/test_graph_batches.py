@@ -87,17 +87,6 @@ def test_names_of_samples_are_refused_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_samples_that_were_read_are_added_up_by_the_graph() -> None:
-    """A data set tells only after it was read whether targets are ignored."""
-    x, y = a_task().data
-    samples = torch.utils.data.Subset(torch.utils.data.TensorDataset(x, y), range(len(x)))
-    program = hotloop.lower(a_task(data=samples), TWO)
-    assert program._step._total is not None  # type: ignore[attr-defined]
-    ignoring = torch.utils.data.Subset(torch.utils.data.TensorDataset(x, y.where(y > 0, -100)), range(len(x)))
-    program = hotloop.lower(a_task(data=ignoring), TWO)
-    assert program._step._total is None  # type: ignore[attr-defined]
-
-
 def test_batches_that_were_taken_when_a_step_failed_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     program = hotloop.lower(a_task(batch_size=2), TWO)
     advance(program, 1)

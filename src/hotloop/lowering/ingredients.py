@@ -92,7 +92,7 @@ class Ingredients:
         _check_loss(task)
         model = built_model(task)
         _check_output(task, roles, model)
-        weigh = weigher(task, roles)
+        weigh = _weigher(task, roles)
         device, world = torch.device("cpu"), World.of(plan)
         return cls(task, plan, roles, device, model, weigh, task.compute, task.build_optimizer, world=world)
 
@@ -207,7 +207,7 @@ def counts_samples(parts: Ingredients) -> bool:
     return parts.weigh is _samples
 
 
-def weigher(task: Task, roles: Roles) -> Callable[[Any, int], Any]:
+def _weigher(task: Task, roles: Roles) -> Callable[[Any, int], Any]:
     """`Task.weight_of`, or the plain number of samples where a look at the data shows that none is ignored."""
     plain = task.weight is None and task.objective.class_weights is None
     if plain and isinstance(roles.train, Table):

@@ -11,7 +11,7 @@ from hotloop.data.materialise import Reading, materialise, megabytes
 from hotloop.data.order import Order
 from hotloop.data.source import Samples, Source, Stream, Table
 from hotloop.errors import PlanError, RoomError, blame, out_of_memory
-from hotloop.lowering.ingredients import Ingredients, weigher
+from hotloop.lowering.ingredients import Ingredients
 from hotloop.probe.machine import free_memory
 
 
@@ -34,9 +34,7 @@ def resident(parts: Ingredients) -> Ingredients:
         train = _moved(parts, "data", train)
         if isinstance(validation, Table) and _fits(validation, parts.device):
             validation = _moved(parts, "validation", validation)
-    roles = replace(roles, train=train, validation=validation)
-    weigh = weigher(parts.task, roles)  # data that was read can be looked through for targets that count nothing
-    return replace(parts, roles=roles, weigh=weigh, notes=parts.notes + notes)
+    return replace(parts, roles=replace(roles, train=train, validation=validation), notes=parts.notes + notes)
 
 
 def _in_memory(parts: Ingredients, name: str, source: Source) -> tuple[Source, tuple[str, ...]]:
