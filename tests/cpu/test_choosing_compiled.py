@@ -249,7 +249,7 @@ def test_a_step_whose_update_can_t_be_captured_is_compiled_without_it_where_that
     real = lambda task, plan, *told: (hotloop.lower if plan.compile == "package" else pretend)(task, plan, *told)  # noqa: E731
     monkeypatch.setattr(settling, "lower", real)
     gains = {"package": 2.0, "forward": gain or None}
-    monkeypatch.setattr(weighing.Hope, "by", lambda hope, way: replace(by(hope, way), gain=gains[way]))
+    monkeypatch.setattr(weighing.Hope, "by", lambda hope, way, **how: replace(by(hope, way, **how), gain=gains[way]))
     task = a_task(optimizer=lambda parameters: torch.optim.RAdam(parameters))
     lowered(task, AUTO, said.append, memory=weighing.Memory(keep=verdicts.append))
     assert any(line.startswith("auto passes over compile=package: the step can't be captured") for line in said)
