@@ -15,7 +15,7 @@ from hotloop.lowering.graphs import GraphedStep
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task, advance
 from tests.cpu.recording import FakeRecorder, RecallingRecorder
-from tests.cpu.test_graphs import TWO, on_a_stand_in, replays  # noqa: F401  the first but one is a fixture
+from tests.cpu.test_graphs import TWO, on_a_stand_in, replays  # noqa: F401  `on_a_stand_in` is a fixture of all tests
 from tests.cpu.test_plans import changed
 
 

@@ -19,7 +19,7 @@ from hotloop.lowering import lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.rewrites import mm_by_onednn
-from hotloop.lowering.rewrites.walking import written
+from hotloop.lowering.rewrites.walking import product_replaced
 from hotloop.parity import prove
 from hotloop.plan import Plan
 from hotloop.probe import here
@@ -76,10 +76,10 @@ def test_a_package_has_them_too() -> None:
 
 
 def test_a_product_that_is_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off(graph: Any, node: Any, function: Any, *given: Any) -> Any:
-        return written(graph, node, lambda *values: 1.0001 * function(*values), *given)
+    def off(graph: Any, node: Any, by: Any) -> None:
+        product_replaced(graph, node, lambda *values: 1.0001 * by(*values))
 
-    monkeypatch.setattr(mm_by_onednn, "written", off)
+    monkeypatch.setattr(mm_by_onednn, "product_replaced", off)
     assert prove(task(), NAMED).parity == "broken"
 
 

@@ -263,7 +263,8 @@ def _another(leaf: Tensor) -> Tensor:
 def _tracing(examples: Sequence[Tensor]) -> Iterator[None]:
     """Without oneDNN's fused layers, such as its LSTM, which the compiler doesn't know.
 
-    Its convolutions stay where channels come last: only they know that those of the result do then, too."""
+    Its convolutions stay where channels come last: only they know that those of the result do then, too.
+    """
     channels_last = any(one.ndim >= 4 and not one.is_contiguous() for one in examples)
     fused = channels_last or examples[0].device.type != "cpu"
     with warnings.catch_warnings():

@@ -91,10 +91,8 @@ class GraphedStep(CompiledStep):
         self._recorder = Recorder(parts.device)
         self._recordings: dict[int, Recording] = {}
         self._own = Batches((), 0)
-        self._table: tuple[Table | None, bool] = (
-            None,
-            False,
-        )  # the last, and whether its rows are like what is recorded
+        # The last table that batches were rows of, and whether these are like what is recorded.
+        self._table: tuple[Table | None, bool] = (None, False)
         self._cells = torch.zeros(0)
         self._set: list[list[float]] = []  # what they are now
         self._total: Tensor | None = None  # where the graph adds its losses up; None where that is done beside it

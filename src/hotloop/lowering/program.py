@@ -136,8 +136,9 @@ class Program:
 
     def _opened(self, epoch: int, first: int) -> Iterator[tuple[Any, int]]:
         feed = self.feed
-        cuts = self._step.cuts_batches and isinstance(feed, TableFeed) and feed.untouched
-        return feed.cut(epoch, first) if cuts else feed.epoch(epoch, first)  # type: ignore[attr-defined]
+        if self._step.cuts_batches and isinstance(feed, TableFeed) and feed.untouched:
+            return feed.cut(epoch, first)
+        return feed.epoch(epoch, first)
 
     def step(self, batch: Any) -> Tensor:
         """Runs one step on a batch of the caller's, for a loop of one's own; returns the loss, 0-dim, detached.
@@ -328,8 +329,9 @@ class Program:
 
 def _rows_of(feed: Feed) -> Any:
     """The arrays of which batches are rows and nothing else; None where they are something else."""
-    on_cpu = isinstance(feed, TableFeed) and feed.treatment.none
-    return feed.table.columns if on_cpu and feed.untouched else None  # type: ignore[attr-defined]
+    if isinstance(feed, TableFeed) and feed.untouched and feed.treatment.device.type == "cpu":
+        return feed.table.columns
+    return None
 
 
 def _schedule_state(schedule: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from hotloop.lowering.rewrites.walking import argument, aten, calls, operand, replaced, value_of, written
+from hotloop.lowering.rewrites.walking import product_replaced, products, value_of
 from hotloop.probe import machine
 
 LEAST_FLOP = 2e6
@@ -34,17 +34,12 @@ def product_by_onednn(graph: GraphModule, wanted: Callable[[Tensor, Tensor], boo
     Args:
         wanted: which of them, by their operands.
     """
-    products = [
-        node for target in (aten.mm.default, aten.addmm.default) for node in calls(graph, target) if _fits(node)
-    ]
-    found = [node for node in products if wanted(*_operands(node))]
+    found = [node for node in products(graph, torch.float32) if _fits(node) and wanted(*_operands(node))]
     if not found:
         return 0
     product = _operator()
     for node in found:
-        added = [operand(node)] if node.target is aten.addmm.default else []
-        given = [*node.args[len(added) :], *added]
-        replaced(graph, node, written(graph, node, lambda a, b, *bias: product(a, b.t(), *bias), *given))
+        product_replaced(graph, node, lambda a, b, *bias: product(a, b.t(), *bias))
     return len(found)
 
 
@@ -91,14 +86,8 @@ def _operands(node: Node) -> tuple[Tensor, Tensor]:
 
 
 def _fits(node: Node) -> bool:
-    made, given = value_of(node), [value_of(one) for one in node.args if isinstance(one, Node)]
-    if any(value.dtype != torch.float32 for value in given) or not torch.backends.mkldnn.is_available():
-        return False
-    if node.target is aten.addmm.default and (
-        given[0].shape != made.shape[1:] or argument(node, "beta") != 1 or argument(node, "alpha") != 1
-    ):
-        return False
-    return bool(2 * made.numel() * given[-1].shape[0] >= LEAST_FLOP)
+    terms = _operands(node)[1].shape[0]
+    return torch.backends.mkldnn.is_available() and 2 * value_of(node).numel() * terms >= LEAST_FLOP
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from hotloop.lowering.rewrites.walking import argument, aten, calls, operand, replaced, value_of, written
+from hotloop.lowering.rewrites.walking import operand, product_replaced, products, value_of
 
 MOST_OF_SUM = 1 << 21
 """Multiplications of a product that is written as a sum."""
@@ -52,20 +52,8 @@ def parts_of(rows: int, terms: int, columns: int) -> int:
 
 
 def _products(graph: GraphModule) -> list[Node]:
-    found = calls(graph, aten.mm.default) + calls(graph, aten.addmm.default)
-    return [node for node in found if _is_for(node)]
-
-
-def _is_for(node: Node) -> bool:
-    """Whether it is a product of fp32 numbers (float64 in a proof), with no more than a bias added."""
-    made, given = value_of(node), [value_of(one) for one in node.args if isinstance(one, Node)]
-    if made.dtype not in (torch.float32, torch.float64) or any(value.dtype != made.dtype for value in given):
-        return False
-    if any(not value.numel() for value in given):
-        return False
-    if node.target is aten.mm.default:
-        return True
-    return bool(given[0].shape == made.shape[1:] and argument(node, "beta") == 1 and argument(node, "alpha") == 1)
+    """Those of fp32 numbers, and of float64 in a proof, that have something to add up."""
+    return [node for node in products(graph, torch.float32, torch.float64) if _multiplications(node)]
 
 
 def _sizes(node: Node) -> tuple[int, int, int]:
@@ -80,9 +68,7 @@ def _multiplications(node: Node) -> int:
 
 
 def _rewritten(graph: GraphModule, node: Node, multiplied: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    added = [operand(node)] if node.target is aten.addmm.default else []
-    given = [*node.args[len(added) :], *added]
-    replaced(graph, node, written(graph, node, lambda a, b, *bias: sum(bias, multiplied(a, b)), *given))
+    product_replaced(graph, node, lambda a, b, *bias: sum(bias, multiplied(a, b)))
     return True
 
 

@@ -65,6 +65,27 @@ def written(graph: GraphModule, before: Node, function: Callable[..., Any], *inp
         return graph.graph.graph_copy(traced, places)
 
 
+def products(graph: GraphModule, *dtypes: torch.dtype) -> list[Node]:
+    """The products of two matrices whose numbers have one of these dtypes, with no more than a bias added."""
+    found = calls(graph, aten.mm.default) + calls(graph, aten.addmm.default)
+    return [node for node in found if _is_plain_product(node, dtypes)]
+
+
+def _is_plain_product(node: Node, dtypes: Sequence[torch.dtype]) -> bool:
+    made, given = value_of(node), [value_of(one) for one in node.args if isinstance(one, Node)]
+    if made.dtype not in dtypes or any(value.dtype != made.dtype for value in given):
+        return False
+    if node.target is aten.mm.default:
+        return True
+    return bool(given[0].shape == made.shape[1:] and argument(node, "beta") == 1 and argument(node, "alpha") == 1)
+
+
+def product_replaced(graph: GraphModule, node: Node, by: Callable[..., Tensor]) -> None:
+    """Has a product be what `by` makes of both matrices, and of the bias behind them where there is one."""
+    *added, one, other = node.args
+    replaced(graph, node, written(graph, node, by, one, other, *added))  # type: ignore[arg-type]  # all are nodes
+
+
 def replaced(graph: GraphModule, node: Node, by: Node) -> None:
     """Gives all users of a node another in its place, and takes it out."""
     node.replace_all_uses_with(by)
