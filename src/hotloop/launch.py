@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import re
 import signal
@@ -32,6 +31,7 @@ from hotloop.parallel.forwarding import Forwarding
 from hotloop.parallel.joining import LAUNCHED, run_in
 from hotloop.plan import Plan
 from hotloop.probe import devices
+from hotloop.quiet import unlogged
 
 RESTARTS = 3
 STOPPED = {128 + signal.SIGINT: signal.SIGINT, 128 + signal.SIGTERM: signal.SIGTERM}
@@ -88,7 +88,7 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, resta
     with (
         signals.listening(),
         opened_store() as store,
-        _quiet(),
+        unlogged("torch.distributed.elastic", "torch.multiprocessing.spawn"),
         tempfile.TemporaryDirectory(prefix=LAUNCHED) as logs,
     ):
 
@@ -218,20 +218,6 @@ def opened_store(host: str = LOOPBACK) -> Iterator[dist.TCPStore]:
             multi_tenant=True,
             master_listen_fd=listening.detach(),
         )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the agent's own log from the user, who is told the same in a line."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

@@ -232,6 +232,8 @@ def _figures(timing: Timing, ratio: float) -> str:
     figures = f"it's {timing.ratio:.2f} times as fast as the baseline"
     if timing.left_out and timing.verdict is None:
         return f"it was left out after {timing.windows} pairs, since {figures}"
-    if (timing.ratio or 0.0) > ratio and timing.ratio_low is not None:
-        return f"{figures}, which {timing.windows} pairs don't show ({timing.ratio_low:.2f} to {timing.ratio_high:.2f})"
-    return figures
+    if (timing.ratio or 0.0) <= ratio:
+        return figures
+    if timing.ratio_low is None:
+        return f"{figures}, of which {timing.windows} pairs are too few to be sure"
+    return f"{figures}, which {timing.windows} pairs don't show ({timing.ratio_low:.2f} to {timing.ratio_high:.2f})"

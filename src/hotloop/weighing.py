@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hotloop.amounts import milliseconds
 from hotloop.data.feed import Treatment, open_feed
 from hotloop.data.roles import Roles
 from hotloop.errors import blame
@@ -104,7 +105,7 @@ class Hope:
 
     def __str__(self) -> str:
         most = "can save at most" if self.gain is None else "should save about"
-        loading = f", its batch {milliseconds(self.load_s)}" if self.load_s > self.step_s else ""
+        loading = f", its batch {milliseconds(1e3 * self.load_s)}" if self.load_s > self.step_s else ""
         long = self.costs_s() >= SEARCHED * self.limit_s
         limit = f", more than a third of the {max(0.0, self.limit_s):.0f} s until stop-after" if long else ""
         looking = f" with {self.looks:,} looks for what callbacks change" if self.looks else ""
@@ -113,7 +114,7 @@ class Hope:
         if self.to_come and self.costs_s() >= self.steps * self.step_s:
             lost = ", longer than the run itself"
         return (
-            f"a step takes {milliseconds(self.step_s)}{loading}, so compiling {most} {self.wins_s:,.0f} s"
+            f"a step takes {milliseconds(1e3 * self.step_s)}{loading}, so compiling {most} {self.wins_s:,.0f} s"
             f" of the {self.steps:,} steps left{runs}{looking}, and with a proof it may take {self.costs_s():.0f} s{limit}{lost}"
         )
 
@@ -249,11 +250,6 @@ def _alike(program: Program) -> bool:
     most = _BATCHES if batches is None else max(1, min(_BATCHES, batches - 1))
     with _first_batches(program) as found:
         return len({signature(batch) for batch, _ in itertools.islice(found, most)}) == 1
-
-
-def milliseconds(seconds: float) -> str:
-    """`0.123 ms`."""
-    return f"{seconds * 1e3:.3g} ms"
 
 
 @contextmanager

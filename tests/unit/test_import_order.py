@@ -22,7 +22,9 @@ SRC = Path(__file__).parents[2] / "src" / "hotloop"
 # One entry per module; `folder/` stands for every file below the folder, in any order without cycles.
 ORDER = (
     "errors",
+    "amounts",
     "patches",
+    "quiet",
     "handlers",
     "plan",
     "hardware",

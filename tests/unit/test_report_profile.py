@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
+from hotloop.amounts import flops, milliseconds, percent, shape, size, time
 from hotloop.profiles import Profile, RankTime, Remedy
-from hotloop.report.amounts import flops, percent, shape, size, time
 from hotloop.report.profile import page
 from tests.unit.made_profiles import made, module
 
@@ -132,10 +132,11 @@ def test_numbers_have_three_digits_and_a_unit() -> None:
         "0",
         "12 FLOP",
         "1.23 MFLOP",
-        "1000 GFLOP",
+        "1,000 GFLOP",
     ]
     assert [size(value) for value in (None, 5, 2.5e9)] == ["", "5 B", "2.5 GB"]
     assert [time(value) for value in (0.0456, 1.5, 12345.0)] == ["45.6 us", "1.5 ms", "12.3 s"]
+    assert [milliseconds(value) for value in (0.0456, 99.94, 3040.4)] == ["0.0456 ms", "99.9 ms", "3,040 ms"]
     assert [percent(value) for value in (None, 0.0, 0.0004, 0.05, 0.5)] == ["", "0.0 %", "< 0.1 %", "5.0 %", "50 %"]
     assert [shape([2, 3]), shape([])] == ["2x3", "()"]
 

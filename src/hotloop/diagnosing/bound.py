@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hotloop.amounts import milliseconds
 from hotloop.counting import precision_of
 from hotloop.diagnosing.sharing import behind
 from hotloop.diagnosing.step import COMPUTING, Step, is_product, least_of, percent
@@ -47,7 +48,7 @@ def bound_of(step: Step) -> tuple[Bound, list[str]]:
         return _bound_of_arrays(step, found)
     first = ordered[0]
     shares = [f"{name} {percent(step.share(found[name]))}" for name in ordered if step.share(found[name]) >= 0.01]
-    evidence = [f"Of a step of {step.ms:.3g} ms: {', '.join(shares)}."] if shares else []
+    evidence = [f"Of a step of {milliseconds(step.ms)}: {', '.join(shares)}."] if shares else []
     if step.share(found[first]) < _LEAST:
         return "unknown", [*evidence, "Nothing that was measured takes a fifth of it."]
     return first, [*evidence, *_detail(step, first, found[first]), *_limit(step)]
@@ -58,7 +59,7 @@ def _bound_of_arrays(step: Step, found: dict[Bound, float]) -> tuple[Bound, list
     layers = step.phase(*COMPUTING)
     parts = {"array operations": layers, **{str(name): ms for name, ms in found.items() if step.share(ms) >= 0.001}}
     shares = [f"{name} {percent(step.share(parts[name]))}" for name in sorted(parts, key=lambda name: -parts[name])]
-    evidence = [f"Of a step of {step.ms:.3g} ms: {', '.join(shares)}."]
+    evidence = [f"Of a step of {milliseconds(step.ms)}: {', '.join(shares)}."]
     first = max(found, key=lambda name: found[name])
     if found[first] > layers:
         return first, [*evidence, *(_detail(step, first, found[first]) if first == "input" else [])]
@@ -76,12 +77,12 @@ def _detail(step: Step, bound: Bound, ms: float) -> list[str]:
         calls = sum(one.calls for one in step.operators(lambda one: True))
         return [f"It starts {calls:.0f} operations, each {1e3 * step.launch_ms:.1f} us to start on this machine."]
     if bound == "input":
-        return [f"The next batch is waited for and made during {ms:.3g} ms."]
+        return [f"The next batch is waited for and made during {milliseconds(ms)}."]
     if bound == "waiting":
-        others = f"The first rank waits for the others during {ms:.3g} ms."
+        others = f"The first rank waits for the others during {milliseconds(ms)}."
         return [others, *filter(None, [behind(step)])]
     if bound == "communication":
-        return [f"During {ms:.3g} ms the first rank does nothing but send and receive."]
+        return [f"During {milliseconds(ms)} the first rank does nothing but send and receive."]
     if bound in ("arithmetic", "memory bandwidth"):
         ones = [one for one in step.profile.operators if one.phase in COMPUTING and _kind(step, one) == bound]
         most = max(ones, key=step.cost)
@@ -95,7 +96,7 @@ def _limit(step: Step) -> list[str]:
     if not least:
         return []
     return [
-        f"This machine's measured limits allow {least:.3g} ms for its arithmetic and memory traffic: "
+        f"This machine's measured limits allow {milliseconds(least)} for its arithmetic and memory traffic: "
         f"the step reaches {percent(step.share(least))} of them."
     ]
 

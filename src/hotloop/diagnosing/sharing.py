@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hotloop.amounts import milliseconds
 from hotloop.diagnosing.step import Step
 from hotloop.profiles import Phase, Remedy
 
@@ -35,7 +36,7 @@ def behind(step: Step) -> str:
     if found is None:
         return ""
     slowest, phase, ms = found
-    return f"Rank {slowest} spends {ms:.3g} ms more in {phase} than the quickest of the others."
+    return f"Rank {slowest} spends {milliseconds(ms)} more in {phase} than the quickest of the others."
 
 
 def _sending(step: Step, parallel: str) -> Iterator[Remedy]:
@@ -48,7 +49,7 @@ def _sending(step: Step, parallel: str) -> Iterator[Remedy]:
         where="",
         remedy=f"a larger batch, for which no more is sent (it changes the training){then}",
         gain=step.share((1 - 1 / _MEETINGS) * sent),
-        evidence=f"{sent:.3g} ms of each step of {step.ms:.3g} ms go by in communication, with nothing else to do",
+        evidence=f"{milliseconds(sent)} of each step of {milliseconds(step.ms)} go by in communication, with nothing else to do",
         axes=axes,
     )
 
@@ -66,7 +67,8 @@ def _uneven(step: Step) -> Iterator[Remedy]:
         where="",
         remedy="look at what it does longer, and what else runs on its cores or its machine",
         gain=step.share(lost),
-        evidence=f"others wait {lost:.3g} ms of each step of {step.ms:.3g} ms for it" + f". {why}".rstrip(". "),
+        evidence=f"others wait {milliseconds(lost)} of each step of {milliseconds(step.ms)} for it"
+        + f". {why}".rstrip(". "),
     )
 
 
@@ -82,8 +84,8 @@ def _needless(step: Step) -> Iterator[Remedy]:
         where="",
         remedy="one process for the whole batch",
         gain=step.share(step.ms - alone),
-        evidence=f"it would take about {alone:.3g} ms, even if its operations get no more threads: {count} times the "
-        f"{computed:.3g} ms that a rank computes of its part, and nothing to send",
+        evidence=f"it would take about {milliseconds(alone)}, even if its operations get no more threads: {count} times the "
+        f"{milliseconds(computed)} that a rank computes of its part, and nothing to send",
         axes={"parallel": "none", "ranks": 1},
     )
 
@@ -97,7 +99,7 @@ def _relayed(step: Step) -> Iterator[Remedy]:
         where="",
         remedy="more microbatches, as long as each is large enough to keep its rank busy, or other cuts (split)",
         gain=step.share(idle / 2),
-        evidence=f"each rank waits {idle:.3g} ms or more of each step of {step.ms:.3g} ms, for {pieces} microbatches",
+        evidence=f"each rank waits {milliseconds(idle)} or more of each step of {milliseconds(step.ms)}, for {pieces} microbatches",
         axes={"microbatches": 2 * pieces},
     )
 

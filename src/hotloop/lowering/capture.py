@@ -37,6 +37,7 @@ from hotloop.lowering.rewound import no_rewound_draws
 from hotloop.lowering.side_effects import no_side_effects, no_side_effects_of_update, refused
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.subnormals import without_subnormals
+from hotloop.quiet import unlogged
 from hotloop.task import Computed, hooked_parameter
 
 
@@ -131,7 +132,7 @@ class _Tracer:
         examples = [mode.from_tensor(_another(leaf), static_shapes=True) for leaf in leaves]
         drawn = _drawn()
         try:
-            with mode, _tracing(examples), no_rewound_draws(self.step.parts.device):
+            with unlogged("torch"), mode, _tracing(examples), no_rewound_draws(self.step.parts.device):
                 run = make_fx(lambda *flat: self.run(*unflatten(flat)), _WRITTEN_OUT)
                 graph = run(*examples)
         except PlanError:

@@ -7,7 +7,7 @@ than float64, it is no truth any more.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -55,7 +55,7 @@ _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
 def lower_exactly(task: Task, device: torch.device) -> Program:
-    """The Task's step in float64, whose States are `in_float64`.
+    """The Task's step in float64.
 
     Raises:
         TaskError, RuntimeError: model or loss can't be turned into float64.
@@ -65,7 +65,7 @@ def lower_exactly(task: Task, device: torch.device) -> Program:
         for module in (parts.model, parts.task.loss):
             if isinstance(module, nn.Module):
                 module._apply(_wide)  # module.double() leaves complex numbers as they are
-        return Program(parts, ExactStep(parts), _NoFeed())
+        return _Exact(parts, ExactStep(parts), _NoFeed())
 
 
 class _NoFeed(Feed):
@@ -81,15 +81,38 @@ class _NoFeed(Feed):
         pass
 
 
+class _Exact(Program):
+    """In float64; the States that it goes to may be of any Program of the Task."""
+
+    def restore(self, state: State) -> None:
+        super().restore(in_float64(state))
+
+
+class _Widened(Mapping[str, Any]):
+    """Makes float64 of one tensor after the other, as it is asked for them: all at once are twice the State."""
+
+    def __init__(self, kept: Mapping[str, Any], but: str = "") -> None:
+        self._kept, self._but = kept, but
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._kept[name]
+        if not isinstance(value, dict):
+            return _widened(value)
+        return {key: one if key == self._but else _widened(one) for key, one in value.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
 def in_float64(state: State) -> State:
     """A State with each number that the step computes with as float64; steps that an optimizer counts stay counts."""
     optimizer = dict(state.optimizer)
     if optimizer:
-        optimizer["state"] = {
-            name: {key: value if key == "step" else _widened(value) for key, value in values.items()}
-            for name, values in state.optimizer["state"].items()
-        }
-    wide = {part: _widened(getattr(state, part)) for part in ("parameters", "buffers", "average", "loss")}
+        optimizer["state"] = _Widened(optimizer["state"], but="step")
+    wide: Any = {part: _Widened(getattr(state, part)) for part in ("parameters", "buffers", "average", "loss")}
     return replace(state, optimizer=optimizer, **wide)
 
 

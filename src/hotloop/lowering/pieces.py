@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import HotloopError, PlanError, blame, out_of_memory
+from hotloop.quiet import unlogged
 from hotloop.rng import Streams, preserved
 from hotloop.task import Computed, Task
 
@@ -211,7 +210,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 def _exported(objective: Objective, leaves: tuple[Tensor, ...]) -> Any:
     streams = Streams(0)
     try:
-        with _quiet(), preserved():
+        with unlogged("torch"), preserved():
             streams.reseed("export")
             exported = torch.export.export(objective, leaves, strict=False)
             if streams.drawn("export"):
@@ -263,7 +262,7 @@ def _failing(objective: Objective, leaves: tuple[Tensor, ...]) -> str:
 
         hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     try:
-        with _quiet():
+        with unlogged("torch"):
             torch.export.export(objective, leaves, strict=False)
     except Exception:  # the same as before: here it only matters where
         return repr(inside[-1]) if inside and inside[-1] else "the model's own forward"
@@ -271,18 +270,6 @@ def _failing(objective: Objective, leaves: tuple[Tensor, ...]) -> str:
         for hook in hooks:
             hook.remove()
     return "the model"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps to itself what torch logs of an export that fails; the user gets one line."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def leaves_of(batch: Any, samples: int) -> list[Tensor]:

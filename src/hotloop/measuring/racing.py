@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from hotloop.amounts import milliseconds
 from hotloop.errors import HotloopError, blame, told
 from hotloop.lowering import Program
 from hotloop.measuring.clocks import Clock, peak_of_step
@@ -304,7 +305,7 @@ def _waits(lane: Lane) -> list[str]:
     if not lane.feed_s or (fed_s := statistics.median(lane.feed_s)) < _STARVED * statistics.median(lane.times):
         return []
     return [
-        f"{lane.name} waits for its data: workers load a batch in {1e3 * fed_s:.3g} ms, so no step counts as shorter"
+        f"{lane.name} waits for its data: workers load a batch in {milliseconds(1e3 * fed_s)}, so no step counts as shorter"
     ]
 
 

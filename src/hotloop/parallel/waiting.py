@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hotloop.amounts import milliseconds
 from hotloop.parallel.world import World
 from hotloop.patches import Patches
 from hotloop.profiles import Phase
@@ -231,7 +232,7 @@ def told(shares: dict[str, Any]) -> str:
         if not any(shares[other]):
             each = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares[column]))
             return (
-                f"of a step's {shares['step_ms']:.3g} ms in {column}, with {other} in it: {each};"
+                f"of a step's {milliseconds(shares['step_ms'])} in {column}, with {other} in it: {each};"
                 f" the slowest is rank {shares['slowest']}"
             )
     ranks = [
@@ -239,7 +240,7 @@ def told(shares: dict[str, Any]) -> str:
         for rank, (waiting, communication) in enumerate(zip(shares["waiting"], shares["communication"], strict=True))
     ]
     return (
-        f"of a step's {shares['step_ms']:.3g} ms in waiting and in communication: {', '.join(ranks)};"
+        f"of a step's {milliseconds(shares['step_ms'])} in waiting and in communication: {', '.join(ranks)};"
         f" the slowest is rank {shares['slowest']}"
     )
 

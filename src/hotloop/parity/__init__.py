@@ -244,6 +244,7 @@ def _seen(
             account.unproven = few
     accounts = zip(programs, evidence.candidates, strict=True)
     able = [program for program, account in accounts if account.able]
+    truth.let_go()
     fp32, other = ([one for one in every if one.active] for every in (witnesses, reduced))
     runs = run_freely(evidence.last, fp32, other, able, nudges=1 if brief else NUDGES)
     return evidence, dict(zip(map(id, able), runs, strict=True))

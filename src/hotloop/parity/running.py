@@ -118,7 +118,7 @@ def run_freely(
     before = max(_BEFORE, 2 * _most_at_once(candidates) + 1)  # the last batch may be a smaller one
     start = before_the_end(start, plain.feed.batches, min(before, max(1, steps // 2)))
     with of_the_baseline(plain):
-        expected = _ended(plain, start, steps)
+        expected = _ended(plain, start, steps, lent=False)
     ways = _apart(expected.state, start, from_zero=True)
     known = _Known(expected, _rounded(expected.state, steps), ways, frozenset())
     for witness, end in _drifting(start, peers or witnesses, steps, nudges):
@@ -213,7 +213,8 @@ def _drifting(start: State, witnesses: Sequence[Witness], steps: int, nudges: in
                 yield witness, _ended(witness.program, witness.state(start, number), steps)
 
 
-def _ended(program: Program, start: State, steps: int) -> _End:
+def _ended(program: Program, start: State, steps: int, *, lent: bool = True) -> _End:
+    """Where it ends, in its own memory if `lent`."""
     program.restore(start)
     program.seed_all()
     left, spans = steps, []
@@ -223,7 +224,7 @@ def _ended(program: Program, start: State, steps: int) -> _End:
         left -= outcome.steps
         if outcome.ended and left:
             program.end_epoch(1.0)
-    return _End(program.state(), tuple(spans))
+    return _End(program.state(lent=lent), tuple(spans))
 
 
 def _drifts(state: State, known: _Known) -> tuple[Drift, ...]:
@@ -272,7 +273,7 @@ def _apart(one: State, other: State, *, from_zero: bool = False) -> dict[str, fl
         if here is None or there is None or here.shape != there.shape:
             size = math.inf
         else:
-            size = norm_apart(wide(here), wide(there))
+            size = norm_apart(here, there)
         squares[what] = squares.get(what, 0.0) + size**2
     return {what: math.inf if math.isnan(total) else total**0.5 for what, total in squares.items()}
 

@@ -39,7 +39,7 @@ class _Noted(Seen):
 
     def __getitem__(self, key: Key) -> Tensor:
         value, before = self._kept[key]
-        return wide(value) if before is None else wide(value) - wide(before)
+        return wide(value) if before is None else _change(value, before)
 
     def __contains__(self, key: object) -> bool:
         return key in self._kept
@@ -90,6 +90,12 @@ _COUNTS = ("samples", "weight")
 def _buffers(state: State) -> Iterator[tuple[Key, Any]]:
     for name, value in {**state.buffers, **state.loss}.items():
         yield ("buffer", name), value
+
+
+def _change(value: Tensor, before: Tensor) -> Tensor:
+    """In float64, of which torch makes none of the subtrahend as a whole."""
+    plain = before.layout == torch.strided and not before.is_complex()
+    return wide(value) - (before.detach().cpu() if plain else wide(before))
 
 
 def _version(tensor: Tensor | None) -> int:
@@ -172,7 +178,22 @@ def _distance(value: Tensor, true: Tensor, size: float) -> float:
 
 
 def norm_apart(value: Tensor, true: Tensor) -> float:
-    """The norm of the difference; what isn't finite is none where it is the same on both sides."""
+    """The norm of the difference of two of a shape; what isn't finite is none where it is the same on both sides."""
+    return math.hypot(*(_norm_apart(wide(mine), wide(theirs)) for mine, theirs in _in_slices(value, true)))
+
+
+_SLICE = 2**20
+"""Numbers of which float64 is made at once: one layer may have most of a network's weights."""
+
+
+def _in_slices(value: Tensor, true: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if value.layout != torch.strided or true.layout != torch.strided:
+        yield value, true
+    else:
+        yield from zip(value.flatten().split(_SLICE), true.flatten().split(_SLICE), strict=True)
+
+
+def _norm_apart(value: Tensor, true: Tensor) -> float:
     off = _norm(value - true)
     if math.isfinite(off):
         return off

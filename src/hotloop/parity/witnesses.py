@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotloop.data.tree import batch_length, map_tensors, tensors
 from hotloop.lowering import Program, lower
-from hotloop.lowering.exact import ExactStep, in_float64, lower_exactly
+from hotloop.lowering.exact import ExactStep, lower_exactly
 from hotloop.lowering.facts import facts_of
 from hotloop.parity.accounts import Account
 from hotloop.parity.seen import UNIT, Seen, is_real, one_step
@@ -70,8 +70,15 @@ class Truth:
 
     def step(self, state: State, batch: Any) -> Seen:
         """What one step does, until the next."""
-        seen, _ = one_step(self.program, in_float64(state), batch, lent=True)
+        seen, _ = one_step(self.program, state, batch, lent=True)
         return dict(seen)  # each is asked for again and again
+
+    def let_go(self) -> None:
+        """Gives its memory back, which is twice that of any other; it takes no step any more."""
+        self.program.optimizer.state.clear()
+        for value in (*self.program.model.parameters(), *self.program.average.values()):
+            value.grad = None
+            value.data = value.data.new_empty(0)
 
 
 def baselines(task: Task, device: str, *, few: bool) -> list[Witness]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from hotloop.amounts import milliseconds
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.local import SYNC_EVERY
 from hotloop.parallel.averaging import Average
@@ -134,7 +135,7 @@ def _notes(parts: Ingredients, ranks: Sequence[RankTime]) -> Iterator[str]:
 
 
 def _ms(value: float | None) -> str:
-    return f"{value or 0.0:.3g} ms"
+    return milliseconds(value or 0.0)
 
 
 def _slowest(ranks: Sequence[RankTime]) -> int | None:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from hotloop.amounts import milliseconds
 from hotloop.report.progress import duration
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
@@ -69,7 +70,7 @@ def _time(seconds: float | None) -> str:
 
 
 def _step(timing: Timing) -> str:
-    return "-" if timing.step_ms is None else f"{timing.step_ms:.3g} ms"
+    return "-" if timing.step_ms is None else milliseconds(timing.step_ms)
 
 
 def _ratio(timing: Timing, is_baseline: bool) -> str:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hotloop.amounts import digits
 from hotloop.hardware import PRECISIONS, Device, Figure, Hardware
 
 COLUMNS = 4  # devices side by side in one table
@@ -96,11 +97,7 @@ def human(figure: Figure | None) -> str:
         return UNKNOWN
     scales = SCALES[figure.unit]
     factor, unit = next((scale for scale in scales if figure.value >= scale[0]), scales[-1])
-    return f"{_digits(figure.value / factor)} {unit}"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{digits(figure.value / factor)} {unit}"
 
 
 def advice(hardware: Hardware) -> str:
@@ -133,7 +130,7 @@ def _faster(best: Device, cpu: Device | None) -> str:
     if ratio < 1:
         return f"{best.name} is slower than the CPU at large fp32 matrix products: train with --device cpu."
     return (
-        f"{best.name} does large fp32 matrix products {_digits(ratio)} times as fast as the CPU: "
+        f"{best.name} does large fp32 matrix products {digits(ratio)} times as fast as the CPU: "
         f"train with --device {best.name}; very small networks may train as fast on the CPU."
     )
 

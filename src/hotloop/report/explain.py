@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from hotloop.amounts import flops, shape, size
 from hotloop.explanations import Equation, Explanation, Layer, Matrix
-from hotloop.report.amounts import flops, shape, size
 
 _HEAVIEST = 3
 

@@ -14,9 +14,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from hotloop.amounts import flops, percent, size, time
 from hotloop.diagnosing.step import COUNTS
 from hotloop.profiles import CTRL_C, LineTime, ModuleTime, OperatorTime, Phase, Profile, Remedy, SeldomUpdate
-from hotloop.report.amounts import flops, percent, size, time
 
 COLOURS: dict[str, str] = {
     "data": "#d9622b",

@@ -9,9 +9,9 @@ from typing import get_args
 
 import plotly.graph_objects as go
 
+from hotloop.amounts import flops, percent, time
 from hotloop.errors import HotloopError
 from hotloop.profiles import ModuleTime, Phase, Profile
-from hotloop.report.amounts import flops, percent, time
 from hotloop.report.page import styled, write_page
 from hotloop.report.profile import COLOURS, headline, parent_of
 

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hotloop.amounts import milliseconds
 from hotloop.report.page import styled, write_page
 from hotloop.verdicts import Crossing, Scaling, Timing
 
@@ -39,7 +40,7 @@ def page(scaling: Scaling) -> RenderableType:
 def _cell(timing: Timing, is_baseline: bool) -> str:
     if timing.step_ms is None:
         return "failed"
-    return f"{timing.step_ms:.3g} ms" + ("" if is_baseline else f", {timing.ratio:.2f} times as fast")
+    return milliseconds(timing.step_ms) + ("" if is_baseline else f", {timing.ratio:.2f} times as fast")
 
 
 def sentence(scaling: Scaling, name: str) -> str:

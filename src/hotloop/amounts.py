@@ -22,6 +22,16 @@ def time(milliseconds: float | None) -> str:
     return "" if milliseconds is None else _scaled(milliseconds, _MILLISECONDS)
 
 
+def milliseconds(value: float) -> str:
+    """Such as `1,230 ms` or `0.123 ms`: times that stand beside each other in one unit."""
+    return f"{digits(value)} ms"
+
+
+def digits(value: float) -> str:
+    """Three digits, or those of a whole number."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def percent(share: float | None) -> str:
     """Such as `12 %`, or `0.4 %` for little; empty if unknown."""
     if share is None:
@@ -40,5 +50,4 @@ def _scaled(value: float, scales: tuple[tuple[float, str], ...]) -> str:
     if not value:
         return "0"
     factor, unit = next((scale for scale in scales if abs(value) >= scale[0]), scales[-1])
-    shown = value / factor
-    return f"{shown:.0f} {unit}" if shown >= 100 else f"{shown:.3g} {unit}"
+    return f"{digits(value / factor)} {unit}"
