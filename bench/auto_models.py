@@ -2,13 +2,14 @@
 
     .venv-bench/bin/python -m bench.auto_models             hours: up to 25 min a network; Ctrl-C, and the same command goes on
     .venv-bench/bin/python -m bench.auto_models bert vit --seconds 20
+    .venv-bench/bin/python -m bench.auto_models --no-search xlnet bart      what `auto` takes alone: a few minutes each
 
 For each network, in a process of its own: `tune` looks for the fastest plan that is proven equal. Then, in another one that
 finds nothing compiled, the baseline, what `auto` takes for itself (by its rules, and what it compiles, races and proves),
 and what was found race once more, since the winner of a search owes a part of its figure to luck. That race gets more time until it has pairs enough for an
 interval. What `tune` raced and left out stands below each. A network, or a plan of that last race, that fails or can't be
 measured is named, and so is one whose steps are slower than the baseline's, or whose run takes longer under what `auto`
-takes; then the exit code is 1. The same command tries again what failed.
+takes; then the exit code is 1. The same command tries again what failed. `--no-search` leaves out `tune`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from bench.speed.caching import caches
 from bench.speed.journal import Journal, Row
 from bench.speed.table import rows as table
 from bench.speed.workloads import HOME
-from bench.zoo import NAMES
+from bench.zoo import FIRST, NAMES
+from hotloop.amounts import milliseconds
 from hotloop.errors import HotloopError
 from hotloop.files import write_atomic
 from hotloop.measuring.statistics import LEAST_PAIRS
@@ -43,7 +45,7 @@ STEPS = 50_000
 """Of the run that plans are chosen for."""
 
 LIMIT_S = 1500
-"""For one network, of which there are eleven."""
+"""For one network."""
 
 _SPARE = 1.25
 """Times the pairs that are needed."""
@@ -60,12 +62,15 @@ def searched(name: str, seconds: float) -> Verdict:
 
 
 def raced(name: str, seconds: float, plan: Plan) -> Verdict:
-    """The baseline, what `auto` takes for itself, and the plan that was found."""
-    import hotloop
+    """The baseline, what `auto` takes for itself, and the plan that was found; among its notes is what `auto` says."""
     from bench.zoo import task
+    from hotloop.contests import Contest, raced
+    from hotloop.taskfile import Loaded
 
     rivals: list[Any] = ["baseline", RULES, *([plan] if plan != BASELINE else [])]
-    return hotloop.race(task(name, _epochs()), rivals, devices=["cpu"], time_limit=f"{seconds:g}s", progress=False)
+    contest, said = Contest(rivals, "baseline", ["cpu"], time_limit=f"{seconds:g}s"), list[str]()
+    verdict = raced(Loaded(task(name, _epochs()), None, {}), contest, prove=None, say=said.append)
+    return verdict.model_copy(update={"notes": [*verdict.notes, *said]})
 
 
 def _epochs() -> int:
@@ -74,8 +79,8 @@ def _epochs() -> int:
     return STEPS * 16 // SAMPLES
 
 
-def searched_and_raced(name: str, seconds: float) -> dict[str, Any]:
-    """One network: the search, and the race after it; or why it failed."""
+def searched_and_raced(name: str, seconds: float, *, search: bool = True) -> dict[str, Any]:
+    """One network: the search, unless it is left out, and the race after it; or why it failed."""
     began = time.monotonic()
 
     def left_s() -> float:
@@ -86,15 +91,20 @@ def searched_and_raced(name: str, seconds: float) -> dict[str, Any]:
             return in_own_process(name, race_s, left_s(), plan, caches(Path(folder)))
 
     try:
-        found = in_own_process(name, seconds, left_s())
-        plan = found.plan(found.winner or found.baseline).as_plan
+        found = in_own_process(name, seconds, left_s()) if search else None
+        plan = BASELINE if found is None else found.plan(found.winner or found.baseline).as_plan
         verdict = until_measured(race, seconds, began + 0.9 * LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"failure": f"not done within {LIMIT_S} s"}
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if line.strip()]
         return {"failure": lines[-1][:300] if lines else f"ended with {error.returncode}"}
-    return {"searched": found.model_dump(), "verdict": verdict.model_dump(), "plan": plan.brief()}
+    searched = None if found is None else found.model_dump()
+    return {
+        "searched": searched,
+        "verdict": verdict.model_dump(),
+        "plan": (verdict.plan(RULES).as_plan if found is None else plan).brief(),
+    }
 
 
 def until_measured(race: Callable[[float], Verdict], seconds: float, until: float) -> Verdict:
@@ -162,13 +172,15 @@ def geometric_mean(found: Sequence[Row], which: str) -> tuple[float, float, floa
 
 def markdown(measured: Sequence[Row]) -> str:
     done = [row for row in measured if not row.get("failure")]
+    ways = {RULES: RULES} | ({FOUND: "found by tune"} if any(row["searched"] for row in done) else {})
     cells = []
     for row in done:
         base = row["verdict"]["plans"][0]
-        cells.append([row["model"], f"{base['step_ms']:.3g} ms", _run(base), *_cells(row, RULES), *_cells(row, FOUND)])
+        each = (cell for which in ways for cell in _cells(row, which))
+        cells.append([row["model"], milliseconds(base["step_ms"]), _run(base), *each])
     means = ["**geometric mean**", "", ""]
-    means += [_mean_text(measured, RULES), "", "", _mean_text(measured, FOUND), "", ""]
-    head = ("network", "baseline's step", "run", "auto", "run", "plan", "found by tune", "run", "plan")
+    means += [cell for which in ways for cell in (_mean_text(measured, which), "", "")]
+    head = ("network", "baseline's step", "run", *(cell for way in ways.values() for cell in (way, "run", "plan")))
     about = (
         "Times as fast as the baseline, by the step alone, with 99 % intervals. A run is all of its steps with what it"
         " takes to start and compile: auto finds nothing compiled, and what tune found may find what auto compiled."
@@ -231,7 +243,10 @@ def _text(gained: tuple[float, float, float]) -> str:
 
 def _left_out(done: Sequence[Row]) -> Iterator[str]:
     for row in done:
-        searched = row["searched"]
+        searched = row["searched"] or {"plans": [], "baseline": "", "winner": ""}
+        yield from (
+            f"- {row['model']}, {line}" for line in row["verdict"].get("notes", []) if line.startswith(_AGAINST)
+        )
         for one in searched["plans"]:
             if one["name"] in (searched["baseline"], searched["winner"]):
                 continue
@@ -242,6 +257,10 @@ def _left_out(done: Sequence[Row]) -> Iterator[str]:
             )
             why = one["failure"] or ", ".join(filter(None, [one["verdict"], one["parity"]])) or "behind"
             yield f"- {row['model']}, {one['name']}: {ratio} {why}"
+
+
+_AGAINST = ("auto passes over", "auto goes on eagerly")
+"""What `auto` says where it doesn't take a plan."""
 
 
 def slower(measured: Sequence[Row]) -> list[str]:
@@ -267,8 +286,9 @@ def longer(measured: Sequence[Row]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="some of " + ", ".join(NAMES))
+    parser.add_argument("models", nargs="*", help="some of " + ", ".join(NAMES) + "; default the first eleven")
     parser.add_argument("--seconds", type=float, default=60, help="of the last race; the search's take twice that")
+    parser.add_argument("--no-search", action="store_true", help="only what auto takes, without a search by tune")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
     parser.add_argument("--journal", type=Path, default=HOME / "auto-models.jsonl")
     parser.add_argument("--record", action="store_true", help="write a claim")
@@ -284,18 +304,20 @@ def main() -> int:
     try:
         now = circumstances()
         setup = {"seconds": options.seconds, "networks": NAMES, "cores": machine.processor().allowed_cores}
+        setup |= {"searched": not options.no_search}
         setup |= {"versions": now["versions"], "threads": now["threads"]}
         spoken = " ".join(["python -m bench.auto_models", *sys.argv[1:]])
         measured = {"command": spoken, **now}
         journal = Journal(options.journal, resume=True, fresh=options.fresh, setup=setup, measured=measured)
     except HotloopError as error:
         parser.error(str(error))
-    asked = options.models or NAMES
+    asked = options.models or FIRST
     try:
         for name in asked:
             done = latest(journal.of(model=name))
             if not done or failures(done) or unmeasured(done):
-                journal.add({"model": name}, **searched_and_raced(name, options.seconds))
+                row = searched_and_raced(name, options.seconds, search=not options.no_search)
+                journal.add({"model": name}, **row)
                 row = journal.rows[-1]
                 print("; ".join(failures([row])) or f"{name}: {row['plan']}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:

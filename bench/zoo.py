@@ -1,7 +1,7 @@
-"""Eleven small networks with random weights on data made up here: what strangers would train.
+"""Small networks of transformers and timm, with random weights, on data made up here: what strangers would train.
 
-Nine are of transformers, and two of timm. One trains with RMSprop and one with SGD and momentum, the others
-with AdamW; one draws its samples from a map-style data set in a single long epoch, the others have theirs in memory.
+Of the `FIRST` one trains with RMSprop and one with SGD and momentum, all others with AdamW; one draws its samples
+from a map-style data set in a single long epoch, the others have theirs in memory.
 
 python -m hotloop tune bench/zoo.py -p name=bert      from the project's folder
 """
@@ -40,6 +40,13 @@ _SMALL = dict(
 )
 
 _NO_ENDS = dict(bos_token_id=0, eos_token_id=0)
+_GROUPED = dict(num_key_value_heads=1)
+_OF_ITS_OWN = dict(vocab_size=WORDS, num_labels=CLASSES)
+_ENDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+
+
+def _writing(**others: Any) -> dict[str, Any]:
+    return {name: value for name, value in _SMALL.items() if name != "num_labels"} | others
 
 
 def _of_timm(name: str, **options: Any) -> nn.Module:
@@ -49,6 +56,32 @@ def _of_timm(name: str, **options: Any) -> nn.Module:
 CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {
     "bert": lambda: _made("BertConfig", "BertForSequenceClassification", **_SMALL),
     "electra": lambda: _made("ElectraConfig", "ElectraForSequenceClassification", embedding_size=128, **_SMALL),
+    "deberta": lambda: _made(
+        "DebertaV2Config",
+        "DebertaV2ForSequenceClassification",
+        **_SMALL,
+        **dict(relative_attention=True, position_buckets=32, pos_att_type=["p2c", "c2p"]),
+    ),
+    "distilbert": lambda: _made(
+        "DistilBertConfig",
+        "DistilBertForSequenceClassification",
+        **_OF_ITS_OWN,
+        **dict(dim=128, n_layers=2, n_heads=2, hidden_dim=512, max_position_embeddings=LENGTH),
+    ),
+    "fnet": lambda: _made("FNetConfig", "FNetForSequenceClassification", **_SMALL),
+    "funnel": lambda: _made(
+        "FunnelConfig",
+        "FunnelForSequenceClassification",
+        **_OF_ITS_OWN,
+        **dict(block_sizes=[1, 1], d_model=128, n_head=2, d_head=64, d_inner=512),
+    ),
+    "modernbert": lambda: _made("ModernBertConfig", "ModernBertForSequenceClassification", **_SMALL, **_ENDS),
+    "xlnet": lambda: _made(
+        "XLNetConfig",
+        "XLNetForSequenceClassification",
+        **_OF_ITS_OWN,
+        **dict(d_model=128, n_layer=2, n_head=2, d_inner=512),
+    ),
 }
 """Tokens int64 (B, T), labels int64 (B,)."""
 
@@ -66,8 +99,21 @@ WRITERS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: _made(
         "LlamaConfig",
         "LlamaForCausalLM",
-        **{name: value for name, value in _SMALL.items() if name != "num_labels"},
+        **_writing(),
     ),
+    "bart": lambda: _made(
+        "BartConfig",
+        "BartForConditionalGeneration",
+        **dict(vocab_size=WORDS, d_model=128, max_position_embeddings=LENGTH),
+        **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
+        **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
+        **{f"{part}_ffn_dim": 512 for part in ("encoder", "decoder")},
+    ),
+    "gemma": lambda: _made("Gemma3TextConfig", "Gemma3ForCausalLM", **_writing(sliding_window=16, **_GROUPED)),
+    "mixtral": lambda: _made(
+        "MixtralConfig", "MixtralForCausalLM", **_writing(num_local_experts=4, num_experts_per_tok=2, **_GROUPED)
+    ),
+    "qwen": lambda: _made("Qwen3Config", "Qwen3ForCausalLM", **_writing(**_GROUPED)),
     "t5": lambda: _made(
         "T5Config",
         "T5ForConditionalGeneration",
@@ -89,6 +135,11 @@ SEEING: dict[str, Callable[[], nn.Module]] = {
         image_size=64,
         num_labels=CLASSES,
     ),
+    "poolformer": lambda: _made(
+        "PoolFormerConfig",
+        "PoolFormerForImageClassification",
+        **dict(depths=[1, 1, 2, 1], hidden_sizes=[32, 64, 96, 128], num_labels=CLASSES),
+    ),
     "resnet": lambda: _made(
         "ResNetConfig",
         "ResNetForImageClassification",
@@ -106,12 +157,18 @@ SEEING: dict[str, Callable[[], nn.Module]] = {
 TIMM: dict[str, Callable[[], nn.Module]] = {
     "mixer": lambda: _of_timm("mixer_s32_224", img_size=64),
     "regnet": lambda: _of_timm("regnety_002"),
+    "ghostnet": lambda: _of_timm("ghostnet_050"),
+    "repvgg": lambda: _of_timm("repvgg_a0"),
+    "xcit": lambda: _of_timm("xcit_nano_12_p16_224", img_size=64),
 }
 """Images float32 (B, 3, 64, 64), labels int64 (B,); the loss is outside of the network."""
 
 NETWORKS = {**CLASSIFIERS, **WRITERS, **SEEING, **TIMM}
 
 NAMES = tuple(NETWORKS)
+
+FIRST = ("bert", "electra", "gpt2", "llama", "t5", "convnext", "mobilenet", "resnet", "vit", "mixer", "regnet")
+"""What a bench takes that isn't told."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "mobilenet": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-4, momentum=0.9),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import UserDict
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from hotloop.errors import PlanError
 from hotloop.lowering import compiled
 from hotloop.lowering.capture import Captured
 from hotloop.plan import Plan
+from tests.cpu.eager_or_refused import Layer, refusal
 from tests.cpu.programs import a_task, advance, labelled, state_after, through_file
 from tests.cpu.test_graphs import on_a_stand_in  # noqa: F401  a fixture, for all tests here
 from tests.cpu.test_hyper import assert_as_eager, halving, uncompiled  # noqa: F401  a fixture, for all tests here
@@ -253,3 +255,27 @@ def test_a_whole_step_keeps_no_gradients_of_eager_ones(plan: Plan) -> None:
     assert held() == {True}  # the last batch of the epoch is incomplete, and its step eager
     advance(program, 1)
     assert held() == {False}
+
+
+def test_what_torch_logs_of_a_step_that_it_cannot_follow_is_told_in_a_line_instead(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = torch.library.Library("hotloop_tests", "FRAGMENT")  # lives as long as this test
+    library.define("unknown_shape(Tensor x) -> Tensor")
+    library.impl("unknown_shape", torch.clone, "CPU")
+    library.impl("unknown_shape", _refusing, "Meta")
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    assert "only on weekdays" in refusal(model=_Unknown)
+    assert not caplog.records
+
+
+def _refusing(x: Tensor) -> Tensor:
+    raise RuntimeError("only on weekdays")
+
+
+class _Unknown(Layer):
+    """Has an operation whose result torch can't tell the shape of, and logs that with a traceback."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.ops.hotloop_tests.unknown_shape(x))  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from bench import auto_models
+from hotloop.contests import Contest
 from hotloop.plan import Plan
 from hotloop.verdicts import Timing, Verdict
 
@@ -103,30 +105,53 @@ def test_a_plan_with_too_few_pairs_is_named_and_counted() -> None:
     assert "- bert (auto): not measured, 5 pairs" in text and ", 1 of 2 |" in text and ", 2 of 2 |" in text
 
 
+ABOUT: dict[str, Any] = dict(task="bert", fingerprint="", steps=None, machine="", versions={}, seconds=1.0)
+ALONE = Verdict(plans=[Timing(name="baseline", plan=Plan().model_dump())], baseline="baseline", winner=None, **ABOUT)
+
+
 def test_strangers_are_searched_and_raced_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    timing_ = SimpleNamespace(plan={}, failure=None, ratio_low=1.0)
-    verdict = SimpleNamespace(winner=None, baseline="b", plan=lambda name: timing_, plans=[timing_], model_dump=dict)
-    monkeypatch.setattr("hotloop.tune", lambda task, *, device, **_: asked.append(device) or verdict)
-    monkeypatch.setattr("hotloop.race", lambda task, rivals, *, devices, **_: asked.append(devices) or verdict)
+
+    def race(loaded: object, contest: Contest, *, say: Callable[[str], None], **_: Any) -> Verdict:
+        asked.append(contest.devices)
+        say("auto goes on eagerly: it's short")
+        return ALONE
+
+    monkeypatch.setattr("hotloop.tune", lambda task, *, device, **_: asked.append(device))
+    monkeypatch.setattr("hotloop.contests.raced", race)
     auto_models.searched("bert", 1.0)
-    auto_models.raced("bert", 1.0, Plan())
+    assert auto_models.raced("bert", 1.0, Plan()).notes == ["auto goes on eagerly: it's short"]
     assert asked == ["cpu", ["cpu"]]
+
+
+def test_without_a_search_the_table_is_of_auto_alone_and_says_why_it_left_plans_out(monkeypatch) -> None:
+    calls: list[Plan | None] = []
+
+    def alone(name: str, seconds: float, limit_s: float, plan: Plan | None = None, environment: Any = None) -> Verdict:
+        calls.append(plan)
+        auto = Timing(name="auto", plan=Plan().model_dump(), step_ms=1.0)
+        return ALONE.model_copy(update={"plans": [*ALONE.plans, auto]})
+
+    monkeypatch.setattr(auto_models, "in_own_process", alone)
+    monkeypatch.setattr(auto_models, "until_measured", lambda race, seconds, until: race(seconds))
+    assert auto_models.searched_and_raced("bert", 1.0, search=False)["searched"] is None
+    assert calls == [Plan()]
+    row = stranger("vit", 2.0, None) | {"searched": None}
+    row["verdict"]["notes"] = ["auto passes over compile=package: it's 0.92 times as fast", "the machine was busy"]
+    text = auto_models.markdown([row])
+    assert "found by tune" not in text and "busy" not in text
+    assert "- vit, auto passes over compile=package: it's 0.92 times as fast" in text
 
 
 def test_a_race_of_strangers_finds_nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of the search before it nor of a shorter race."""
-    about: dict[str, Any] = dict(task="bert", fingerprint="", steps=None, machine="", versions={}, seconds=1.0)
-    alone = Verdict(
-        plans=[Timing(name="baseline", plan=Plan().model_dump())], baseline="baseline", winner=None, **about
-    )
     kept: list[list[Path]] = []
 
     def run(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
         if command[-1]:
             kept.append([Path(env[name]) for name in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR")])
             assert not [path for place in kept[-1] for path in place.rglob("*") if path.is_file()]
-        return SimpleNamespace(stdout=json.dumps(alone.model_dump()))
+        return SimpleNamespace(stdout=json.dumps(ALONE.model_dump()))
 
     monkeypatch.setattr("subprocess.run", run)
     monkeypatch.setattr(auto_models, "until_measured", lambda race, seconds, until: [race(seconds), race(seconds)][1])
@@ -155,7 +180,7 @@ KINDS = {"fails": {"failure": "it broke"}, "too few": unknown("bert"), "fine": s
 
 def test_the_bench_of_strangers_fails_where_a_run_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {key: value for key, value in start_that_is_not_won_back("bert").items() if key != "model"}
-    monkeypatch.setattr(auto_models, "searched_and_raced", lambda name, seconds: row)
+    monkeypatch.setattr(auto_models, "searched_and_raced", lambda name, seconds, search: row)
     monkeypatch.setattr("sys.argv", ["auto_models", "bert", "--journal", str(tmp_path / "journal.jsonl")])
     assert auto_models.main() == 1
 
@@ -163,7 +188,7 @@ def test_the_bench_of_strangers_fails_where_a_run_takes_longer(tmp_path: Path, m
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bench_of_strangers_fails_where_one_does_and_tries_it_again(kind: str, tmp_path: Path, monkeypatch) -> None:
     given = [{key: value for key, value in KINDS[each].items() if key != "model"} for each in (kind, "fine")]
-    monkeypatch.setattr(auto_models, "searched_and_raced", lambda name, seconds: given.pop(0))
+    monkeypatch.setattr(auto_models, "searched_and_raced", lambda name, seconds, search: given.pop(0))
     monkeypatch.setattr("sys.argv", ["auto_models", "bert", "--journal", str(tmp_path / "journal.jsonl")])
     assert auto_models.main() == (kind != "fine")
     assert auto_models.main() == 0

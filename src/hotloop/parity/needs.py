@@ -12,12 +12,10 @@ from hotloop.lowering import Program
 from hotloop.probe.room import room_bytes, size
 from hotloop.rng import preserved
 
-_WEIGHTS, _STATE = 18, 8
-"""Times the bytes of the weights and of the optimizer's state that a proof on the CPU takes, as measured: the truth's step is
-in float64, which takes twice what fp32 does, those of the baseline and the plan are as they are."""
-
-_COPIED_WEIGHTS, _COPIED_STATE = 17, 6
-"""The same on the host of an accelerator, to which each step is copied; as it was measured on the CPU when all were."""
+_WEIGHTS, _STATE = 17, 6
+"""Times the bytes of the weights and of the optimizer's state that a proof takes of the host's memory, as measured on the CPU:
+the truth and its step are in float64, which takes twice what fp32 does, those of the baseline and the plan are as they are.
+On the host of an accelerator each step is copied, which comes to as much."""
 
 _PROGRAMS = 3
 """Times what a Program holds, on an accelerator: the baseline, and the truth in float64."""
@@ -41,10 +39,10 @@ def needed_bytes(programs: Sequence[Program]) -> dict[torch.device, int]:
     weights, state = _held(programs[0])
     device, host = programs[0].device, torch.device("cpu")
     others = (len(programs) - 1) * (weights + state)
-    if device.type == "cpu":
-        return {host: _WEIGHTS * weights + _STATE * state + others}
-    beside = _PROGRAMS * (2 * weights + state)  # with their gradients
-    return {host: _COPIED_WEIGHTS * weights + _COPIED_STATE * state + others, device: beside}
+    needed = {host: _WEIGHTS * weights + _STATE * state + others}
+    if device != host:
+        needed[device] = _PROGRAMS * (2 * weights + state)  # with their gradients
+    return needed
 
 
 def _held(program: Program) -> tuple[int, int]:
