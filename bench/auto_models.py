@@ -64,12 +64,12 @@ def searched(name: str, seconds: float) -> Verdict:
 def raced(name: str, seconds: float, plan: Plan) -> Verdict:
     """The baseline, what `auto` takes for itself, and the plan that was found; among its notes is what `auto` says."""
     from bench.zoo import task
-    from hotloop.contests import Contest, raced
+    from hotloop import contests
     from hotloop.taskfile import Loaded
 
     rivals: list[Any] = ["baseline", RULES, *([plan] if plan != BASELINE else [])]
-    contest, said = Contest(rivals, "baseline", ["cpu"], time_limit=f"{seconds:g}s"), list[str]()
-    verdict = raced(Loaded(task(name, _epochs()), None, {}), contest, prove=None, say=said.append)
+    contest, said = contests.Contest(rivals, "baseline", ["cpu"], time_limit=f"{seconds:g}s"), list[str]()
+    verdict = contests.raced(Loaded(task(name, _epochs()), None, {}), contest, prove=None, say=said.append)
     return verdict.model_copy(update={"notes": [*verdict.notes, *said]})
 
 
@@ -183,7 +183,8 @@ def markdown(measured: Sequence[Row]) -> str:
     head = ("network", "baseline's step", "run", *(cell for way in ways.values() for cell in (way, "run", "plan")))
     about = (
         "Times as fast as the baseline, by the step alone, with 99 % intervals. A run is all of its steps with what it"
-        " takes to start and compile: auto finds nothing compiled, and what tune found may find what auto compiled."
+        " takes to start and compile: auto finds nothing compiled, and proves what it compiles before it takes it"
+        f"{', and what tune found may find what auto compiled' if FOUND in ways else ''}."
         " What failed or wasn't measured is in no mean.\n"
     )
     named = [*failures(measured), *unmeasured(measured), *slower(measured), *longer(measured)]
@@ -290,7 +291,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="of the last race; the search's take twice that")
     parser.add_argument("--no-search", action="store_true", help="only what auto takes, without a search by tune")
     parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
-    parser.add_argument("--journal", type=Path, default=HOME / "auto-models.jsonl")
+    parser.add_argument("--journal", type=Path, help="default .bench/auto-models.jsonl, or -alone with --no-search")
     parser.add_argument("--record", action="store_true", help="write a claim")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -303,12 +304,13 @@ def main() -> int:
         return 0
     try:
         now = circumstances()
-        setup = {"seconds": options.seconds, "networks": NAMES, "cores": machine.processor().allowed_cores}
-        setup |= {"searched": not options.no_search}
+        setup = {"seconds": options.seconds, "searched": not options.no_search}
+        setup |= {"cores": machine.processor().allowed_cores}
         setup |= {"versions": now["versions"], "threads": now["threads"]}
         spoken = " ".join(["python -m bench.auto_models", *sys.argv[1:]])
         measured = {"command": spoken, **now}
-        journal = Journal(options.journal, resume=True, fresh=options.fresh, setup=setup, measured=measured)
+        path = options.journal or HOME / f"auto-models{'-alone' if options.no_search else ''}.jsonl"
+        journal = Journal(path, resume=True, fresh=options.fresh, setup=setup, measured=measured)
     except HotloopError as error:
         parser.error(str(error))
     asked = options.models or FIRST

@@ -9,6 +9,7 @@ from bench.speed.lanes import TUTORIAL
 from bench.speed.summary import Line, Summary
 from bench.speed.table import ratio_text, rows
 from bench.speed.workloads import WORKLOADS
+from hotloop.amounts import milliseconds
 from hotloop.errors import HotloopError
 from hotloop.files import write_atomic
 
@@ -53,7 +54,7 @@ def _cells(found: Summary) -> Iterator[list[str]]:
             fastest = f"{best.name}, {_times(best)}" if best is not None else ""
             share = found.of_limit(workload)
             limit = "not known" if share is None else f"{share:.0%}"
-            yield [f"{workload} {WORKLOADS[workload].title}", f"{own.step_ms:.3g} ms", *others, fastest, limit]
+            yield [f"{workload} {WORKLOADS[workload].title}", milliseconds(own.step_ms), *others, fastest, limit]
 
 
 def _times(line: Line | None) -> str:

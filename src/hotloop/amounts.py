@@ -17,9 +17,9 @@ def size(count: float | None) -> str:
     return "" if count is None else _scaled(count, _BYTES)
 
 
-def time(milliseconds: float | None) -> str:
+def time(ms: float | None) -> str:
     """Such as `1.23 ms` or `45 us`; empty if unknown."""
-    return "" if milliseconds is None else _scaled(milliseconds, _MILLISECONDS)
+    return "" if ms is None else _scaled(ms, _MILLISECONDS)
 
 
 def milliseconds(value: float) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from hotloop.amounts import digits
 from hotloop.case import Case, Rule, Violation
 from hotloop.errors import DeviceError, PlanError, RoomError
 from hotloop.feasible_ranks import RULES_OF_RANKS
@@ -212,7 +213,7 @@ def _resident(case: Case) -> Iterator[Violation]:
 
 
 def _gib(count: float) -> str:
-    return f"{count / 2**30:.3g} GiB"
+    return f"{digits(count / 2**30)} GiB"
 
 
 # --- compile

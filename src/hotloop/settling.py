@@ -235,5 +235,5 @@ def _figures(timing: Timing, ratio: float) -> str:
     if (timing.ratio or 0.0) <= ratio:
         return figures
     if timing.ratio_low is None:
-        return f"{figures}, of which {timing.windows} pairs are too few to be sure"
+        return f"{figures}, with too few pairs to be sure ({timing.windows})"
     return f"{figures}, which {timing.windows} pairs don't show ({timing.ratio_low:.2f} to {timing.ratio_high:.2f})"

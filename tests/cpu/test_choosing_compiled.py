@@ -108,6 +108,8 @@ def test_what_pairs_do_not_show_is_told_with_its_interval() -> None:
     given = Timing(name="a", plan={}, windows=9, ratio=1.17, ratio_low=0.95, ratio_high=1.19, verdict="no difference")
     assert settling._figures(given, 1.02).endswith("which 9 pairs don't show (0.95 to 1.19)")
     assert settling._figures(given, 1.2) == "it's 1.17 times as fast as the baseline"
+    few = given.model_copy(update={"ratio_low": None, "ratio_high": None, "windows": 1})
+    assert settling._figures(few, 1.02) == "it's 1.17 times as fast as the baseline, with too few pairs to be sure (1)"
 
 
 @pytest.mark.parametrize(("parity", "speed"), [("bitwise", 0.8), ("broken", 2.0)], ids=["slower", "broken"])

@@ -85,7 +85,7 @@ class _Exact(Program):
     """In float64; the States that it goes to may be of any Program of the Task."""
 
     def restore(self, state: State) -> None:
-        super().restore(in_float64(state))
+        super().restore(_in_float64(state))
 
 
 class _Widened(Mapping[str, Any]):
@@ -100,6 +100,9 @@ class _Widened(Mapping[str, Any]):
             return _widened(value)
         return {key: one if key == self._but else _widened(one) for key, one in value.items()}
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._kept
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._kept)
 
@@ -107,7 +110,7 @@ class _Widened(Mapping[str, Any]):
         return len(self._kept)
 
 
-def in_float64(state: State) -> State:
+def _in_float64(state: State) -> State:
     """A State with each number that the step computes with as float64; steps that an optimizer counts stay counts."""
     optimizer = dict(state.optimizer)
     if optimizer:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hotloop.amounts import digits
 from hotloop.data.feed import peek
 from hotloop.data.tree import batch_length, tensors
 from hotloop.errors import PlanError
@@ -183,7 +184,7 @@ def _lines(parts: Ingredients, costs: Sequence[Cost], cuts: Sequence[int], names
 
 
 def _mib(count: float) -> str:
-    return f"{count / 2**20:.3g} MiB"
+    return f"{digits(count / 2**20)} MiB"
 
 
 def _room(parts: Ingredients) -> float:

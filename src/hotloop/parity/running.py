@@ -123,6 +123,7 @@ def run_freely(
     known = _Known(expected, _rounded(expected.state, steps), ways, frozenset())
     for witness, end in _drifting(start, peers or witnesses, steps, nudges):
         known = _beside(known, end.state, witness)
+        del end  # the next begins with an optimizer's state of its own
     looked, found = False, []
     for program in candidates:
         ended = _tried(program, start, steps)

@@ -93,9 +93,13 @@ def _buffers(state: State) -> Iterator[tuple[Key, Any]]:
 
 
 def _change(value: Tensor, before: Tensor) -> Tensor:
-    """In float64, of which torch makes none of the subtrahend as a whole."""
-    plain = before.layout == torch.strided and not before.is_complex()
-    return wide(value) - (before.detach().cpu() if plain else wide(before))
+    """In float64, which is made of neither as a whole."""
+    if value.layout != torch.strided or value.is_complex():
+        return wide(value) - wide(before)
+    change = torch.empty(value.shape, dtype=torch.float64)
+    for part, (mine, theirs) in zip(change.view(-1).split(_SLICE), _in_slices(value, before), strict=True):
+        torch.sub(wide(mine), wide(theirs), out=part)
+    return change
 
 
 def _version(tensor: Tensor | None) -> int:
