@@ -161,7 +161,8 @@ def _weighed(
     say(f"auto compiles: {hope}")
     instead = [way for way in instead if hope.by(way.compile).compilations]
     memory.spend()
-    settling = Settling(task, facts, plan, choices[-1].plan, allowed, say, during, watched, memory.keep, to_come)
+    last, most_s = choices[-1].plan, hope.compiling_s
+    settling = Settling(task, facts, plan, last, allowed, say, during, watched, memory.keep, to_come, most_s)
     verdict = settling.run(ways, hope.compilations, instead)
     return _settled(task, [*ways, *instead, settling.otherwise], verdict, say, during, memory)
 

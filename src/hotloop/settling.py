@@ -24,7 +24,7 @@ from hotloop.rng import preserved
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task
 from hotloop.tuning.budget import Budget, proving_s, saved_steps
-from hotloop.tuning.held import Held
+from hotloop.tuning.held import COMPILING_S, Held
 from hotloop.tuning.room import plans_at_once
 from hotloop.tuning.starts import with_starts
 from hotloop.verdicts import Parity, Timing, Verdict
@@ -48,6 +48,7 @@ class Settling:
         watched: whether callbacks of the user's are called in the run.
         keep: is told what was found until Ctrl-C ended it.
         to_come: steps of runs that may follow, to which a proof is worth as much.
+        compiling_s: that compiling a plan may take.
     """
 
     task: Task
@@ -60,11 +61,12 @@ class Settling:
     watched: bool = False
     keep: Callable[[Verdict], object] = lambda verdict: None
     to_come: int = 0
+    compiling_s: float = COMPILING_S
     _timings: dict[str, Timing] = field(default_factory=dict)
     _copying_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._held = Held(self.task, self._listened_to)
+        self._held = Held(self.task, self._listened_to, compiling_s=self.compiling_s)
 
     def run(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan] = ()) -> Verdict | None:
         """Compiles up to `most` of `ways`, the first that can be; the winner is `otherwise`, or faster and proven.

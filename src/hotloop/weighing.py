@@ -23,10 +23,14 @@ from hotloop.rng import preserved
 from hotloop.tuning.bounds import Makeup, makeup
 from hotloop.tuning.budget import PROVING_STEPS, SEARCHED, proving_s, saved_steps
 from hotloop.tuning.compiling import compile_s, compiling_gains, trace_s
+from hotloop.tuning.held import COMPILING_S
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
 _DOUBT = 1.5
 """Times what a compilation should take, which nobody asked to wait for: machines may be slow, or busy."""
+
+_COMPILING_LEAST_S = 120.0
+"""That any compilation may take."""
 
 _IN_VAIN = 2
 """Times what compiling, race and proof cost: so much must be hoped for, since a race may be lost, and a proof fail."""
@@ -97,6 +101,11 @@ class Hope:
         """Whether they should save clearly more than they cost, and leave time to train; nor is any run twice as long."""
         most_s = min(self.steps * self.step_s, SEARCHED * self.limit_s)
         return self.costs_s(compilations) < min(self.wins_s / _IN_VAIN, most_s)
+
+    @property
+    def compiling_s(self) -> float:
+        """That a compilation may take before it is given up: half of what it may save, within limits."""
+        return min(COMPILING_S, max(_COMPILING_LEAST_S, self.wins_s / 2), max(1.0, SEARCHED * self.limit_s))
 
     @property
     def compilations(self) -> int:

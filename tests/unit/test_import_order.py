@@ -26,6 +26,7 @@ ORDER = (
     "patches",
     "quiet",
     "handlers",
+    "alarm",
     "plan",
     "hardware",
     "records",

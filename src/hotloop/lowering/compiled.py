@@ -25,6 +25,7 @@ from hotloop.lowering.packages import packaged
 from hotloop.lowering.rewrites import rewrite
 from hotloop.lowering.rewrites.draw_by_words import ByWords
 from hotloop.lowering.step import EagerStep
+from hotloop.lowering.strides import quick_strides
 from hotloop.quiet import unlogged
 
 Runner = Callable[[list[Tensor]], Any]
@@ -363,7 +364,7 @@ def built(captured: Captured, parts: Ingredients) -> Runner:
 def _compiled(captured: Captured, parts: Ingredients) -> Runner:
     options = _OPTIONS | _known_to_compilers()
     try:
-        with warnings.catch_warnings(), unlogged("torch"):
+        with warnings.catch_warnings(), unlogged("torch"), quick_strides():
             warnings.simplefilter("ignore")  # of torch's own parts to each other
             if parts.plan.compile == "package":
                 return packaged(captured, parts.device, options, parts.say)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+from hotloop.alarm import at_most
+from hotloop.errors import PlanError
 from hotloop.lowering import Program, lower
 from hotloop.plan import Plan
 from hotloop.task import Task
+
+COMPILING_S = 1800.0
+"""After which a compilation is given up: torch's compiler doesn't come to an end of every network."""
 
 
 @dataclass
@@ -20,24 +26,35 @@ class Held:
         lower: makes one from a Task and a plan.
         programs: by name; those that are given up can be lowered again.
         starts: seconds of lowering without compiling, and of compiling, by name; of the first time.
+        compiling_s: that compiling one of them may take.
     """
 
     task: Task
     lower: Callable[[Task, Plan], Program] = lambda task, plan: lower(task, plan)
     programs: dict[str, Program] = field(default_factory=dict)
     starts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    compiling_s: float = COMPILING_S
 
     def lowered(self, name: str, plan: Plan) -> Program:
         """The Program of that name, lowered from the plan if it isn't there.
 
         Raises:
-            PlanError: the plan can't be run.
+            PlanError: the plan can't be run, or compiling it takes too long.
         """
         if name not in self.programs:
             began = time.perf_counter()
-            program = self.programs[name] = self.lower(self.task, plan)
+            limited = nullcontext() if plan.compile == "none" else at_most(self.compiling_s, self._given_up)
+            with limited:
+                program = self.programs[name] = self.lower(self.task, plan)
             self.starts.setdefault(name, (time.perf_counter() - began - program.compile_s, program.compile_s))
         return self.programs[name]
+
+    def _given_up(self) -> PlanError:
+        return PlanError(
+            f"compiling it was given up after {self.compiling_s:,.0f} s",
+            expected="a compiler that comes to its end",
+            fix="choose compile=none",
+        )
 
     def give_up(self, names: Iterable[str]) -> None:
         """Frees the memory of Programs."""
