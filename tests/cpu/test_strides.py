@@ -48,25 +48,27 @@ def test_strides_are_found_as_before(index: sympy.Expr, stride: int) -> None:
 
 
 class Shifted(nn.Module):
-    """Relative positions: rows are shifted against each other by reading them in another width."""
+    """Reads rows in another width again and again, as relative positions do: indices of a hundred operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.out = nn.Linear(6, 21), nn.Linear(15, 3)
+        self.layer, self.out = nn.Linear(6, 63), nn.Linear(15, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.layer(x)[:, None].expand(-1, 3, -1)
-        shifted = rows.reshape(len(x), 7, 9)[:, 1:6, 2:].reshape(len(x), 5, 7)[:, :, :3]
-        return self.out(shifted.reshape(len(x), 15).relu())  # type: ignore[no-any-return]
+        rows = self.layer(x).unflatten(1, (7, 9))[:, 1:6, 2:]
+        rows = rows.reshape(-1, 7, 5)[:, :, 1:4]
+        rows = rows.reshape(-1, 3, 7)[:, :, 1:6]
+        return self.out(rows.relu().flatten(1))  # type: ignore[no-any-return]
 
 
 def test_a_step_of_long_indices_trains_as_eagerly(simplified: list[sympy.Expr]) -> None:
-    program = hotloop.lower(a_task(model=Shifted), STEP)
+    with torch._inductor.config.patch(fx_graph_cache=False):  # or nothing is looked at a second time
+        program = hotloop.lower(a_task(model=Shifted), STEP)
     advance(program, 4)
     assert program.compiled_steps
     expected = state_after(a_task(model=Shifted), 4)
     torch.testing.assert_close(program.state().parameters, expected.parameters)
-    assert all(index.count_ops() <= 8 for index in simplified)
+    assert simplified and all(index.count_ops() <= 8 for index in simplified)
 
 
 def test_the_compiler_finds_sympy_as_it_was_after_an_error() -> None:
