@@ -12,7 +12,7 @@ from hotloop.lowering import Program
 from hotloop.probe.room import room_bytes, size
 from hotloop.rng import preserved
 
-_WEIGHTS, _STATE = 17, 6
+_WEIGHTS, _STATE = 14, 6
 """Times the bytes of the weights and of the optimizer's state that a proof takes of the host's memory, as measured on the CPU:
 the truth and its step are in float64, which takes twice what fp32 does, those of the baseline and the plan are as they are.
 On the host of an accelerator each step is copied, which comes to as much."""
