@@ -104,8 +104,8 @@ class Hope:
 
     @property
     def compiling_s(self) -> float:
-        """That a compilation may take before it is given up: half of what it may save, within limits."""
-        return min(COMPILING_S, max(_COMPILING_LEAST_S, self.wins_s / 2), max(1.0, SEARCHED * self.limit_s))
+        """That a compilation may take before it is given up: as long as it may save, within limits."""
+        return min(COMPILING_S, max(_COMPILING_LEAST_S, self.wins_s), max(1.0, SEARCHED * self.limit_s))
 
     @property
     def compilations(self) -> int:
