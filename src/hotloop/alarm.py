@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,26 +25,27 @@ def at_most(seconds: float, too_long: Callable[[], Exception]) -> Iterator[None]
 
     Only the main thread can be interrupted, and where there are no alarms (Windows) nothing is.
     """
-    if not hasattr(signal, "setitimer"):
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def hear(number: int, frame: FrameType | None) -> None:
         raise _Over
 
+    began = time.monotonic()
+    left_s, again_s = signal.setitimer(signal.ITIMER_REAL, 0.0)  # of somebody else, which goes on afterwards
     try:
-        with handled(hear, signal.SIGALRM) as heard, _alarm(seconds if heard else 0.0):
+        with handled(hear, signal.SIGALRM), _ringing(seconds):
             yield
     except _Over:
         raise too_long() from None
+    finally:
+        if left_s:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, left_s - (time.monotonic() - began)), again_s)
 
 
 @contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """None where there are 0."""
-    if not seconds:
-        yield
-        return
+def _ringing(seconds: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
     try:
         yield

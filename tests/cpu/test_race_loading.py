@@ -110,6 +110,6 @@ def test_rounds_take_the_portions_in_turn() -> None:
         lane.note(took)
     assert lane.times == [4.0, 5.0, 3.0, 6.0]
     lane.times = [4.1] * 4
-    assert _waits(lane) == ["a waits for its data: workers load a batch in 4e+03 ms, so no step counts as shorter"]
+    assert _waits(lane) == ["a waits for its data: workers load a batch in 4,000 ms, so no step counts as shorter"]
     lane.times = [5.0] * 4
     assert _waits(lane) == []

@@ -39,6 +39,24 @@ def test_what_is_done_in_time_is_left_alone() -> None:
     assert signal.getsignal(signal.SIGALRM) is before
 
 
+def test_an_alarm_of_somebody_else_goes_on_afterwards() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 60)
+        with at_most(30, TooLongError):
+            pass
+        assert 50 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with at_most(30, TooLongError):
+            sleeping(0.1)
+        sleeping(0.1)
+        assert rung == [signal.SIGALRM]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_an_error_of_its_own_goes_through_and_nothing_rings_later() -> None:
     with pytest.raises(ValueError), at_most(0.05, TooLongError):
         raise ValueError
