@@ -99,12 +99,9 @@ def searched_and_raced(name: str, seconds: float, *, search: bool = True) -> dic
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if line.strip()]
         return {"failure": lines[-1][:300] if lines else f"ended with {error.returncode}"}
+    taken = verdict.plan(RULES).as_plan if found is None else plan
     searched = None if found is None else found.model_dump()
-    return {
-        "searched": searched,
-        "verdict": verdict.model_dump(),
-        "plan": (verdict.plan(RULES).as_plan if found is None else plan).brief(),
-    }
+    return {"searched": searched, "verdict": verdict.model_dump(), "plan": taken.brief()}
 
 
 def until_measured(race: Callable[[float], Verdict], seconds: float, until: float) -> Verdict:
@@ -244,10 +241,10 @@ def _text(gained: tuple[float, float, float]) -> str:
 
 def _left_out(done: Sequence[Row]) -> Iterator[str]:
     for row in done:
-        searched = row["searched"] or {"plans": [], "baseline": "", "winner": ""}
-        yield from (
-            f"- {row['model']}, {line}" for line in row["verdict"].get("notes", []) if line.startswith(_AGAINST)
-        )
+        said = row["verdict"].get("notes", [])  # records of before have none of what auto said
+        yield from (f"- {row['model']}, {line}" for line in said if line.startswith(_AGAINST))
+        if (searched := row["searched"]) is None:
+            continue
         for one in searched["plans"]:
             if one["name"] in (searched["baseline"], searched["winner"]):
                 continue
@@ -305,8 +302,7 @@ def main() -> int:
     try:
         now = circumstances()
         setup = {"seconds": options.seconds, "searched": not options.no_search}
-        setup |= {"cores": machine.processor().allowed_cores}
-        setup |= {"versions": now["versions"], "threads": now["threads"]}
+        setup |= {"cores": machine.processor().allowed_cores, "versions": now["versions"], "threads": now["threads"]}
         spoken = " ".join(["python -m bench.auto_models", *sys.argv[1:]])
         measured = {"command": spoken, **now}
         path = options.journal or HOME / f"auto-models{'-alone' if options.no_search else ''}.jsonl"
@@ -318,8 +314,7 @@ def main() -> int:
         for name in asked:
             done = latest(journal.of(model=name))
             if not done or failures(done) or unmeasured(done):
-                row = searched_and_raced(name, options.seconds, search=not options.no_search)
-                journal.add({"model": name}, **row)
+                journal.add({"model": name}, **searched_and_raced(name, options.seconds, search=not options.no_search))
                 row = journal.rows[-1]
                 print("; ".join(failures([row])) or f"{name}: {row['plan']}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:

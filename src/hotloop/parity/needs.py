@@ -15,7 +15,7 @@ from hotloop.rng import preserved
 _WEIGHTS, _STATE = 14, 6
 """Times the bytes of the weights and of the optimizer's state that a proof takes of the host's memory, as measured on the CPU:
 the truth and its step are in float64, which takes twice what fp32 does, those of the baseline and the plan are as they are.
-On the host of an accelerator each step is copied, which comes to as much."""
+The host of an accelerator, to which each step is copied, is taken to need as much; nobody has measured it there."""
 
 _PROGRAMS = 3
 """Times what a Program holds, on an accelerator: the baseline, and the truth in float64."""
