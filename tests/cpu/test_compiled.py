@@ -19,7 +19,7 @@ from hotloop.errors import PlanError
 from hotloop.lowering import compiled
 from hotloop.lowering.capture import Captured
 from hotloop.plan import Plan
-from tests.cpu.eager_or_refused import Layer, refusal
+from tests.cpu.eager_or_refused import STEP, Layer, assert_trains_as_eagerly, refusal
 from tests.cpu.programs import a_task, advance, labelled, state_after, through_file
 from tests.cpu.test_graphs import on_a_stand_in  # noqa: F401  a fixture, for all tests here
 from tests.cpu.test_hyper import assert_as_eager, halving, uncompiled  # noqa: F401  a fixture, for all tests here
@@ -225,6 +225,25 @@ def test_a_gradient_of_two_parameters_is_clipped_once_for_each(plan: Plan, turne
     advance(program, 7)
     assert program.compiled_steps
     torch.testing.assert_close(program.state().parameters, state_after(task, 7).parameters)
+
+
+class Twice(nn.Module):
+    """One layer under two names, with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.again = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.again(self.first(x).relu()))  # type: ignore[no-any-return]
+
+
+def test_a_layer_of_two_names_keeps_its_parameters() -> None:
+    program = hotloop.lower(a_task(model=Twice), STEP)
+    own = dict(program.model.named_parameters(remove_duplicate=False))
+    assert own["again.0.weight"] is own["first.0.weight"] and isinstance(own["first.0.weight"], nn.Parameter)
+    assert_trains_as_eagerly(model=Twice)
 
 
 def test_equal_gradients_that_a_compiler_makes_one_are_clipped_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,17 @@ def _matrices(left: int, right: int, *added: int) -> Formula:
     return count
 
 
+def _groups(call: Call) -> tuple[float, float]:
+    """Rows (m, k), columns (k, n) or, where both are, terms in groups, whose ends stand at 2; stacks of matrices otherwise."""
+    left, right = call.shape(0), call.shape(1)
+    *_, m, k = left
+    n = right[-1]
+    stacked = len(left) == len(right)
+    groups = (call.shape(2) if len(left) == 2 else left)[0] if stacked else 1
+    products = groups if len(left) == 3 and stacked else 1
+    return 2 * products * m * k * n, call.size(0, 1, 2) + groups * m * n * call.item(0)
+
+
 def _vector(matrix: int, vector: int, *added: int) -> Formula:
     def count(call: Call) -> tuple[float, float]:
         m, k = call.shape(matrix)
@@ -147,6 +158,7 @@ FORMULAS: dict[str, Formula] = {
     "addmm": _matrices(1, 2, 0),
     "_addmm_activation": _matrices(1, 2, 0),
     "baddbmm": _matrices(1, 2, 0),
+    "_grouped_mm": _groups,
     "mv": _vector(0, 1),
     "addmv": _vector(1, 2, 0),
     "dot": _dot,

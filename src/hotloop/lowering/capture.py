@@ -31,6 +31,7 @@ from hotloop.lowering.accumulation import accumulate_on_device
 from hotloop.lowering.binding import Values, step_tensors
 from hotloop.lowering.by_cudnn import check_draws, check_recurrent
 from hotloop.lowering.constants import check_batch, check_constants, same_constants
+from hotloop.lowering.grouped import traceable_groups
 from hotloop.lowering.hooked import bare_step, hooked_optimizer
 from hotloop.lowering.hyper import held_by, hyper_of, put
 from hotloop.lowering.rewound import no_rewound_draws
@@ -169,8 +170,9 @@ class _Tracer:
 
         with (
             torch.enable_grad(),
-            _reparametrize_module(parts.model, {**live, **buffers}, tie_weights=True),
-            _reparametrize_module(loss, values["loss"]),
+            # put back in the order of a stack: a module of two names gets its parameters twice
+            _reparametrize_module(parts.model, {**live, **buffers}, tie_weights=True, stack_weights=True),
+            _reparametrize_module(loss, values["loss"], tie_weights=True, stack_weights=True),
             no_side_effects(parts.model, {"loss": parts.task.loss, "step": parts.task.step}),
         ):
             computed = self.compute(batch, backward)
@@ -270,7 +272,7 @@ def _tracing(examples: Sequence[Tensor]) -> Iterator[None]:
     fused = channels_last or examples[0].device.type != "cpu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
-        with nullcontext() if fused else torch.backends.mkldnn.flags(enabled=False):
+        with nullcontext() if fused else torch.backends.mkldnn.flags(enabled=False), traceable_groups():
             yield
 
 
@@ -298,7 +300,7 @@ def _leave_out_nothing(graph: GraphModule) -> None:
     aten = torch.ops.aten
     for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
         given: Any = node.args[0]
-        there = [one for one in given if one.meta["val"].shape != (0,)]
+        there = [one for one in given if not _is_nothing(one.meta["val"])]
         other = any(one.meta["val"].dtype != node.meta["val"].dtype for one in there)
         if other or len(there) in (0, len(given)):  # what is left out has a say in the result's dtype
             continue
@@ -310,6 +312,11 @@ def _leave_out_nothing(graph: GraphModule) -> None:
             alone.meta = dict(node.meta)
             node.replace_all_uses_with(alone)
             graph.graph.erase_node(node)
+
+
+def _is_nothing(value: Tensor) -> bool:
+    """Whether its shape is (0,), whatever is in the batch."""
+    return value.ndim == 1 and isinstance(value.shape[0], int) and not value.shape[0]
 
 
 def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:

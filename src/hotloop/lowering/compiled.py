@@ -16,6 +16,7 @@ from hotloop.lowering.again import Again
 from hotloop.lowering.binding import by_place, misfit, step_tensors
 from hotloop.lowering.capture import Capture, Captured, Update, apart
 from hotloop.lowering.drawing import draws_nothing
+from hotloop.lowering.grouped import traceable_groups
 from hotloop.lowering.hosted import host
 from hotloop.lowering.hyper import Hyper, Moved, hyper_of
 from hotloop.lowering.indices import Indices
@@ -364,7 +365,7 @@ def built(captured: Captured, parts: Ingredients) -> Runner:
 def _compiled(captured: Captured, parts: Ingredients) -> Runner:
     options = _OPTIONS | _known_to_compilers()
     try:
-        with warnings.catch_warnings(), unlogged("torch"), quick_strides():
+        with warnings.catch_warnings(), unlogged("torch"), quick_strides(), traceable_groups():
             warnings.simplefilter("ignore")  # of torch's own parts to each other
             if parts.plan.compile == "package":
                 return packaged(captured, parts.device, options, parts.say)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import HotloopError, PlanError, blame, out_of_memory
+from hotloop.lowering.grouped import traceable_groups
 from hotloop.quiet import unlogged
 from hotloop.rng import Streams, preserved
 from hotloop.task import Computed, Task
@@ -210,7 +211,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 def _exported(objective: Objective, leaves: tuple[Tensor, ...]) -> Any:
     streams = Streams(0)
     try:
-        with unlogged("torch"), preserved():
+        with unlogged("torch"), traceable_groups(), preserved():
             streams.reseed("export")
             exported = torch.export.export(objective, leaves, strict=False)
             if streams.drawn("export"):
@@ -262,7 +263,7 @@ def _failing(objective: Objective, leaves: tuple[Tensor, ...]) -> str:
 
         hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     try:
-        with unlogged("torch"):
+        with unlogged("torch"), traceable_groups():
             torch.export.export(objective, leaves, strict=False)
     except Exception:  # the same as before: here it only matters where
         return repr(inside[-1]) if inside and inside[-1] else "the model's own forward"
