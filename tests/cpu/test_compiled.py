@@ -6,6 +6,7 @@ import io
 import logging
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 import hotloop
 from hotloop import weighing
 from hotloop.errors import PlanError
-from hotloop.lowering import compiled
-from hotloop.lowering.capture import Captured
+from hotloop.lowering import compiled, symbols
+from hotloop.lowering.capture import Captured, capture
 from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP, Layer, assert_trains_as_eagerly, refusal
 from tests.cpu.programs import a_task, advance, labelled, state_after, through_file
@@ -300,3 +301,19 @@ class _Unknown(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(torch.ops.hotloop_tests.unknown_shape(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.NAdam, torch.optim.Adamax])
+def test_powers_that_nobody_asks_about_are_captured_as_torch_does(
+    optimizer: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    power = torch.SymFloat.__pow__
+    batch = tuple(value[:5] for value in labelled())
+    codes = []
+    for ask in (symbols.unasked_powers, nullcontext):
+        monkeypatch.setattr(symbols, "unasked_powers", ask)
+        program = hotloop.lower(a_task(optimizer=optimizer), Plan())
+        advance(program, 1)
+        codes.append(capture(program._step, batch, 5, {}, whole=True).graph.code)
+    assert codes[0] == codes[1] and "pow" in codes[0]
+    assert torch.SymFloat.__pow__ is power

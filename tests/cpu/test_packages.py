@@ -6,14 +6,16 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.fx.experimental import symbolic_shapes
 
 import hotloop
+from hotloop.errors import PlanError
 from hotloop.lowering import packages
-from hotloop.lowering.capture import capture
+from hotloop.lowering.capture import Capture, Captured, capture
 from hotloop.plan import Plan
 from hotloop.probe import machine
 from tests.cpu.programs import a_task, advance, labelled
@@ -44,7 +46,7 @@ def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch:
         path.touch()
         os.utime(path, (number, number))
     assert lowered() == []
-    (own,) = set(packages.folder().iterdir()) - set(others)
+    (own,) = set(packages.folder().glob("*.pt2")) - set(others)
     assert not others[0].exists() and all(path.exists() for path in others[1:])
 
     os.utime(own, (0, 0))
@@ -65,7 +67,7 @@ def test_a_package_that_can_t_be_loaded_is_made_anew(tmp_path: Path, monkeypatch
     for count in (1, 2, 2):
         advance(hotloop.lower(a_task(), PACKAGE, said.append), 2)
         assert len(made) == count
-        (path,) = packages.folder().iterdir()
+        (path,) = packages.folder().glob("*.pt2")
         if count == 1:
             path.write_bytes(made[0][: len(made[0]) // 2])
     assert path.read_bytes() == made[0]
@@ -79,7 +81,7 @@ def test_a_package_that_is_kept_is_loaded_without_the_compiler(tmp_path: Path, m
     task = a_task(model=lambda: torch.nn.Linear(128, 128), data=(x, x.argmax(1)), batch_size=128)
     plan = PACKAGE.with_axes(threads=2, rewrites="mm_by_onednn")
     hotloop.lower(task, plan).close()
-    (kept,) = packages.folder().iterdir()
+    (kept,) = packages.folder().glob("*.pt2")
     for compiler in ("compile_fx", "decomposition", "lowering", "package"):
         monkeypatch.setitem(sys.modules, f"torch._inductor.{compiler}", None)  # an import of it fails
     imports_more = lambda: pytest.fail("torch imports its exporter to find the user's lines")  # noqa: E731
@@ -89,7 +91,7 @@ def test_a_package_that_is_kept_is_loaded_without_the_compiler(tmp_path: Path, m
     advance(program, 2)
     program.close()
     assert program.compiled_steps and not any("made anew" in line for line in said)
-    assert list(packages.folder().iterdir()) == [kept]
+    assert list(packages.folder().glob("*.pt2")) == [kept]
 
 
 def test_a_package_of_other_options_or_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +101,57 @@ def test_a_package_of_other_options_or_of_another_version_is_not_used(monkeypatc
     monkeypatch.setattr(packages, "__version__", "0.0.0")
     keys.append(packages._key(captured, torch.device("cpu"), {}))
     assert keys[0] == keys[1] and len(set(keys)) == 3
+
+
+@pytest.fixture
+def captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
+    """What is captured, with nothing kept from before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen: list[Captured] = []
+    once = Capture.once
+
+    def noted(self: Capture, batch: Any) -> Captured:
+        seen.append(once(self, batch))
+        return seen[-1]
+
+    monkeypatch.setattr(Capture, "once", noted)
+    monkeypatch.setattr(packages, "_made", lambda captured, *others: captured.graph.code.encode())
+    monkeypatch.setattr(packages, "_loaded", lambda path: lambda flat: seen[-1].graph(*flat))
+    return seen
+
+
+def test_a_step_that_was_seen_to_stay_the_same_is_captured_once_from_then_on(captures: list[Captured]) -> None:
+    for width, so_far in ((3, 2), (3, 3), (4, 5), (3, 6)):
+        hotloop.lower(a_task(model=lambda width=width: torch.nn.Linear(6, width)), PACKAGE)
+        assert len(captures) == so_far, width
+    hotloop.lower(a_task(), Plan(compile="step"))
+    assert len(captures) == 6 + 2  # what keeps nothing has nothing to go by
+
+
+def test_one_that_was_seen_to_change_is_refused_each_time(
+    captures: list[Captured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = Capture.once
+
+    def turned(self: Capture, batch: Any) -> Captured:
+        captured = once(self, batch)
+        if len(captures) % 2 == 0:
+            captured.graph.graph.create_node("call_function", torch.neg, (next(iter(captured.graph.graph.nodes)),))
+            captured.graph.recompile()
+        return captured
+
+    monkeypatch.setattr(Capture, "once", turned)
+    for _ in range(2):
+        with pytest.raises(PlanError, match="two runs of it do different operations"):
+            hotloop.lower(a_task(), PACKAGE)
+    assert len(captures) == 4 and not packages.folder().exists()
+
+
+def test_where_nothing_can_be_kept_it_is_captured_twice(
+    captures: list[Captured], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for so_far in (2, 4):
+        hotloop.lower(a_task(), PACKAGE)
+        assert len(captures) == so_far

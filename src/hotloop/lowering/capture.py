@@ -19,9 +19,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -34,6 +33,7 @@ from hotloop.lowering.constants import check_batch, check_constants, same_consta
 from hotloop.lowering.grouped import traceable_groups
 from hotloop.lowering.hooked import bare_step, hooked_optimizer
 from hotloop.lowering.hyper import held_by, hyper_of, put
+from hotloop.lowering.mended import mend
 from hotloop.lowering.rewound import no_rewound_draws
 from hotloop.lowering.side_effects import no_side_effects, no_side_effects_of_update, refused
 from hotloop.lowering.step import EagerStep
@@ -106,7 +106,11 @@ class Capture:
 
     def twice(self, batch: Any) -> Captured:
         """Raises PlanError, too, where the step would not be the same step after step."""
-        first, second = self.once(batch), self.once(batch)
+        return self.again(self.once(batch), batch)
+
+    def again(self, first: Captured, batch: Any) -> Captured:
+        """Raises PlanError where the step isn't what it was first."""
+        second = self.once(batch)
         if first.graph.code != second.graph.code or not same_constants(first.graph, second.graph):
             raise refused("two runs of it do different operations", "a step that is the same each time")
         return second
@@ -126,14 +130,16 @@ class _Tracer:
         if others:
             raise refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
         check_recurrent(self.step.parts.model, self.step.parts.device)
-        from hotloop.lowering.symbols import Symbols  # brings sympy along, which takes a third of a second
+        # brings sympy along, which takes a third of a second
+        from hotloop.lowering.symbols import Symbols, unasked_powers
 
         mode = FakeTensorMode(shape_env=Symbols(), static_shapes=True, allow_non_fake_inputs=True)
         # Each leaf is an input of its own, also where this batch holds one tensor twice.
         examples = [mode.from_tensor(_another(leaf), static_shapes=True) for leaf in leaves]
         drawn = _drawn()
         try:
-            with unlogged("torch"), mode, _tracing(examples), no_rewound_draws(self.step.parts.device):
+            draws = no_rewound_draws(self.step.parts.device)
+            with unlogged("torch"), mode, _tracing(examples), unasked_powers(), draws:
                 run = make_fx(lambda *flat: self.run(*unflatten(flat)), _WRITTEN_OUT)
                 graph = run(*examples)
         except PlanError:
@@ -145,10 +151,7 @@ class _Tracer:
         check_draws(graph)
         check_constants(graph, leaves)
         check_batch(graph, flatten(values[1])[0])
-        _spell_out_factors(graph)
-        _leave_out_nothing(graph)
-        _draw_in_order_of_memory(graph)
-        graph.recompile()
+        mend(graph)
         return Captured(graph, examples, self.scalars, self.gradients)
 
     def run(self, values: Values, batch: Any) -> tuple[Tensor, ...]:
@@ -276,88 +279,12 @@ def _tracing(examples: Sequence[Tensor]) -> Iterator[None]:
             yield
 
 
-def _spell_out_factors(graph: GraphModule) -> None:
-    """Turns `a + factor * b`, where that is one operation, into two.
-
-    Inductor makes `addmm` of an addition to a matrix product and forgets the factor (torch 2.13): the update of plain
-    SGD, `parameter + (-rate) * (x @ y)`, would go uphill with a rate of 1.
-    """
-    aten = torch.ops.aten
-    kinds = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)
-    for node in graph.graph.nodes:
-        if node.target in kinds and "alpha" in node.kwargs:
-            with graph.graph.inserting_before(node):
-                scaled = graph.graph.call_function(aten.mul.Tensor, (node.args[1], node.kwargs["alpha"]))
-            node.args, node.kwargs = (node.args[0], scaled), {}
-
-
-def _leave_out_nothing(graph: GraphModule) -> None:
-    """Puts tensors together without those of shape (0,), such as a cache that is empty yet.
-
-    A compiler leaves them out by itself, but then hands on the strides of a single other tensor (torch 2.13), where the
-    eager kernel writes it anew in order: views that were captured of that wouldn't fit.
-    """
-    aten = torch.ops.aten
-    for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
-        given: Any = node.args[0]
-        there = [one for one in given if not _is_nothing(one.meta["val"])]
-        other = any(one.meta["val"].dtype != node.meta["val"].dtype for one in there)
-        if other or len(there) in (0, len(given)):  # what is left out has a say in the result's dtype
-            continue
-        node.args = (there, *node.args[1:])
-        if len(there) == 1:
-            written: dict[str, Any] = {"memory_format": suggest_memory_format(node.meta["val"])}
-            with graph.graph.inserting_before(node):
-                alone = graph.graph.call_function(aten.clone.default, (there[0],), written)
-            alone.meta = dict(node.meta)
-            node.replace_all_uses_with(alone)
-            graph.graph.erase_node(node)
-
-
-def _is_nothing(value: Tensor) -> bool:
-    """Whether its shape is (0,), whatever is in the batch."""
-    return value.ndim == 1 and isinstance(value.shape[0], int) and not value.shape[0]
-
-
 def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:
     return start.add_((end - start) * weight)
 
 
 # The compiler's own form asks whether the weight is below a half, which a schedule's number doesn't tell before it runs.
 _WRITTEN_OUT = {torch.ops.aten.lerp_.Scalar: _lerp_}
-
-
-def _draw_in_order_of_memory(graph: GraphModule) -> None:
-    """Permutes what is drawn into, so that its dimensions are in the order of its memory.
-
-    Eager kernels draw in the order of memory. A compiler chooses strides of its own for what is not its input, and so
-    would give a mask with permuted strides, such as that of attention's output, other numbers.
-    """
-    permute = torch.ops.aten.permute.default
-    for node in graph.graph.nodes:
-        value = node.meta.get("val")
-        if not _is_drawn(node) or not isinstance(value, Tensor) or value.is_contiguous():
-            continue
-        strides = value.stride()
-        order = sorted(range(value.ndim), key=strides.__getitem__, reverse=True)
-        with graph.graph.inserting_before(node):
-            turned = graph.graph.call_function(permute, (node.args[0], order))
-        with graph.graph.inserting_after(node):
-            back = graph.graph.call_function(permute, (node, [order.index(place) for place in range(value.ndim)]))
-        node.args, back.meta = (turned, *node.args[1:]), dict(node.meta)
-        turned.meta["val"] = node.meta["val"] = value.permute(order)
-        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
-
-
-def _is_drawn(node: Node) -> bool:
-    """Whether it draws the elements of one tensor from those of another, or into it."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
-        return False
-    return schema.name.partition("::")[2].removesuffix("_") in _DRAWN or schema.name.endswith("_like")
-
-
-_DRAWN = ("bernoulli", "uniform", "normal", "exponential", "random", "cauchy", "geometric", "log_normal")
 
 
 def _drawn() -> Any:

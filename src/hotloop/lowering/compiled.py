@@ -22,7 +22,7 @@ from hotloop.lowering.hyper import Hyper, Moved, hyper_of
 from hotloop.lowering.indices import Indices
 from hotloop.lowering.inductor import ready_to_compile
 from hotloop.lowering.ingredients import Ingredients
-from hotloop.lowering.packages import packaged
+from hotloop.lowering.packages import captured_surely, packaged
 from hotloop.lowering.rewrites import rewrite
 from hotloop.lowering.rewrites.draw_by_words import ByWords
 from hotloop.lowering.step import EagerStep
@@ -107,7 +107,8 @@ class CompiledStep(EagerStep):
 
     def _capture(self, batch: Any, cells: dict[str, Tensor], update: Update = "singly") -> Captured:
         capture = Capture(self, batch_length(batch), cells, whole=self.whole, update=update)
-        captured = capture.twice(batch)
+        kept = self.parts.plan.compile == "package"
+        captured = captured_surely(capture, batch) if kept else capture.twice(batch)
         names = by_place(step_tensors(self, cells, whole=self.whole))
         self._expected = dict(zip(names, captured.examples, strict=False))  # behind them are those of the batch
         self._again, self.look_s = Again(captured, capture.once), capture.once_s

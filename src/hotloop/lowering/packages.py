@@ -18,14 +18,14 @@ from torch import Tensor
 from hotloop import __version__
 from hotloop.errors import HotloopError, blame
 from hotloop.files import write_atomic
-from hotloop.lowering.capture import Captured
+from hotloop.lowering.capture import Capture, Captured
 from hotloop.lowering.constants import contents_of
 from hotloop.lowering.inductor import ready_to_compile
 from hotloop.lowering.telling import Say
 from hotloop.probe import machine
 
 _KEPT = 64
-"""Packages; those that were used longest ago go."""
+"""Packages, and notes that a step stays the same; those that were used longest ago go."""
 
 
 def packaged(
@@ -36,9 +36,7 @@ def packaged(
     One that can't be kept serves this time alone, and one that can't be loaded is made anew; either is said.
     """
     path = folder() / f"{_key(captured, device, options)}.pt2"
-    if os.path.isfile(path):  # False, too, where nobody may look
-        with suppress(OSError):  # somebody else's folder
-            os.utime(path)
+    if _is_kept(path):
         try:
             return _loaded(path)
         except Exception as error:
@@ -52,13 +50,40 @@ def packaged(
             path = Path(elsewhere) / path.name
             path.write_bytes(content)
             return _loaded(path)
-    _forget_oldest(path.parent)
+    _forget_oldest(path.parent, "*.pt2")
     return _loaded(path)
+
+
+def captured_surely(capture: Capture, batch: Any) -> Captured:
+    """A step's graph, captured twice to see that it stays the same; once where a run before this one saw just that.
+
+    Raises:
+        PlanError: it can't be captured, or is another each time.
+    """
+    first = capture.once(batch)
+    known = first.graph.code, contents_of(first.graph), _inputs(first), torch.__version__, __version__
+    path = folder() / f"{hashlib.sha256(repr(known).encode()).hexdigest()}.twice"
+    if _is_kept(path):
+        return first
+    second = capture.again(first, batch)
+    with suppress(HotloopError):  # nothing can be kept there: so it is captured twice the next time, too
+        write_atomic(path, b"")
+        _forget_oldest(path.parent, "*.twice")
+    return second
 
 
 def folder() -> Path:
     """Where this user's packages are kept."""
     return Path(pooch.os_cache("hotloop")) / "packages"
+
+
+def _is_kept(path: Path) -> bool:
+    """Also notes that it was used; False, too, where nobody may look."""
+    if not os.path.isfile(path):
+        return False
+    with suppress(OSError):  # somebody else's folder
+        os.utime(path)
+    return True
 
 
 def _loaded(path: Path) -> Callable[[list[Tensor]], Any]:
@@ -78,9 +103,9 @@ def _made(captured: Captured, device: torch.device, options: dict[str, Any]) -> 
     return archive.getvalue()
 
 
-def _forget_oldest(where: Path) -> None:
+def _forget_oldest(where: Path, which: str) -> None:
     used: dict[Path, float] = {}
-    for path in where.glob("*.pt2"):
+    for path in where.glob(which):
         with suppress(FileNotFoundError):  # another process forgets them too
             used[path] = path.stat().st_mtime
     for path in sorted(used, key=used.__getitem__)[:-_KEPT]:
@@ -90,13 +115,16 @@ def _forget_oldest(where: Path) -> None:
 
 def _key(captured: Captured, device: torch.device, options: dict[str, Any]) -> str:
     """What a package depends on: the graph with its constants, its inputs, the compiler, the processor, the threads."""
-    inputs = [(tuple(value.shape), str(value.dtype), value.stride()) for value in captured.examples]
     baked = contents_of(captured.graph)
     processor = machine.processor()  # it is compiled for this very one, and a home may be shared by many
     threads, in_order = torch.get_num_threads(), torch.get_deterministic_debug_mode() > 0
     known = (
-        *(captured.graph.code, baked, inputs),
+        *(captured.graph.code, baked, _inputs(captured)),
         *(torch.__version__, __version__, sorted(options.items())),
         *(processor.model, processor.vectors, processor.kernels, threads, in_order, str(device)),
     )
     return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def _inputs(captured: Captured) -> list[tuple[Any, ...]]:
+    return [(tuple(value.shape), str(value.dtype), value.stride()) for value in captured.examples]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch._guards import SLoc
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from hotloop.patches import Patches
 
 
 class Symbols(ShapeEnv):
@@ -19,3 +24,25 @@ class Symbols(ShapeEnv):
 
     def _log_create_unbacked_symbol(self, *told: Any, **more: Any) -> None:
         pass
+
+
+@contextmanager
+def unasked_powers() -> Iterator[None]:
+    """Meanwhile powers are taken without proving that their base isn't negative.
+
+    torch has sympy prove it for each root, such as that of `1 - beta ** step`: a third of what tracing Adam's update takes.
+    """
+    patches = Patches()
+    patches.put(torch.SymFloat, "__pow__", _unasked)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _unasked(asking: Callable[..., Any]) -> Callable[..., Any]:
+    def power(base: torch.SymFloat, exponent: Any) -> Any:
+        numbers = isinstance(exponent, int | float | torch.SymInt | torch.SymFloat)
+        return base.__float_pow__(exponent) if numbers else NotImplemented
+
+    return power

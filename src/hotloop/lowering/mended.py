@@ -1,0 +1,94 @@
+"""What torch's compiler makes of a captured graph otherwise than the eager step does, written so that both do the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch.fx import GraphModule, Node
+
+
+def mend(graph: GraphModule) -> None:
+    """Rewrites a captured step for the compiler; what it computes stays the same."""
+    _spell_out_factors(graph)
+    _leave_out_nothing(graph)
+    _draw_in_order_of_memory(graph)
+    graph.recompile()
+
+
+def _spell_out_factors(graph: GraphModule) -> None:
+    """Turns `a + factor * b`, where that is one operation, into two.
+
+    Inductor makes `addmm` of an addition to a matrix product and forgets the factor (torch 2.13): the update of plain
+    SGD, `parameter + (-rate) * (x @ y)`, would go uphill with a rate of 1.
+    """
+    aten = torch.ops.aten
+    kinds = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)
+    for node in graph.graph.nodes:
+        if node.target in kinds and "alpha" in node.kwargs:
+            with graph.graph.inserting_before(node):
+                scaled = graph.graph.call_function(aten.mul.Tensor, (node.args[1], node.kwargs["alpha"]))
+            node.args, node.kwargs = (node.args[0], scaled), {}
+
+
+def _leave_out_nothing(graph: GraphModule) -> None:
+    """Puts tensors together without those of shape (0,), such as a cache that is empty yet.
+
+    A compiler leaves them out by itself, but then hands on the strides of a single other tensor (torch 2.13), where the
+    eager kernel writes it anew in order: views that were captured of that wouldn't fit.
+    """
+    aten = torch.ops.aten
+    for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
+        given: Any = node.args[0]
+        there = [one for one in given if not _is_nothing(one.meta["val"])]
+        other = any(one.meta["val"].dtype != node.meta["val"].dtype for one in there)
+        if other or len(there) in (0, len(given)):  # what is left out has a say in the result's dtype
+            continue
+        node.args = (there, *node.args[1:])
+        if len(there) == 1:
+            written: dict[str, Any] = {"memory_format": suggest_memory_format(node.meta["val"])}
+            with graph.graph.inserting_before(node):
+                alone = graph.graph.call_function(aten.clone.default, (there[0],), written)
+            alone.meta = dict(node.meta)
+            node.replace_all_uses_with(alone)
+            graph.graph.erase_node(node)
+
+
+def _is_nothing(value: Tensor) -> bool:
+    """Whether its shape is (0,), whatever is in the batch."""
+    return value.ndim == 1 and isinstance(value.shape[0], int) and not value.shape[0]
+
+
+def _draw_in_order_of_memory(graph: GraphModule) -> None:
+    """Permutes what is drawn into, so that its dimensions are in the order of its memory.
+
+    Eager kernels draw in the order of memory. A compiler chooses strides of its own for what is not its input, and so
+    would give a mask with permuted strides, such as that of attention's output, other numbers.
+    """
+    permute = torch.ops.aten.permute.default
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if not _is_drawn(node) or not isinstance(value, Tensor) or value.is_contiguous():
+            continue
+        strides = value.stride()
+        order = sorted(range(value.ndim), key=strides.__getitem__, reverse=True)
+        with graph.graph.inserting_before(node):
+            turned = graph.graph.call_function(permute, (node.args[0], order))
+        with graph.graph.inserting_after(node):
+            back = graph.graph.call_function(permute, (node, [order.index(place) for place in range(value.ndim)]))
+        node.args, back.meta = (turned, *node.args[1:]), dict(node.meta)
+        turned.meta["val"] = node.meta["val"] = value.permute(order)
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+
+
+def _is_drawn(node: Node) -> bool:
+    """Whether it draws the elements of one tensor from those of another, or into it."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+        return False
+    return schema.name.partition("::")[2].removesuffix("_") in _DRAWN or schema.name.endswith("_like")
+
+
+_DRAWN = ("bernoulli", "uniform", "normal", "exponential", "random", "cauchy", "geometric", "log_normal")
