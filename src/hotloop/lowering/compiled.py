@@ -16,7 +16,6 @@ from hotloop.lowering.again import Again
 from hotloop.lowering.binding import by_place, misfit, step_tensors
 from hotloop.lowering.capture import Capture, Captured, Update, apart
 from hotloop.lowering.drawing import draws_nothing
-from hotloop.lowering.grouped import traceable_groups
 from hotloop.lowering.hosted import host
 from hotloop.lowering.hyper import Hyper, Moved, hyper_of
 from hotloop.lowering.indices import Indices
@@ -26,7 +25,6 @@ from hotloop.lowering.packages import captured_surely, packaged
 from hotloop.lowering.rewrites import rewrite
 from hotloop.lowering.rewrites.draw_by_words import ByWords
 from hotloop.lowering.step import EagerStep
-from hotloop.lowering.strides import quick_strides
 from hotloop.quiet import unlogged
 
 Runner = Callable[[list[Tensor]], Any]
@@ -366,7 +364,7 @@ def built(captured: Captured, parts: Ingredients) -> Runner:
 def _compiled(captured: Captured, parts: Ingredients) -> Runner:
     options = _OPTIONS | _known_to_compilers()
     try:
-        with warnings.catch_warnings(), unlogged("torch"), quick_strides(), traceable_groups():
+        with warnings.catch_warnings(), unlogged("torch"):
             warnings.simplefilter("ignore")  # of torch's own parts to each other
             if parts.plan.compile == "package":
                 return packaged(captured, parts.device, options, parts.say)

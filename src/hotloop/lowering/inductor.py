@@ -7,7 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
+from hotloop.lowering.grouped import traceable_groups
+from hotloop.lowering.mutations import kept_mutations
 from hotloop.lowering.rewrites import laid_out, mm_by_onednn
+from hotloop.lowering.strides import quick_strides
 from hotloop.lowering.threads import embeddings_in_parallel
 
 
@@ -16,5 +19,5 @@ def ready_to_compile(device: torch.device) -> Iterator[None]:
     """Around whatever is compiled for a device."""
     mm_by_onednn.known_to_inductor()
     laid_out.known_to_inductor()
-    with embeddings_in_parallel(device):
+    with embeddings_in_parallel(device), quick_strides(), kept_mutations(), traceable_groups():
         yield

@@ -1,0 +1,95 @@
+"""torch's compiler reads masks of dropout after they are drawn, whatever loops it gives to those who read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import scheduler
+
+import hotloop
+from hotloop.lowering import inductor
+from hotloop.lowering.mutations import kept_mutations
+from hotloop.patches import Patches
+from tests.cpu.eager_or_refused import STEP
+from tests.cpu.programs import a_task
+
+
+class Block(nn.Module):
+    """Norms of rows and dropout around each layer, as in a transformer: loops that the compiler makes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(20, 32), nn.Linear(32, 3)
+        self.norms = nn.ModuleList([nn.LayerNorm(32), nn.LayerNorm(32)])
+        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.dropout(self.table(words))
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + self.dropout(layer(norm(x)).relu())
+        return self.out(x.mean(1))  # type: ignore[no-any-return]
+
+
+Reads = list[tuple[int, int]]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], AbstractContextManager[None]]], Reads]:
+    """Compiles a Block within a context, and tells of each operation that got other loops how many buffers it read that had
+    another name by then, and how many of them by the name that they had before."""
+
+    def compiled(within: Callable[[], AbstractContextManager[None]]) -> Reads:
+        found: Reads = []
+
+        def noting(recompute: Callable[..., None]) -> Callable[..., None]:
+            def noted(node: Any, *given: Any, **named: Any) -> None:
+                recompute(node, *given, **named)
+                old = [one.name for one in node.read_writes.reads if one.name in node.mutation_renames]
+                found.append((len(node.mutation_renames), len(old)))
+
+            return noted
+
+        @contextmanager
+        def watched() -> Iterator[None]:
+            patches = Patches()
+            with within():
+                patches.put(scheduler.SchedulerNode, "recompute_size_and_body", noting)
+                try:
+                    yield
+                finally:
+                    patches.undo()
+
+        monkeypatch.setattr(inductor, "kept_mutations", watched)
+        words = torch.randint(20, (24, 16), generator=torch.Generator().manual_seed(0))
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            hotloop.lower(a_task(model=Block, data=(words, words[:, 0] % 3)), STEP)
+        return [one for one in found if one[0]]
+
+    return compiled
+
+
+def test_who_gets_other_loops_still_reads_what_was_drawn(
+    reads: Callable[[Callable[[], AbstractContextManager[None]]], Reads],
+) -> None:
+    found = reads(kept_mutations)
+    assert found and not any(old for _, old in found)
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="a later torch may remember by itself")
+def test_torch_forgets_it_by_itself(
+    reads: Callable[[Callable[[], AbstractContextManager[None]]], Reads],
+) -> None:
+    assert any(old for _, old in reads(nullcontext))
+
+
+def test_the_compiler_is_as_it_was_after_an_error() -> None:
+    before = scheduler.SchedulerNode.recompute_size_and_body
+    with pytest.raises(ValueError), kept_mutations():
+        raise ValueError
+    assert scheduler.SchedulerNode.recompute_size_and_body is before
