@@ -168,6 +168,7 @@ class _Tracer:
             found = apart(torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True), _place)
             for name, value in zip(wanted, found, strict=True):
                 if value is not None:
+                    _check_dense(name, value)
                     value = value if counts is None else torch.where(counts, value, 0.0)
                     gradients[name] = gradients[name] + value if name in gradients else value
 
@@ -253,6 +254,15 @@ def apart(gradients: Iterable[Tensor | None], place: Callable[[Tensor], Any]) ->
             value = value.clone() if place(value) in seen else value
             seen.add(place(value))
         yield value
+
+
+def _check_dense(name: str, gradient: Tensor) -> None:
+    if gradient.layout != torch.strided:
+        raise refused(
+            f"the gradient of {name!r} is sparse",
+            "gradients that hold a number for each of the parameter",
+            fix="leave out sparse=True of that layer, or choose compile=none and graphs=none",
+        )
 
 
 def _place(value: Tensor) -> tuple[int, int]:

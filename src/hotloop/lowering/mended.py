@@ -15,6 +15,7 @@ def mend(graph: GraphModule) -> None:
     _spell_out_factors(graph)
     _leave_out_nothing(graph)
     _draw_in_order_of_memory(graph)
+    _trust_permutations(graph)
     graph.recompile()
 
 
@@ -92,3 +93,18 @@ def _is_drawn(node: Node) -> bool:
 
 
 _DRAWN = ("bernoulli", "uniform", "normal", "exponential", "random", "cauchy", "geometric", "log_normal")
+
+
+def _trust_permutations(graph: GraphModule) -> None:
+    """Rows in a drawn order, as mixup mixes them, are looked up without asking whether there are such rows.
+
+    So the compiler has it itself, by a pattern that it fails with where all rows are looked up (torch 2.13).
+    """
+    aten = torch.ops.aten
+    for node in graph.graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        rows: Any = node.args[1]
+        if len(rows) == 1 and isinstance(rows[0], Node) and rows[0].target in _PERMUTATIONS:
+            node.target = aten._unsafe_index.Tensor
+
+
+_PERMUTATIONS = (torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator)
