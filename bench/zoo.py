@@ -76,6 +76,11 @@ CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {
         **dict(block_sizes=[1, 1], d_model=128, n_head=2, d_head=64, d_inner=512),
     ),
     "modernbert": lambda: _made("ModernBertConfig", "ModernBertForSequenceClassification", **_SMALL, **_ENDS),
+    "robertaxl": lambda: _made(
+        "XLMRobertaXLConfig",
+        "XLMRobertaXLForSequenceClassification",
+        **_SMALL | dict(max_position_embeddings=LENGTH + 2),
+    ),
     "xlnet": lambda: _made(
         "XLNetConfig",
         "XLNetForSequenceClassification",
@@ -113,6 +118,7 @@ WRITERS: dict[str, Callable[[], nn.Module]] = {
     "mixtral": lambda: _made(
         "MixtralConfig", "MixtralForCausalLM", **_writing(num_local_experts=4, num_experts_per_tok=2, **_GROUPED)
     ),
+    "olmoe": lambda: _made("OlmoeConfig", "OlmoeForCausalLM", **_writing(num_experts=8, num_experts_per_tok=2)),
     "qwen": lambda: _made("Qwen3Config", "Qwen3ForCausalLM", **_writing(**_GROUPED)),
     "t5": lambda: _made(
         "T5Config",
