@@ -154,8 +154,10 @@ def tried(family: str, name: str, make: Callable[[], nn.Module]) -> Row:
             data, step = _data(family, model), of_logits if family == "timm" else of_text
             half = tuple(value[: _SAMPLES // 2] for value in data)
             step(model.train(), half).backward()
+    except (TooLarge, TimeoutError) as error:
+        return row | {"outcome": "not tried", "why": str(error)}
     except Exception as error:
-        return row | {"outcome": "not tried" if isinstance(error, TooLarge) else "eager", "why": blame(error)[:200]}
+        return row | {"outcome": "eager", "why": blame(error)[:200]}
     model.zero_grad(set_to_none=True)
     row["parameters"] = sum(value.numel() for value in model.parameters())
     try:
@@ -165,7 +167,7 @@ def tried(family: str, name: str, make: Callable[[], nn.Module]) -> Row:
         return row | {"outcome": "refused", "why": str(error.given)[:300]}
     except Exception as error:
         return row | {"outcome": "failed", "why": blame(error)[:300]}
-    return row | {"outcome": "captured"}
+    return row | {"outcome": "captured", "why": ""}
 
 
 def _capture(model: nn.Module, data: Any, step: Any) -> None:
@@ -181,26 +183,36 @@ def _capture(model: nn.Module, data: Any, step: Any) -> None:
     capture(program._step, batch, batch_size, {}, whole=True)
 
 
-def share(family: str, part: int, parts: int) -> Iterator[Row]:
-    """Each so-manieth network of a family."""
+def share(family: str, part: int, parts: int, begun: int) -> Iterator[Row]:
+    """Every `parts`-th network of a family behind those that were begun: its name as it begins, and what comes of it."""
     networks = FAMILIES[family]()
-    for name in list(networks)[part::parts]:
+    for name in list(networks)[part::parts][begun:]:
+        yield {"family": family, "network": name, "outcome": "failed", "why": "its process died"}
         yield tried(family, name, networks[name])
 
 
 def in_processes(family: str, parts: int) -> list[Row]:
-    """The whole family, a process for each part; a process that dies is a failure of its own."""
+    """The whole family, in so many processes; one that dies is followed by another for what is left."""
 
-    def one(part: int) -> list[Row]:
-        command = [sys.executable, "-m", "bench.captures", family, "--part", f"{part}/{parts}"]
-        quiet = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=quiet)
-        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        ended = [] if done.returncode == 0 else [{"family": family, "network": f"part {part}", "outcome": "failed"}]
-        return [*found, *({**row, "why": f"its process ended with {done.returncode}"} for row in ended)]
+    def one(part: int) -> dict[str, Row]:
+        found: dict[str, Row] = {}
+        while True:
+            done = _told(family, f"{part}/{parts}/{len(found)}")
+            before = len(found)
+            found |= {row["network"]: row for row in done}
+            if len(found) == before or done[-1]["why"] != "its process died":
+                return found
 
     with ThreadPoolExecutor(parts) as pool:
-        return sorted((row for rows in pool.map(one, range(parts)) for row in rows), key=lambda row: row["network"])
+        every = [row for found in pool.map(one, range(parts)) for row in found.values()]
+    return sorted(every, key=lambda row: str(row["network"]))
+
+
+def _told(family: str, part: str) -> list[Row]:
+    command = [sys.executable, "-m", "bench.captures", family, "--part", part]
+    quiet = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=quiet)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def markdown(found: Sequence[Row]) -> str:
@@ -208,7 +220,7 @@ def markdown(found: Sequence[Row]) -> str:
     for family in dict.fromkeys(row["family"] for row in found):
         outcomes = Counter(row["outcome"] for row in found if row["family"] == family)
         captured, refused = outcomes["captured"], outcomes["refused"] + outcomes["failed"]
-        aside = f"{outcomes['eager']} don't run as small as this, {outcomes['not tried']} are too large"
+        aside = f"{outcomes['eager']} don't run as small as this, {outcomes['not tried']} are too large or slow"
         lines.append([family, f"{captured} of {captured + refused}", aside])
     named = [f"- {row['network']}: {row['why']}" for row in found if row["outcome"] in ("refused", "failed")]
     return "\n".join([*table(("family", "captured", "besides"), lines), "", *named]) + "\n"
@@ -224,8 +236,7 @@ def main() -> int:
         parser.error(f"{', '.join(unknown)}: the families are {', '.join(FAMILIES)}")
     warnings.simplefilter("ignore")
     if options.part:
-        part, parts = map(int, options.part.split("/"))
-        for row in share(options.families[0], part, parts):
+        for row in share(options.families[0], *map(int, options.part.split("/"))):
             print(json.dumps(row), flush=True)
         return 0
     found: list[Row] = []

@@ -309,11 +309,13 @@ def test_powers_that_nobody_asks_about_are_captured_as_torch_does(
 ) -> None:
     power = torch.SymFloat.__pow__
     batch = tuple(value[:5] for value in labelled())
-    codes = []
+    codes, taken = [], []
+    unasked = symbols._unasked
+    monkeypatch.setattr(symbols, "_unasked", lambda asking: taken.append(asking) or unasked(asking))
     for ask in (symbols.unasked_powers, nullcontext):
         monkeypatch.setattr(symbols, "unasked_powers", ask)
         program = hotloop.lower(a_task(optimizer=optimizer), Plan())
         advance(program, 1)
         codes.append(capture(program._step, batch, 5, {}, whole=True).graph.code)
-    assert codes[0] == codes[1] and "pow" in codes[0]
+    assert codes[0] == codes[1] and "pow" in codes[0] and set(taken) == {power}
     assert torch.SymFloat.__pow__ is power

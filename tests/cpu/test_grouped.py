@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,12 +12,15 @@ from torch.nn import functional as F
 
 import hotloop
 from hotloop.counting import operator_counts
-from hotloop.lowering import exact
+from hotloop.errors import PlanError
+from hotloop.lowering import grouped
 from hotloop.lowering.grouped import multiply_groups, traceable_groups
+from hotloop.lowering.pieces import Objective, Traced
+from hotloop.lowering.trial import rehearse
 from hotloop.parity import prove
 from hotloop.plan import Plan
 from hotloop.state import differences
-from tests.cpu.programs import a_task, advance, state_after
+from tests.cpu.programs import a_task, advance, labelled, state_after
 
 STEP, PACKAGE = Plan(compile="step"), Plan(compile="package")
 
@@ -106,8 +111,7 @@ def test_a_truth_with_the_wrong_experts_is_seen(monkeypatch: pytest.MonkeyPatch)
     def turned(left: Tensor, right: Tensor, **how: Tensor) -> Tensor:
         return multiply_groups(left, right.flip(0) if right.ndim == 3 else right, **how)
 
-    wrong = {torch.ops.aten._grouped_mm.default: turned}
-    monkeypatch.setattr(exact, "_WRITTEN_OUT", wrong)
+    monkeypatch.setattr(grouped, "multiply_groups", turned)
     assert prove(experts(), STEP).parity not in ("fp32-equivalent", "bitwise")
 
 
@@ -142,7 +146,26 @@ def test_sizes_may_depend_on_the_batch(plan: Plan) -> None:
     program = hotloop.lower(task, plan)
     advance(program, 8)
     assert program.compiled_steps == 8 - 1  # the last one of an epoch is incomplete
-    torch.testing.assert_close(program.state().parameters, state_after(task, 8).parameters)
+
+
+def test_what_has_no_size_of_its_own_is_not_rewritten() -> None:
+    with pytest.raises(PlanError, match="finds nothing in this step that it applies to"):
+        hotloop.lower(a_task(model=Sorted), STEP.with_axes(rewrites="mm_by_onednn"))
+
+
+def test_a_mixture_of_experts_accumulates() -> None:
+    program = hotloop.lower(experts(), Plan(accumulation=2))
+    advance(program, 4)
+    torch.testing.assert_close(program.state().parameters, state_after(experts(), 4).parameters)
+
+
+def test_one_can_be_split_by_layers() -> None:
+    task = experts()
+    batch = tuple(part[:8] for part in labelled())
+    traced = Traced.of(Objective(task.build_model(), task, batch), batch)
+    pieces = traced.cut([traced.beginnings()["into"], traced.beginnings()["out"]])
+    found = rehearse(pieces, batch, torch.device("cpu"), nullcontext)
+    assert len(found) == 3 and found[2].leaving[0].shape == ()
 
 
 def test_each_row_is_counted_once() -> None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.lowering import mended
+from hotloop.lowering.capture import capture
 from hotloop.parity import prove
 from hotloop.plan import Plan
-from tests.cpu.eager_or_refused import STEP, refusal
-from tests.cpu.programs import a_task
+from tests.cpu.eager_or_refused import STEP
+from tests.cpu.programs import a_task, advance, labelled
 
 
 def mixed(model: nn.Module, batch: Any) -> Tensor:
@@ -38,13 +39,19 @@ def test_that_takes_what_is_written_for_it(monkeypatch: pytest.MonkeyPatch) -> N
         hotloop.lower(a_task(step=mixed, model=lambda: nn.Linear(6, 3)), STEP)
 
 
-@pytest.mark.parametrize("plan", [STEP, Plan(compile="forward")], ids=Plan.brief)
-def test_sparse_gradients_are_refused(plan: Plan) -> None:
-    words = torch.randint(0, 9, (24, 6)), torch.randint(0, 3, (24,))
-    said = refusal(
-        plan,
-        model=lambda: nn.Sequential(nn.EmbeddingBag(9, 4, sparse=True), nn.Linear(4, 3)),
-        data=words,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    )
-    assert "the gradient of '0.weight' is sparse" in said and "sparse=True" in said
+def changed(model: nn.Module, batch: Any) -> Tensor:
+    """An order of which somebody has written one."""
+    x, y = batch
+    other = torch.randperm(len(x))
+    other[0] = 1
+    return nn.functional.cross_entropy(model(x + x[other]), y)
+
+
+@pytest.mark.parametrize(("step", "trusted"), [(mixed, 2), (changed, 0)])
+def test_only_what_surely_is_a_permutation_is_trusted(step: Any, trusted: int) -> None:
+    program = hotloop.lower(a_task(step=step, model=lambda: nn.Linear(6, 3)), Plan())
+    advance(program, 1)
+    batch = tuple(value[:5] for value in labelled())
+    graph = capture(program._step, batch, 5, {}, whole=True).graph
+    found = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._unsafe_index.Tensor)
+    assert len(found) == trusted

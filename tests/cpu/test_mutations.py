@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import scheduler
+from torch._inductor.dependencies import ReadWrites, StarDep, WeakDep
+from torch.utils._ordered_set import OrderedSet
 
 import hotloop
 from hotloop.lowering import inductor
@@ -36,16 +38,16 @@ class Block(nn.Module):
         return self.out(x.mean(1))  # type: ignore[no-any-return]
 
 
-Reads = list[tuple[int, int]]
+Told = list[tuple[int, int]]
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], AbstractContextManager[None]]], Reads]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], AbstractContextManager[None]]], Told]:
     """Compiles a Block within a context, and tells of each operation that got other loops how many buffers it read that had
     another name by then, and how many of them by the name that they had before."""
 
-    def compiled(within: Callable[[], AbstractContextManager[None]]) -> Reads:
-        found: Reads = []
+    def compiled(within: Callable[[], AbstractContextManager[None]]) -> Told:
+        found: Told = []
 
         def noting(recompute: Callable[..., None]) -> Callable[..., None]:
             def noted(node: Any, *given: Any, **named: Any) -> None:
@@ -75,7 +77,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], AbstractCon
 
 
 def test_who_gets_other_loops_still_reads_what_was_drawn(
-    reads: Callable[[Callable[[], AbstractContextManager[None]]], Reads],
+    reads: Callable[[Callable[[], AbstractContextManager[None]]], Told],
 ) -> None:
     found = reads(kept_mutations)
     assert found and not any(old for _, old in found)
@@ -83,9 +85,43 @@ def test_who_gets_other_loops_still_reads_what_was_drawn(
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="a later torch may remember by itself")
 def test_torch_forgets_it_by_itself(
-    reads: Callable[[Callable[[], AbstractContextManager[None]]], Reads],
+    reads: Callable[[Callable[[], AbstractContextManager[None]]], Told],
 ) -> None:
     assert any(old for _, old in reads(nullcontext))
+
+
+class Reads:
+    """A node of the compiler's, as far as it is asked for what it reads."""
+
+    def __init__(self, *reads: Any) -> None:
+        self.mutation_renames = {"mask": "drawn"}
+        self.set_read_writes(ReadWrites(OrderedSet(reads), OrderedSet(), OrderedSet()))
+
+    def set_read_writes(self, read_writes: ReadWrites) -> None:
+        self.read_writes = read_writes
+
+    def recompute_size_and_body(self) -> None:
+        """As torch 2.11 does it."""
+        self.set_read_writes(ReadWrites(OrderedSet([StarDep("mask")]), OrderedSet(), OrderedSet()))
+
+
+def test_who_must_come_first_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "SchedulerNode", Reads)
+    node = Reads(StarDep("mask"), WeakDep("reader", "mask"))
+    with kept_mutations():
+        node.recompute_size_and_body()
+    assert node.read_writes.reads == {StarDep("drawn"), WeakDep("reader", "mask")}
+    node.recompute_size_and_body()
+    assert node.read_writes.reads == {StarDep("mask")}
+
+
+def test_what_was_compiled_otherwise_is_not_taken_from_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags = []
+    for mended in (1, 2):
+        monkeypatch.setattr(inductor, "MENDED", mended)
+        with inductor.ready_to_compile(torch.device("cpu")):
+            tags.append(torch.compiler.config.cache_key_tag)
+    assert len({*tags, torch.compiler.config.cache_key_tag}) == 3
 
 
 def test_the_compiler_is_as_it_was_after_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from dataclasses import replace
@@ -100,7 +101,9 @@ def test_a_package_of_other_options_or_of_another_version_is_not_used(monkeypatc
     keys = [packages._key(captured, torch.device("cpu"), options) for options in ({}, {}, {"fallback_random": True})]
     monkeypatch.setattr(packages, "__version__", "0.0.0")
     keys.append(packages._key(captured, torch.device("cpu"), {}))
-    assert keys[0] == keys[1] and len(set(keys)) == 3
+    monkeypatch.setattr(packages, "MENDED", 0)
+    keys.append(packages._key(captured, torch.device("cpu"), {}))
+    assert keys[0] == keys[1] and len(set(keys)) == 4
 
 
 @pytest.fixture
@@ -126,6 +129,23 @@ def test_a_step_that_was_seen_to_stay_the_same_is_captured_once_from_then_on(cap
         assert len(captures) == so_far, width
     hotloop.lower(a_task(), Plan(compile="step"))
     assert len(captures) == 6 + 2  # what keeps nothing has nothing to go by
+
+
+def test_after_a_change_of_its_file_it_is_captured_twice(captures: list[Captured], tmp_path: Path) -> None:
+    path = tmp_path / "network_of_a_file.py"
+    path.write_text("import torch\n\n\nclass Network(torch.nn.Linear):\n    pass\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        network = importlib.import_module(path.stem).Network
+        for so_far in (2, 3):
+            hotloop.lower(a_task(model=lambda: network(6, 3)), PACKAGE)
+            assert len(captures) == so_far
+        path.write_text(path.read_text() + "\n")
+        hotloop.lower(a_task(model=lambda: network(6, 3)), PACKAGE)
+        assert len(captures) == 5
+    finally:
+        sys.path.remove(str(tmp_path))
+        del sys.modules[path.stem]
 
 
 def test_one_that_was_seen_to_change_is_refused_each_time(

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hotloop
 from hotloop.lowering.constants import constants_of
 from hotloop.lowering.packages import _key
+from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP, Layer, assert_trains_as_eagerly, refusal
 from tests.cpu.programs import a_task, advance
 
@@ -208,3 +209,15 @@ def attention(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("block", [torch.sin, attention])
 def test_what_is_recomputed_without_draws_trains_as_eagerly(block: Any) -> None:
     assert_trains_as_eagerly(model=lambda: Recomputed(block))
+
+
+@pytest.mark.parametrize("plan", [STEP, Plan(compile="forward")], ids=Plan.brief)
+def test_sparse_gradients_are_refused(plan: Plan) -> None:
+    words = torch.randint(0, 9, (24, 6)), torch.randint(0, 3, (24,))
+    said = refusal(
+        plan,
+        model=lambda: nn.Sequential(nn.EmbeddingBag(9, 4, sparse=True), nn.Linear(4, 3)),
+        data=words,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    assert "the gradient of '0.weight' is sparse" in said and "sparse=True" in said

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import PlanError, blame
+from hotloop.lowering.grouped import in_float64
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.objective import weighted
 from hotloop.task import Computed
@@ -235,7 +236,7 @@ class Means(TorchDispatchMode):
             low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
             high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
             return args[0].fill_((low + high) / 2)
-        result = function(*args, **kwargs)
+        result = in_float64(function, args)(*args, **kwargs)
         if name in _MEAN:
             return result.fill_(_MEAN[name])
         if torch.Tag.nondeterministic_seeded in function.tags:

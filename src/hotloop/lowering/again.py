@@ -27,7 +27,7 @@ class Again:
         self.due = False
 
     def differs(self, batch: Any) -> bool:
-        """Looks where that is due, which takes as long as half a capture; False elsewhere."""
+        """Looks where that is due, which takes as long as one trace; False elsewhere."""
         if not self.due:
             return False
         self.due = False

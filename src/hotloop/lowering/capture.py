@@ -142,6 +142,7 @@ class _Tracer:
             with unlogged("torch"), mode, _tracing(examples), unasked_powers(), draws:
                 run = make_fx(lambda *flat: self.run(*unflatten(flat)), _WRITTEN_OUT)
                 graph = run(*examples)
+            mend(graph)
         except PlanError:
             raise
         except Exception as error:
@@ -151,7 +152,6 @@ class _Tracer:
         check_draws(graph)
         check_constants(graph, leaves)
         check_batch(graph, flatten(values[1])[0])
-        mend(graph)
         return Captured(graph, examples, self.scalars, self.gradients)
 
     def run(self, values: Values, batch: Any) -> tuple[Tensor, ...]:

@@ -106,7 +106,7 @@ class CompiledStep(EagerStep):
     def _capture(self, batch: Any, cells: dict[str, Tensor], update: Update = "singly") -> Captured:
         capture = Capture(self, batch_length(batch), cells, whole=self.whole, update=update)
         kept = self.parts.plan.compile == "package"
-        captured = captured_surely(capture, batch) if kept else capture.twice(batch)
+        captured = captured_surely(capture, batch, self.parts) if kept else capture.twice(batch)
         names = by_place(step_tensors(self, cells, whole=self.whole))
         self._expected = dict(zip(names, captured.examples, strict=False))  # behind them are those of the batch
         self._again, self.look_s = Again(captured, capture.once), capture.once_s

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hotloop.data.feed import Feed
 from hotloop.data.tree import map_tensors
-from hotloop.lowering.grouped import multiply_groups
+from hotloop.lowering.grouped import in_float64
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.program import Program
 from hotloop.lowering.step import EagerStep
@@ -51,9 +51,6 @@ _CUT_OFF = tuple(
 
 _DRAWS_WITHIN = ("rrelu", "_scaled_dot_product", "_fused", "_cudnn", "miopen", "mkldnn")
 """Operations that compute with what they draw."""
-
-_WRITTEN_OUT = {torch.ops.aten._grouped_mm.default: multiply_groups}
-"""Operations that torch has not in float64."""
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
@@ -257,8 +254,8 @@ class Watch(Onlooker):
             result = self._write(function, args, kwargs, follows)
         elif follows:
             kwargs = _asking_for_wide(kwargs)
-            exact = _WRITTEN_OUT.get(function, function)
-            result = exact(*(_single_widened(args) if _first_of(_SINGLE, args) else args), **kwargs)
+            wide = _single_widened(args) if _first_of(_SINGLE, args) else args
+            result = in_float64(function, wide)(*wide, **kwargs)
         else:
             return self._constant(function, args, kwargs)
         if follows and (dtype := _first_of(_WIDE, result)) is not None:

@@ -32,10 +32,10 @@ def traceable_groups() -> Iterator[None]:
         patches.undo()
 
 
-def _of_any_dtype(scaled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _of_any_dtype(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def product(mat_a: Tensor, mat_b: Tensor, scale_a: Any, scale_b: Any, **how: Any) -> Tensor:
         if scale_a is not None:
-            return scaled(mat_a, mat_b, scale_a=scale_a, scale_b=scale_b, **how)
+            return torchs(mat_a, mat_b, scale_a=scale_a, scale_b=scale_b, **how)
         return _empty(mat_a, mat_b, how.get("offs"), how.get("out_dtype") or mat_a.dtype)
 
     return product
@@ -78,3 +78,9 @@ def multiply_groups(
             out[group] = left[group] @ right[group]
         begin = end
     return out if bias is None else out + bias
+
+
+def in_float64(function: Any, args: Any) -> Any:
+    """The operation of a graph, or what stands for it where its operands are of float64, in which torch doesn't have it."""
+    grouped = function is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64
+    return multiply_groups if grouped else function

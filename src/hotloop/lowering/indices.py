@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from hotloop.lowering.capture import Captured
+from hotloop.lowering.written import written_to
 
 aten = torch.ops.aten
 _MANY = 500_000
@@ -58,7 +59,7 @@ class Indices:
         """
         nodes = list(captured.graph.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
-        written = _written_to(nodes)
+        written = written_to(nodes)
         known, batch = _following(nodes, inputs[len(inputs) - given :], written)
         every = [(_source(node, written), bounds) for one in nodes for node, bounds in _indices_in(one)]
         found = list(dict.fromkeys((node, bounds) for node, bounds in every if node in known and node in batch))
@@ -84,31 +85,6 @@ class Indices:
         if len(indexed) < len(self._columns) or any(column.numel() > _MANY for column in indexed):
             return False
         return all(map(Bounds.hold, self._bounds, indexed))
-
-
-def _written_to(nodes: Sequence[Node]) -> set[Node]:
-    """What is changed in place after it was made, by itself or through a view: what it holds can't be told from its node."""
-    found = set[Node]()
-    for node in nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            for place, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
-                given = node.args[place]
-                if argument.is_write and isinstance(given, Node):
-                    found.update(_viewed(given))
-    return found
-
-
-def _viewed(node: Node) -> Iterator[Node]:
-    """The node, and what it is a view of."""
-    yield node
-    while node.op == "call_function" and node.all_input_nodes:
-        target = node.target
-        if target is not operator.getitem and not (
-            isinstance(target, torch._ops.OpOverload) and any(made.alias_info for made in target._schema.returns)
-        ):
-            return
-        node = node.all_input_nodes[0]
-        yield node
 
 
 def _following(nodes: Sequence[Node], batch: Sequence[Node], written: set[Node]) -> tuple[set[Node], set[Node]]:

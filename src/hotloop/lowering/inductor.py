@@ -13,11 +13,16 @@ from hotloop.lowering.rewrites import laid_out, mm_by_onednn
 from hotloop.lowering.strides import quick_strides
 from hotloop.lowering.threads import embeddings_in_parallel
 
+MENDED = 1
+"""Counts up with each change of what is mended of the compiler: what was compiled before is not taken from a cache any more."""
+
 
 @contextmanager
 def ready_to_compile(device: torch.device) -> Iterator[None]:
     """Around whatever is compiled for a device."""
     mm_by_onednn.known_to_inductor()
     laid_out.known_to_inductor()
-    with embeddings_in_parallel(device), quick_strides(), kept_mutations(), traceable_groups():
+    config = torch.compiler.config
+    keyed = config.patch(cache_key_tag=f"{config.cache_key_tag} hotloop {MENDED}")  # type: ignore[attr-defined]
+    with keyed, embeddings_in_parallel(device), quick_strides(), kept_mutations(), traceable_groups():
         yield

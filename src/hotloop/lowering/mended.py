@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.fx import GraphModule, Node
 
+from hotloop.lowering.written import written_to
+
 
 def mend(graph: GraphModule) -> None:
     """Rewrites a captured step for the compiler; what it computes stays the same."""
@@ -101,10 +103,15 @@ def _trust_permutations(graph: GraphModule) -> None:
     So the compiler has it itself, by a pattern that it fails with where all rows are looked up (torch 2.13).
     """
     aten = torch.ops.aten
-    for node in graph.graph.find_nodes(op="call_function", target=aten.index.Tensor):
-        rows: Any = node.args[1]
-        if len(rows) == 1 and isinstance(rows[0], Node) and rows[0].target in _PERMUTATIONS:
+    found = graph.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    written = written_to(list(graph.graph.nodes)) if found else set()
+    for node in found:
+        image, rows = node.args[0].meta["val"], node.args[1]
+        if len(rows) == 1 and rows[0] not in written and _permutes(rows[0], image.shape[0]):
             node.target = aten._unsafe_index.Tensor
 
 
-_PERMUTATIONS = (torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator)
+def _permutes(node: Node, rows: Any) -> bool:
+    """Whether it draws an order of so many rows at the most, as far as that is known before a batch is there."""
+    draws = node.target in (torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator)
+    return draws and isinstance(rows, int) and isinstance(node.args[0], int) and node.args[0] <= rows

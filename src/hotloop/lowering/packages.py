@@ -1,10 +1,14 @@
-"""Packages of compiled steps, kept in the user's cache folder: made once, and loaded in milliseconds."""
+"""Packages of compiled steps, kept in the user's cache folder: made once, and loaded in milliseconds.
+
+Beside them are notes of steps that were seen to stay the same.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import os
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -20,7 +24,8 @@ from hotloop.errors import HotloopError, blame
 from hotloop.files import write_atomic
 from hotloop.lowering.capture import Capture, Captured
 from hotloop.lowering.constants import contents_of
-from hotloop.lowering.inductor import ready_to_compile
+from hotloop.lowering.inductor import MENDED, ready_to_compile
+from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.telling import Say
 from hotloop.probe import machine
 
@@ -54,14 +59,16 @@ def packaged(
     return _loaded(path)
 
 
-def captured_surely(capture: Capture, batch: Any) -> Captured:
+def captured_surely(capture: Capture, batch: Any, parts: Ingredients) -> Captured:
     """A step's graph, captured twice to see that it stays the same; once where a run before this one saw just that.
+
+    What it saw is known by the graph, and by the files of the classes and functions that it comes from.
 
     Raises:
         PlanError: it can't be captured, or is another each time.
     """
     first = capture.once(batch)
-    known = first.graph.code, contents_of(first.graph), _inputs(first), torch.__version__, __version__
+    known = first.graph.code, contents_of(first.graph), _inputs(first), _files(parts), torch.__version__, __version__
     path = folder() / f"{hashlib.sha256(repr(known).encode()).hexdigest()}.twice"
     if _is_kept(path):
         return first
@@ -70,6 +77,20 @@ def captured_surely(capture: Capture, batch: Any) -> Captured:
         write_atomic(path, b"")
         _forget_oldest(path.parent, "*.twice")
     return second
+
+
+def _files(parts: Ingredients) -> list[tuple[str, int, int]]:
+    """Where classes of the model and functions of the Task are written, and how these files were when they were last changed."""
+    said = [parts.task.loss, parts.task.step, parts.task.optimizer]
+    kinds = [*map(type, parts.model.modules()), *(one for one in said if one is not None)]
+    modules = {getattr(kind, "__module__", "") for kind in kinds}
+    paths = {getattr(sys.modules.get(name), "__file__", None) for name in modules}
+    found = []
+    for path in sorted(filter(None, paths)):
+        with suppress(OSError):
+            status = os.stat(path)
+            found.append((path, status.st_mtime_ns, status.st_size))
+    return found
 
 
 def folder() -> Path:
@@ -120,7 +141,7 @@ def _key(captured: Captured, device: torch.device, options: dict[str, Any]) -> s
     threads, in_order = torch.get_num_threads(), torch.get_deterministic_debug_mode() > 0
     known = (
         *(captured.graph.code, baked, _inputs(captured)),
-        *(torch.__version__, __version__, sorted(options.items())),
+        *(torch.__version__, __version__, MENDED, sorted(options.items())),
         *(processor.model, processor.vectors, processor.kernels, threads, in_order, str(device)),
     )
     return hashlib.sha256(repr(known).encode()).hexdigest()

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from hotloop.lowering.grouped import traceable_groups
 from hotloop.lowering.passes import nodes_below
 from hotloop.lowering.pieces import Leaves, Piece
 from hotloop.parallel.draws import Drawing
@@ -47,7 +48,7 @@ class Rehearsed:
 def rehearse(pieces: Sequence[Piece], leaves: Leaves, device: torch.device, around: Around) -> list[Rehearsed]:
     """Runs pieces, one after the other, on tensors without content."""
     passes = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), traceable_groups():
         batch = [torch.empty_like(leaf, device=device) for leaf in leaves]
         arrived: tuple[Tensor, ...] = ()
         for piece in pieces:

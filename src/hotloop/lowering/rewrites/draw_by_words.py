@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop.lowering.rewrites.walking import aten, calls, operand, replaced, value_of, written
+from hotloop.lowering.rewrites.walking import at_least, aten, calls, operand, replaced, value_of, written
 from hotloop.parallel.draws import memory_order
 
 LEAST = 512
@@ -42,7 +42,11 @@ def share_of(function: Any, args: Any, kwargs: Any) -> float | None:
     if function is not aten.bernoulli_.float or kwargs.get("generator") is not None:
         return None
     share = args[1] if len(args) > 1 else 0.5
-    if args[0].numel() < LEAST or args[0].device.type != "cpu" or not (isinstance(share, float) and 0 < share < 1):
+    if (
+        not at_least(LEAST, args[0].numel())
+        or args[0].device.type != "cpu"
+        or not (isinstance(share, float) and 0 < share < 1)
+    ):
         return None
     dtype, limit = limit_of(share)
     return share if abs(limit) < 2 ** (8 * dtype.itemsize - 1) else None  # it is as good as 0 or 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from hotloop.lowering.rewrites.walking import product_replaced, products, value_of
+from hotloop.lowering.rewrites.walking import at_least, product_replaced, products, value_of
 from hotloop.probe import machine
 
 LEAST_FLOP = 2e6
@@ -66,7 +66,7 @@ def multiplied_faster(one: Tensor, other: Tensor) -> bool:
 def is_slow_by_mkl(one: Tensor, other: Tensor) -> bool:
     """Whether oneDNN is likely to be faster where MKL doesn't know the processor: by sizes, and by how the first operand lies."""
     terms, columns = other.shape
-    if 2 * one.numel() * columns < LEAST_FLOP:
+    if not at_least(LEAST_FLOP, 2 * one.numel() * columns):
         return False
     return not _by_columns(one) or _is_wide(terms, columns)
 
@@ -87,7 +87,7 @@ def _operands(node: Node) -> tuple[Tensor, Tensor]:
 
 def _fits(node: Node) -> bool:
     terms = _operands(node)[1].shape[0]
-    return torch.backends.mkldnn.is_available() and 2 * value_of(node).numel() * terms >= LEAST_FLOP
+    return torch.backends.mkldnn.is_available() and at_least(LEAST_FLOP, 2 * value_of(node).numel() * terms)
 
 
 @cache

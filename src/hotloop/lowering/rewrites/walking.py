@@ -30,6 +30,11 @@ def value_of(node: Any) -> FakeTensor:
     return node.meta["val"]
 
 
+def at_least(limit: float, size: Any) -> bool:
+    """Whether a size is known to be as large as that: one that depends on the batch is none that is known."""
+    return isinstance(size, int) and size >= limit
+
+
 def argument(node: Node, name: str) -> Any:
     """An argument of an operation by its name in the schema, its default where it isn't given."""
     target: Any = node.target
