@@ -177,6 +177,7 @@ def test_a_convolution_counts_as_rewritten_where_its_result_is_pooled(
         (nn.Conv2d(8, 4, 1), torch.zeros(2, 8, 6, 6), True),
         (nn.Conv2d(8, 8, 3, groups=8), torch.zeros(2, 8, 6, 6).to(memory_format=torch.channels_last), False),
         (nn.Conv2d(8, 4, 3), torch.zeros(2, 8, 6, 6), False),
+        (nn.Conv2d(8, 8, 7, groups=8), torch.zeros(2, 8, 7, 7), False),
         (nn.Conv1d(8, 8, 3, groups=8), torch.zeros(2, 8, 6), False),
     ],
 )

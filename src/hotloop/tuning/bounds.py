@@ -40,6 +40,9 @@ _GROUPED, _ONE_PLACE = 0.64, 0.43
 """With channels last, convolutions in groups took 0.55 times as long and those of one place 0.7 times (GhostNet, RegNet and
 MobileNet on two cores of an AMD EPYC), and of what a compiler writes 0.3 times is left."""
 
+_FEW_PLACES = 25
+"""Of a filter; of 7 x 7 places, as in ConvNeXt, it took 0.8 times as long."""
+
 _SMALLEST_WINDOW = 4
 """Of pooling, as a rule: 2 x 2."""
 
@@ -190,7 +193,8 @@ def _turned_faster(name: str, args: Sequence[Any]) -> float:
     image, filters, groups = _convolved(name, args)
     if image.ndim != 4 or not image.is_cpu or not image.is_contiguous():
         return 0.0
-    return _GROUPED if groups > 1 else _ONE_PLACE if filters.shape[2:].numel() == 1 else 0.0
+    places = filters.shape[2:].numel()
+    return _GROUPED if groups > 1 and places <= _FEW_PLACES else _ONE_PLACE if places == 1 else 0.0
 
 
 def _convolved(name: str, args: Sequence[Any]) -> tuple[Tensor, Tensor, int]:
