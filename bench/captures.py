@@ -15,6 +15,7 @@ import argparse
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -83,8 +84,8 @@ def _made_small(kind: str) -> nn.Module:
 
     network = getattr(transformers, kind)
     plain = network.config_class()
-    known = {name: size for name, size in _SMALL.items() if isinstance(getattr(plain, name, None), int | None)}
-    config = network.config_class(**{name: size for name, size in known.items() if hasattr(plain, name)})
+    known = {name for name in _SMALL if hasattr(plain, name) and isinstance(getattr(plain, name), int | None)}
+    config = network.config_class(**{name: _SMALL[name] for name in known})
     with torch.device("meta"):
         _check_size(network(config))
     return network(config)
@@ -212,6 +213,8 @@ def _told(family: str, part: str) -> list[Row]:
     command = [sys.executable, "-m", "bench.captures", family, "--part", part]
     quiet = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=quiet)
+    if done.returncode in (-signal.SIGINT, 130):  # it heard Ctrl-C, as this process did
+        raise KeyboardInterrupt
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -240,9 +243,13 @@ def main() -> int:
             print(json.dumps(row), flush=True)
         return 0
     found: list[Row] = []
-    for family in options.families or FAMILIES:
-        found += in_processes(family, machine.processor().allowed_cores)
-        print(f"{family}: {len(found)} networks so far", file=sys.stderr, flush=True)
+    try:
+        for family in options.families or FAMILIES:
+            found += in_processes(family, machine.processor().allowed_cores)
+            print(f"{family}: {len(found)} networks so far", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("stopped; nothing is kept", file=sys.stderr)
+        return 130
     text = markdown(found)
     print(text)
     if options.record:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _ABSENT = object()
@@ -45,3 +46,14 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 def _delete(owner: Any, name: str) -> None:
     (delattr if isinstance(owner, type) else object.__delattr__)(owner, name)
+
+
+@contextmanager
+def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Meanwhile `owner.name` is `make(what it was)`."""
+    patches = Patches()
+    patches.put(owner, name, make)
+    try:
+        yield
+    finally:
+        patches.undo()

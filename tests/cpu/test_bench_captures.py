@@ -58,3 +58,26 @@ def test_a_capture_that_fails_with_no_word_of_hotloops_is_a_failure(monkeypatch:
     row = captures.tried("timm", "one", lambda: Seeing(asks=False))
     assert row["outcome"] == "failed" and "planted" in row["why"]
     assert "0 of 1" in captures.markdown([row])
+
+
+def test_a_process_that_dies_takes_one_network_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five networks in two processes, of which that for the even ones dies at its second."""
+
+    def told(family: str, part: str) -> list[captures.Row]:
+        first, parts, begun = map(int, part.split("/"))
+        names = [f"n{number}" for number in range(5)][first::parts][begun:]
+        dies = {"family": family, "network": "n2", "outcome": "failed", "why": "its process died"}
+        rows = [{"family": family, "network": name, "outcome": "captured", "why": ""} for name in names]
+        return [*rows[: names.index("n2")], dies] if "n2" in names else rows
+
+    monkeypatch.setattr(captures, "_told", told)
+    found = captures.in_processes("timm", 2)
+    assert [row["network"] for row in found] == ["n0", "n1", "n2", "n3", "n4"]
+    assert [row["network"] for row in found if row["outcome"] == "failed"] == ["n2"]
+
+
+def test_ctrl_c_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = captures.subprocess.CompletedProcess([], -2, stdout='{"network": "n0", "why": "its process died"}')
+    monkeypatch.setattr(captures.subprocess, "run", lambda *given, **more: ended)
+    with pytest.raises(KeyboardInterrupt):
+        captures.in_processes("timm", 1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.patches import Patches
+from hotloop.patches import patched
 
 _ALIGNED = 16
 """Bytes that a row of the result takes a multiple of, but on AMD's GPUs."""
@@ -24,12 +24,8 @@ def traceable_groups() -> Iterator[None]:
     """Meanwhile tensors without content are multiplied in any dtype, into the strides that a product with content has."""
     from torch import _meta_registrations as without_content
 
-    patches = Patches()
-    patches.put(without_content, "_meta_grouped_mm_common", _of_any_dtype)
-    try:
+    with patched(without_content, "_meta_grouped_mm_common", _of_any_dtype):
         yield
-    finally:
-        patches.undo()
 
 
 def _of_any_dtype(torchs: Callable[..., Tensor]) -> Callable[..., Tensor]:

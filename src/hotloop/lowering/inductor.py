@@ -22,7 +22,7 @@ def ready_to_compile(device: torch.device) -> Iterator[None]:
     """Around whatever is compiled for a device."""
     mm_by_onednn.known_to_inductor()
     laid_out.known_to_inductor()
-    config = torch.compiler.config
+    config = torch.compiler.config  # a module to which torch gives `patch` when it is imported
     keyed = config.patch(cache_key_tag=f"{config.cache_key_tag} hotloop {MENDED}")  # type: ignore[attr-defined]
     with keyed, embeddings_in_parallel(device), quick_strides(), kept_mutations(), traceable_groups():
         yield

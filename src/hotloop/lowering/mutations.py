@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hotloop.patches import Patches
+from hotloop.patches import patched
 
 
 @contextmanager
@@ -20,12 +20,8 @@ def kept_mutations() -> Iterator[None]:
     """Meanwhile an operation of other loops waits for what it waited for before."""
     from torch._inductor import scheduler  # the compiler, which takes seconds to import
 
-    patches = Patches()
-    patches.put(scheduler.SchedulerNode, "recompute_size_and_body", _keeping)
-    try:
+    with patched(scheduler.SchedulerNode, "recompute_size_and_body", _keeping):
         yield
-    finally:
-        patches.undo()
 
 
 def _keeping(recompute: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hotloop.patches import Patches
+from hotloop.patches import patched
 
 _LONG = 8
 """Operations of an index from which on it is expanded, which takes milliseconds, and simplified only if that makes it short."""
@@ -21,12 +21,8 @@ def quick_strides() -> Iterator[None]:
     """An index that stays long then is taken for one whose numbers lie apart: slower to read, and as right."""
     from torch._inductor import sizevars  # brings sympy along
 
-    patches = Patches()
-    patches.put(sizevars, "sympy", _Quick)
-    try:
+    with patched(sizevars, "sympy", _Quick):
         yield
-    finally:
-        patches.undo()
 
 
 class _Quick:

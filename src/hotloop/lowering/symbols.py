@@ -10,7 +10,7 @@ import torch
 from torch._guards import SLoc
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from hotloop.patches import Patches
+from hotloop.patches import patched
 
 
 class Symbols(ShapeEnv):
@@ -32,12 +32,8 @@ def unasked_powers() -> Iterator[None]:
 
     torch has sympy prove it for each root, such as that of `1 - beta ** step`: a third of what tracing Adam's update takes.
     """
-    patches = Patches()
-    patches.put(torch.SymFloat, "__pow__", _unasked)
-    try:
+    with patched(torch.SymFloat, "__pow__", _unasked):
         yield
-    finally:
-        patches.undo()
 
 
 def _unasked(asking: Callable[..., Any]) -> Callable[..., Any]:
