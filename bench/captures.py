@@ -239,6 +239,7 @@ def main() -> int:
         parser.error(f"{', '.join(unknown)}: the families are {', '.join(FAMILIES)}")
     warnings.simplefilter("ignore")
     if options.part:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, whatever a library makes of it
         for row in share(options.families[0], *map(int, options.part.split("/"))):
             print(json.dumps(row), flush=True)
         return 0
