@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 
 from hotloop.data.tree import flatten
 from hotloop.errors import PlanError, blame
@@ -62,7 +63,7 @@ class Captured:
     def traced_again(self, run: Callable[..., Any], *further: Tensor) -> GraphModule:
         """What `run` does with the examples, and with further ones of their kind, as a graph; in the capture's own way."""
         mode = self.examples[0].fake_mode  # type: ignore[attr-defined]
-        with mode, _tracing(self.examples), torch.no_grad():
+        with mode, _tracing(), torch.no_grad():
             return make_fx(run)(*self.examples, *further)
 
 
@@ -139,7 +140,7 @@ class _Tracer:
         drawn = _drawn()
         try:
             draws = no_rewound_draws(self.step.parts.device)
-            with unlogged("torch"), mode, _tracing(examples), unasked_powers(), draws:
+            with unlogged("torch"), mode, _tracing(), unasked_powers(), draws:
                 run = make_fx(lambda *flat: self.run(*unflatten(flat)), _WRITTEN_OUT)
                 graph = run(*examples)
             mend(graph)
@@ -275,17 +276,22 @@ def _another(leaf: Tensor) -> Tensor:
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-@contextmanager
-def _tracing(examples: Sequence[Tensor]) -> Iterator[None]:
-    """Without oneDNN's fused layers, such as its LSTM, which the compiler doesn't know.
+class _PlainLstm(TorchFunctionMode):
+    """LSTMs without oneDNN's fused layer, which the compiler doesn't know.
 
-    Its convolutions stay where channels come last: only they know that those of the result do then, too.
+    oneDNN's convolutions stay, since only they know that the channels of a result come last where those of the image do.
     """
-    channels_last = any(one.ndim >= 4 and not one.is_contiguous() for one in examples)
-    fused = channels_last or examples[0].device.type != "cpu"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.backends.mkldnn.flags(enabled=False) if func is torch.lstm else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
-        with nullcontext() if fused else torch.backends.mkldnn.flags(enabled=False), traceable_groups():
+        with _PlainLstm(), traceable_groups():
             yield
 
 

@@ -13,7 +13,7 @@ from hotloop.lowering.rewrites import laid_out, mm_by_onednn
 from hotloop.lowering.strides import quick_strides
 from hotloop.lowering.threads import embeddings_in_parallel
 
-MENDED = 1
+MENDED = 2
 """Counts up with each change of what is mended of the compiler: what was compiled before is not taken from a cache any more."""
 
 

@@ -1,0 +1,175 @@
+"""A capture says how what libraries compute will lie in memory, and a compiler reads it so, without asking."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx import Interpreter, Node
+
+import hotloop
+from hotloop.data.tree import flatten
+from hotloop.lowering import capture as capturing
+from hotloop.lowering.capture import capture
+from hotloop.parity import prove
+from hotloop.plan import Plan
+from tests.cpu.eager_or_refused import STEP
+from tests.cpu.programs import a_task, advance
+
+PACKAGE = Plan(compile="package")
+aten = torch.ops.aten
+BY_LIBRARIES = (
+    *(
+        aten.convolution.default,
+        aten.convolution_backward.default,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+    ),
+    *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten.baddbmm.default),
+    *(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, aten.mkldnn_rnn_layer.default),
+)
+
+
+class Patches(nn.Module):
+    """ConvNeXt's block (Liu et al., 2022): norms and products over channels that come last, between convolutions."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.stem, self.scale = nn.Conv2d(1, 8, 2, stride=2), scale
+        self.norm, self.depthwise, self.within = (
+            nn.LayerNorm(8),
+            nn.Conv2d(8, 8, 3, padding=1, groups=8),
+            nn.LayerNorm(8),
+        )
+        self.wide, self.narrow, self.out = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        rows = self.within(self.depthwise(x).permute(0, 2, 3, 1))
+        x = x + self.scale * self.narrow(nn.functional.gelu(self.wide(rows))).permute(0, 3, 1, 2)
+        return self.out(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Mixing(nn.Module):
+    """A convolution among tokens, as in SegFormer (Xie et al., 2021): their channels come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.attention = (
+            nn.Conv2d(1, 8, 2, stride=2),
+            nn.LayerNorm(8),
+            nn.MultiheadAttention(8, 2),
+        )
+        self.depthwise, self.out = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.stem(x).flatten(2).transpose(1, 2))
+        tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
+        side = math.isqrt(tokens.shape[1])
+        image = self.depthwise(tokens.transpose(1, 2).unflatten(2, (side, side)))
+        return self.out(image.flatten(2).transpose(1, 2).mean(1))  # type: ignore[no-any-return]
+
+
+class Rows(nn.Module):
+    """An LSTM over the rows of what a convolution makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.lstm, self.out = (
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.LSTM(4 * 12, 8, batch_first=True),
+            nn.Linear(8, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, _ = self.lstm(self.stem(x).permute(0, 2, 1, 3).flatten(2))
+        return self.out(rows[:, -1])  # type: ignore[no-any-return]
+
+
+def seeing(model: Callable[[], nn.Module], **fields: Any) -> hotloop.Task:
+    images = torch.randn(48, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    data = images, images.flatten(1)[:, :4].argmax(1)
+    return a_task(model=model, data=data, **dict(batch_size=16, optimizer=torch.optim.Adam) | fields)
+
+
+class Lying(Interpreter):
+    """Runs a captured step, and notes what libraries laid out otherwise than was captured."""
+
+    def __init__(self, graph: torch.fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.seen, self.otherwise = 0, list[str]()
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.target in BY_LIBRARIES:
+            for there, said in zip(*(flatten(value)[0] for value in (result, n.meta["val"])), strict=True):
+                if isinstance(there, Tensor) and there.numel():
+                    self.seen += 1
+                    if strides(there) != strides(said):
+                        self.otherwise.append(f"{n.name}: {there.stride()} for {said.stride()}")
+        return result
+
+
+def strides(value: Tensor) -> list[int]:
+    """Of dimensions that have any."""
+    return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+
+
+def laid_otherwise(task: hotloop.Task) -> list[str]:
+    """What libraries lay out otherwise than a capture of the step says."""
+    program = hotloop.lower(task, Plan())
+    advance(program, 1)
+    batch = tuple(value[:16] for value in task.data)  # type: ignore[union-attr]
+    found = capture(program._step, batch, 16, {}, whole=True)
+    lying = Lying(found.graph)
+    with torch.no_grad():
+        lying.run(*(real(one) for one in found.examples))
+    assert lying.seen
+    return lying.otherwise
+
+
+def real(example: Tensor) -> Tensor:
+    """A tensor with content for one without."""
+    value = torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
+    return value.uniform_(0.1, 0.2) if value.is_floating_point() else value.zero_()
+
+
+NETWORKS = {"patches": Patches, "mixing": Mixing, "rows": Rows}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_libraries_lay_out_what_they_compute_as_captured(name: str) -> None:
+    assert not laid_otherwise(seeing(NETWORKS[name]))
+
+
+@pytest.fixture
+def unasked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Convolutions are captured without oneDNN, as its LSTM is; torch remembers how either lay."""
+    monkeypatch.setattr(capturing, "_PlainLstm", lambda: torch.backends.mkldnn.flags(enabled=False))
+    FakeTensorMode.cache_clear()
+    yield
+    FakeTensorMode.cache_clear()
+
+
+@pytest.mark.usefixtures("unasked")
+@pytest.mark.parametrize("name", ["patches", "mixing"])
+def test_unasked_they_are_captured_otherwise(name: str) -> None:
+    assert laid_otherwise(seeing(NETWORKS[name]))
+
+
+@pytest.mark.parametrize(("name", "plan"), [("patches", STEP), ("patches", PACKAGE), ("mixing", PACKAGE)])
+def test_a_compiled_step_goes_by_it(name: str, plan: Plan) -> None:
+    found = prove(seeing(NETWORKS[name]), plan)
+    assert found.parity in ("fp32-equivalent", "bitwise"), found.reason
+
+
+@pytest.mark.usefixtures("unasked")
+def test_a_package_for_another_layout_is_seen_to_be_broken() -> None:
+    """It doesn't ask how what it gets from a library lies in memory; in ConvNeXt such a branch begins with a millionth."""
+    assert prove(seeing(lambda: Patches(1e-3), seed=1), PACKAGE).parity == "broken"
