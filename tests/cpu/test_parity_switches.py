@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hotloop import parity
 from hotloop.lowering import lower
 from hotloop.parity import collecting, prove_programs, running
 from hotloop.parity.running import STEPS
-from hotloop.parity.witnesses import of_rounding
+from hotloop.parity.witnesses import Truth, of_rounding
 from hotloop.plan import Plan
+from hotloop.task import Task
 from hotloop.verdicts import STATES, Parity
 from tests.cpu.programs import a_task
 
@@ -64,6 +66,22 @@ def test_nudges_of_the_usual_size_miss_it(call: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(collecting, "FARTHER", 1.0)
     monkeypatch.setattr(running, "FARTHER", 1.0)
     assert proven(4, 6, call).parity == "broken"
+
+
+@pytest.mark.parametrize(("units", "rounds"), [(4, 1), (2000, 2)], ids=["a switch", "a fault"])
+def test_a_single_state_is_looked_at_closer_before_all_is_proven_again(
+    units: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside all baselines a proof takes as long again and more."""
+    truths: list[Truth] = []
+
+    def noted(task: Task, device: torch.device) -> Truth:
+        truths.append(Truth(task, device))
+        return truths[-1]
+
+    monkeypatch.setattr(parity, "Truth", noted)
+    proven(units, units + 2, 6)
+    assert len(truths) == rounds
 
 
 def test_an_error_that_only_grows_with_the_nudge_is_none_of_rounding() -> None:

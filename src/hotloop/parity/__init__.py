@@ -235,7 +235,8 @@ def _seen(
 ) -> tuple[Evidence, dict[int, Freely]]:
     """Of single steps, and of the free run of each Program that could take them, by its id."""
     alone = slice(1) if brief else slice(None)
-    collector = Collector(truth, witnesses[alone], reduced[alone], programs, steps_of(programs))
+    nudging = next((one for one in reduced or witnesses if one.unit), None)
+    collector = Collector(truth, witnesses[alone], reduced[alone], programs, steps_of(programs), nudging)
     evidence = collector.collect(lambda states: progress(states, STATES))
     if evidence.unproven:
         return evidence, {}

@@ -38,6 +38,7 @@ class Collector:
 
     Args:
         ahead: steps that are run on from the last State.
+        nudging: who is asked where a candidate is far off.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class Collector:
         peers: Sequence[Witness],
         candidates: Sequence[Program],
         ahead: int = 0,
+        nudging: Witness | None = None,
     ) -> None:
-        self.truth, self.candidates, self._ahead = truth, candidates, ahead
+        self.truth, self.candidates, self._ahead, self._nudging = truth, candidates, ahead, nudging
         self.witnesses, self.peers = list(witnesses), list(peers)
         self.walker = witnesses[0].program
         self._looked = 0
@@ -73,7 +75,7 @@ class Collector:
         """One step with everyone; a reason if that shows that nothing can be proven."""
         evidence = self.evidence
         # First: what the Task keeps for later steps is the baseline's then. Other witnesses may step with the same Program.
-        plain, after = self._baseline(stop, number, lent=len(self.witnesses) == 1)
+        plain, after = self._baseline(stop, number, lent=len(self.witnesses) == len(self.candidates) == 1)
         try:
             true = self.truth.step(stop.state, stop.batch)
         except Exception as error:
@@ -168,11 +170,10 @@ class Collector:
 
         A plan may round more than a nudge does, and so switch a ReLU that no nudge of this size has switched by chance.
         """
-        others = [one for one in (self.peers or self.witnesses)[1:] if one.active]
-        if not others or self._looked == len(self.evidence.rounding):
+        nudging = self._nudging
+        if nudging is None or not nudging.active or self._looked == len(self.evidence.rounding):
             return
         self._looked, rounding = len(self.evidence.rounding), self.evidence.rounding[-1]
-        nudging = others[0]
         first = 1000 * stop.state.position.step
         for number in range(first, first + _NUDGES):
             step = nudging.step(stop.state, stop.batch, number, lent=True)
