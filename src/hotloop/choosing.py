@@ -150,7 +150,7 @@ def _weighed(
             recorded=ways[0].graphs != "none",
             limit_s=limit_s,
             to_come=to_come,
-            convolves=facts.convolutions,
+            normed=facts.normed,
         )
     del program  # training begins with one that has run no step, and there may be no memory for two
     if isinstance(hope, str) or not hope.compilations:

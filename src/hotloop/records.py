@@ -77,6 +77,7 @@ class TaskFacts(Record):
         closure: whether the optimizer asks for the loss itself, as LBFGS does.
         images: whether an input or a parameter has the 4 or 5 dimensions of images.
         convolutions: whether a parameter has them.
+        normed: whether a layer is one of torch's normalisations over the batch.
         recurrent: whether a layer is one of torch's recurrent ones.
         drops: whether a layer of torch's drops numbers at random.
         data_bytes: of the training data, where it lies in memory as arrays.
@@ -101,6 +102,7 @@ class TaskFacts(Record):
     closure: bool = False
     images: bool = False
     convolutions: bool = False
+    normed: bool = False
     recurrent: bool = False
     drops: bool = False
     data_bytes: int | None = None

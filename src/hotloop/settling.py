@@ -189,7 +189,7 @@ class Settling:
         step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
         steps = None if self.facts.steps is None else self.facts.steps + self.to_come
         saves_s = saved_steps(steps, timing.gain, ratio) * step_s
-        proof_s = proving_s(step_s, self._copying_s, self.facts.convolutions)
+        proof_s = proving_s(step_s, self._copying_s, self.facts.normed)
         if saves_s > proof_s:
             return ""
         looks = " with a look at each epoch whether callbacks change the step" if timing.looking_ms else ""

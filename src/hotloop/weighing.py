@@ -62,7 +62,7 @@ class Hope:
         compile_s: of one compilation, with nothing kept from an earlier one.
         limit_s: until the run is to stop, whatever is left of it.
         made: of what the step is, where that is known.
-        convolves: whether the step does, which makes a proof longer.
+        normed: whether the step normalises over the batch, which makes a proof longer.
         looks: how often the run sees whether callbacks have changed what was compiled, and `look_s` what that takes.
     """
 
@@ -77,7 +77,7 @@ class Hope:
     look_s: float = 0.0
     copying_s: float = 0.0
     to_come: int = 0
-    convolves: bool = False
+    normed: bool = False
 
     def by(self, way: str, *, recorded: bool = False) -> Hope:
         """By another way to compile, as the plan's axis says it; as a CUDA graph, too, if it is recorded."""
@@ -94,7 +94,7 @@ class Hope:
     def costs_s(self, compilations: int = 1) -> float:
         """Seconds that so many compilations and their races take, and a proof."""
         racing_s = _RACING_STEPS * (compilations + 2) * self.load_s
-        proof_s = proving_s(self.step_s + self.load_s, self.copying_s, self.convolves)
+        proof_s = proving_s(self.step_s + self.load_s, self.copying_s, self.normed)
         return compilations * _DOUBT * self.compile_s + racing_s + proof_s
 
     def pays(self, compilations: int = 1) -> bool:
@@ -203,13 +203,13 @@ def hoped(
     recorded: bool = False,
     limit_s: float = math.inf,
     to_come: int = 0,
-    convolves: bool = False,
+    normed: bool = False,
 ) -> Hope | str:
     """What compiling may save of so many steps of an eager Program, whose State stays; or why it isn't worth a thought.
 
     Args:
         to_come: steps of runs that may follow.
-        convolves: whether the step does.
+        normed: whether the step normalises over the batch.
         way: to compile, as the plan's axis says it.
         rewrites: whether a compiled step would be rewritten.
         recorded: whether it would become a CUDA graph.
@@ -228,7 +228,7 @@ def hoped(
                 looks=often,
                 copying_s=copying_s,
                 to_come=to_come,
-                convolves=convolves,
+                normed=normed,
             )
             if not hope.pays():
                 return hope

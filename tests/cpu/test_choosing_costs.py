@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 import hotloop
 from hotloop import choosing, remembering, rules, settling, training, weighing
@@ -102,24 +103,28 @@ def test_a_compilation_must_save_twice_what_it_takes_with_its_proof() -> None:
     assert weighing.Hope(15_000, 3.0, 1.1).compilations == 2  # half a day
 
 
-def test_a_proof_of_convolutions_takes_longer() -> None:
-    """torch computes those of float64 slowly."""
-    plain, convolving = (weighing.Hope(3_000, 0.1, 2.0, compile_s=10.0, convolves=one) for one in (False, True))
-    assert convolving.costs_s() - plain.costs_s() == pytest.approx(1.5 * 250 * 0.1)
+def normed() -> hotloop.Task:
+    return a_task(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
 
 
-@pytest.mark.parametrize(("task", "convolves"), [(a_task, False), (images, True)])
-def test_it_is_reckoned_with_where_the_model_convolves(task: Any, convolves: bool, long, monkeypatch) -> None:
+def test_a_proof_of_steps_that_normalise_over_the_batch_takes_longer() -> None:
+    """They seldom pass beside one baseline alone."""
+    plain, more = (weighing.Hope(3_000, 0.1, 2.0, compile_s=10.0, normed=one) for one in (False, True))
+    assert more.costs_s() - plain.costs_s() == pytest.approx(3.3 * 250 * 0.1)
+
+
+@pytest.mark.parametrize(("task", "normalises"), [(a_task, False), (images, False), (normed, True)])
+def test_it_is_reckoned_with_where_the_model_does(task: Any, normalises: bool, long, monkeypatch) -> None:
     asked, plain = list[bool](), choosing.hoped
 
     def noted(*given: Any, **named: Any) -> Any:
         found = plain(*given, **named)
-        asked.append(found.convolves)
+        asked.append(found.normed)
         return found
 
     monkeypatch.setattr(choosing, "hoped", noted)
     lowered(task(), AUTO).close()
-    assert asked == [convolves]
+    assert asked == [normalises]
 
 
 def test_a_compilation_takes_no_more_than_a_third_of_the_time_until_the_run_is_to_stop() -> None:

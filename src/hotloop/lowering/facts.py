@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from hotloop.data.feed import peek
@@ -49,6 +50,7 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
         **_of_optimizer(optimizer, model),
         images=not (dimensions | {value.ndim for value in tensors(inputs_of(batch))}).isdisjoint(_IMAGES),
         convolutions=not dimensions.isdisjoint(_IMAGES),
+        normed=any(isinstance(module, _BatchNorm) for module in model.modules()),
         recurrent=any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()),
         drops=any(map(_drops, model.modules())),
         data_bytes=roles.train.nbytes() if isinstance(roles.train, Table) else None,
