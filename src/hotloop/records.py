@@ -77,7 +77,7 @@ class TaskFacts(Record):
         closure: whether the optimizer asks for the loss itself, as LBFGS does.
         images: whether an input or a parameter has the 4 or 5 dimensions of images.
         convolutions: whether a parameter has them.
-        normed: whether a layer is one of torch's normalisations over the batch.
+        normed: whether a layer of torch's normalises over the batch.
         recurrent: whether a layer is one of torch's recurrent ones.
         drops: whether a layer of torch's drops numbers at random.
         data_bytes: of the training data, where it lies in memory as arrays.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.optim import Optimizer
 
+from hotloop.lowering import inductor, packages
 from hotloop.lowering.rewrites import mm_by_onednn
 from hotloop.probe import allocator
 from hotloop.profiling import optimizers
@@ -22,6 +23,14 @@ def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: False)
     monkeypatch.setattr(candidates, "mkl_is_slow", lambda processor: False)
     monkeypatch.setattr(allocator, "_is_glibcs", lambda: False)
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What this test compiles, some of it wrongly and on purpose, no cache has before, and none has later."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for module in (inductor, packages):
+        monkeypatch.setattr(module, "MENDED", 0)
 
 
 @pytest.fixture

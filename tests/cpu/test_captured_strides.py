@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Interpreter, Node
+from torch.utils.checkpoint import checkpoint
 
 import hotloop
 from hotloop.data.tree import flatten
 from hotloop.lowering import capture as capturing
-from hotloop.lowering.capture import capture
+from hotloop.lowering import inductor
+from hotloop.lowering.capture import Captured, capture
+from hotloop.lowering.fallbacks import strides
 from hotloop.parity import prove
 from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP
@@ -32,7 +36,7 @@ BY_LIBRARIES = (
         aten.addmm.default,
     ),
     *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten.baddbmm.default),
-    *(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, aten.mkldnn_rnn_layer.default),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
 
 
@@ -116,17 +120,16 @@ class Lying(Interpreter):
         return result
 
 
-def strides(value: Tensor) -> list[int]:
-    """Of dimensions that have any."""
-    return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+def captured(task: hotloop.Task) -> Captured:
+    program = hotloop.lower(task, Plan())
+    advance(program, 1)
+    batch = tuple(value[:16] for value in task.data)  # type: ignore[union-attr]
+    return capture(program._step, batch, 16, {}, whole=True)
 
 
 def laid_otherwise(task: hotloop.Task) -> list[str]:
     """What libraries lay out otherwise than a capture of the step says."""
-    program = hotloop.lower(task, Plan())
-    advance(program, 1)
-    batch = tuple(value[:16] for value in task.data)  # type: ignore[union-attr]
-    found = capture(program._step, batch, 16, {}, whole=True)
+    found = captured(task)
     lying = Lying(found.graph)
     with torch.no_grad():
         lying.run(*(real(one) for one in found.examples))
@@ -140,6 +143,29 @@ def real(example: Tensor) -> Tensor:
     return value.uniform_(0.1, 0.2) if value.is_floating_point() else value.zero_()
 
 
+class Again(Rows):
+    """With its layers computed again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("model", [Rows, Again])
+def test_no_layer_of_onednn_s_is_captured_that_the_compiler_does_not_know(model: type[nn.Module]) -> None:
+    names = {str(node.target) for node in captured(seeing(model)).graph.graph.nodes}
+    assert not any("mkldnn" in name for name in names)
+    assert any("convolution" in name for name in names)
+
+
+def test_where_onednn_is_off_a_step_is_captured_so() -> None:
+    """Also if it was on before, and afterwards again."""
+
+    assert not laid_otherwise(seeing(Patches))
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not laid_otherwise(seeing(Patches))
+    assert not laid_otherwise(seeing(Patches))
+
+
 NETWORKS = {"patches": Patches, "mixing": Mixing, "rows": Rows}
 
 
@@ -149,9 +175,10 @@ def test_libraries_lay_out_what_they_compute_as_captured(name: str) -> None:
 
 
 @pytest.fixture
-def unasked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Convolutions are captured without oneDNN, as its LSTM is; torch remembers how either lay."""
-    monkeypatch.setattr(capturing, "_PlainLstm", lambda: torch.backends.mkldnn.flags(enabled=False))
+def unasked(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All is captured without oneDNN, as an LSTM is; torch remembers how convolutions lay."""
+    without = torch.backends.mkldnn.flags
+    monkeypatch.setattr(capturing, "_without_a_memory_of_onednn", lambda: without(enabled=False))
     FakeTensorMode.cache_clear()
     yield
     FakeTensorMode.cache_clear()
@@ -170,6 +197,7 @@ def test_a_compiled_step_goes_by_it(name: str, plan: Plan) -> None:
 
 
 @pytest.mark.usefixtures("unasked")
-def test_a_package_for_another_layout_is_seen_to_be_broken() -> None:
+def test_a_package_for_another_layout_is_seen_to_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """It doesn't ask how what it gets from a library lies in memory; in ConvNeXt such a branch begins with a millionth."""
+    monkeypatch.setattr(inductor, "laid_as_computed", nullcontext)  # which mends it, too
     assert prove(seeing(lambda: Patches(1e-3), seed=1), PACKAGE).parity == "broken"

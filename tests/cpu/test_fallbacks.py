@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes as no_fake_tensors
 
-from hotloop.lowering import fallbacks, inductor, packages
+from hotloop.lowering import fallbacks, inductor
 from hotloop.parity import prove
 from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP
@@ -37,38 +42,74 @@ def test_a_compiled_step_reads_a_result_where_it_lies(plan: Plan) -> None:
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="a later torch may say what is true")
+@pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("plan", [STEP, PACKAGE], ids=lambda plan: plan.compile)
 def test_by_what_torch_says_it_reads_something_else(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "laid_as_computed", nullcontext)
-    for module in (inductor, packages):
-        monkeypatch.setattr(module, "MENDED", 0)  # nothing that was compiled otherwise
     assert prove(seeing(Edged), plan).parity == "broken"
+
+
+@torch.library.custom_op("hotloop_tests::counted", mutates_args=())
+def counted(x: Tensor) -> Tensor:
+    return x.clone()
 
 
 @pytest.mark.parametrize(
     ("kernel", "asked"),
     [
         (aten.replication_pad2d_backward.default, True),
-        (aten.convolution.default, True),
-        (aten.bernoulli.default, False),
+        (aten.convolution_backward.default, True),
         (aten.index_put_.default, False),
+        (torch.ops._c10d_functional.all_reduce.default, False),
+        (torch.ops.hotloop_tests.counted.default, False),
     ],
     ids=str,
 )
-def test_only_what_changes_nothing_is_asked(kernel: torch._ops.OpOverload, asked: bool) -> None:
-    assert fallbacks._harmless(kernel) is asked
+def test_only_what_surely_only_computes_is_asked(kernel: torch._ops.OpOverload, asked: bool) -> None:
+    assert fallbacks._computes(kernel) is asked
 
 
-def test_what_has_no_result_of_zeros_is_believed() -> None:
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode() as mode:
-        said = fallbacks._told(aten.linalg_cholesky.default)(mode.from_tensor(torch.eye(3)))
-        inverse = fallbacks._told(aten.linalg_inv_ex.default)(mode.from_tensor(torch.eye(3)))[0]
-    assert said.shape == inverse.shape == (3, 3)
+@pytest.fixture
+def mode() -> Iterator[FakeTensorMode]:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        yield mode
 
 
-def test_only_a_cpu_is_asked() -> None:
-    value = torch.empty(3, device="meta")
-    with pytest.raises(NotImplementedError):
-        fallbacks._zeros(value)
+def last(mode: FakeTensorMode, *shape: int) -> Tensor:
+    return mode.from_tensor(torch.ones(shape).to(memory_format=torch.channels_last))
+
+
+def test_a_result_lies_as_one_with_content_does(mode: FakeTensorMode) -> None:
+    operation, asked = aten.replication_pad2d_backward.default, dict[str, Any]()
+    image, gradient = last(mode, 2, 3, 4, 4), mode.from_tensor(torch.ones(2, 3, 6, 6))
+    found = fallbacks._seen(operation, asked)(gradient, image, [1, 1, 1, 1])
+    with no_fake_tensors():
+        there = operation(torch.ones(2, 3, 6, 6), torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last), [1] * 4)
+    assert found.stride() == there.stride() and isinstance(found, FakeTensor)
+    assert len(asked) == 1
+    assert fallbacks._seen(operation, asked)(gradient, image, [1, 1, 1, 1]).stride() == there.stride()
+    assert len(asked) == 1  # the same was asked before
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda mode: (aten.linalg_cholesky.default, (mode.from_tensor(torch.eye(3)),)),
+        lambda mode: (aten.nonzero.default, (mode.from_tensor(torch.eye(3)),)),
+        lambda mode: (aten.index.Tensor, (mode.from_tensor(torch.eye(3)), [mode.from_tensor(torch.eye(3) > 0)])),
+        lambda mode: (aten.bernoulli.default, (last(mode, 2, 3, 4, 4),)),
+        lambda mode: (aten.mul.Tensor, (last(mode, 2, 3, 4, 4), 2.0)),
+    ],
+    ids=["no result of zeros", "unknown sizes", "a mask", "draws", "as said"],
+)
+def test_else_it_lies_as_was_said(mode: FakeTensorMode, run: Callable[[FakeTensorMode], tuple[Any, Any]]) -> None:
+    operation, given = run(mode)
+    said, found = operation(*given), fallbacks._seen(operation, {})(*given)
+    assert found.ndim == said.ndim and (not fallbacks._sized(said) or found.stride() == said.stride())
+
+
+def test_results_of_several_parts_may_lack_some(mode: FakeTensorMode) -> None:
+    image, weight = last(mode, 2, 3, 4, 4), mode.from_tensor(torch.ones(3, 3, 1, 1))
+    how: Any = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False])
+    found = fallbacks._seen(aten.convolution_backward.default, {})(image, image, weight, None, *how)
+    assert found[0] is None and found[1].shape == weight.shape

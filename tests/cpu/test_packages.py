@@ -103,7 +103,18 @@ def test_a_package_of_other_options_or_of_another_version_is_not_used(monkeypatc
     keys.append(packages._key(captured, torch.device("cpu"), {}))
     monkeypatch.setattr(packages, "MENDED", 0)
     keys.append(packages._key(captured, torch.device("cpu"), {}))
-    assert keys[0] == keys[1] and len(set(keys)) == 4
+    with torch.backends.mkldnn.flags(enabled=False):
+        keys.append(packages._key(captured, torch.device("cpu"), {}))
+    assert keys[0] == keys[1] and len(set(keys)) == 5
+
+
+def test_a_package_of_an_equal_graph_that_lays_out_otherwise_is_not_used() -> None:
+    batch = tuple(value[:5] for value in labelled())
+    captured = capture(hotloop.lower(a_task(), Plan())._step, batch, 5, {}, whole=True)
+    before = packages._key(captured, torch.device("cpu"), {})
+    node = next(one for one in captured.graph.graph.nodes if getattr(one.meta.get("val"), "ndim", 0) == 2)
+    node.meta["val"] = node.meta["val"].t().contiguous().t()
+    assert packages._key(captured, torch.device("cpu"), {}) != before
 
 
 @pytest.fixture

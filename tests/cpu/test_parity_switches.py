@@ -44,8 +44,8 @@ class Gated(nn.Module):
         return self.layer(x) * (1 + 0.05 * gate)  # type: ignore[no-any-return]
 
 
-def proven(units: int, off: int, call: int) -> Parity:
-    task = a_task(model=lambda: Gated(units), epochs=9)
+def proven(units: int, off: int, call: int, model: type[Gated] = Gated) -> Parity:
+    task = a_task(model=lambda: model(units), epochs=9)
     program = lower(task, Plan(optimizer="foreach"))
     program.model.at, program.model.off, program.model.calls = call, off, count()  # type: ignore[assignment]
     return prove_programs(task, [program])[0]
@@ -82,6 +82,21 @@ def test_a_single_state_is_looked_at_closer_before_all_is_proven_again(
     monkeypatch.setattr(parity, "Truth", noted)
     proven(units, units + 2, 6)
     assert len(truths) == rounds
+
+
+class Picky(Gated):
+    """Fails where its numbers were changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.right.item() != 1:
+            raise ValueError("somebody has changed my number")
+        return super().forward(x)
+
+
+@CALLS
+def test_a_nudge_that_is_not_harmless_excuses_nothing(call: int) -> None:
+    found = proven(4, 6, call, Picky)
+    assert found.parity == "broken" and "somebody" not in found.reason
 
 
 def test_an_error_that_only_grows_with_the_nudge_is_none_of_rounding() -> None:

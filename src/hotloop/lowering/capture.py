@@ -8,11 +8,12 @@ on the value of a tensor.
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +24,6 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.overrides import TorchFunctionMode
 
 from hotloop.data.tree import flatten
 from hotloop.errors import PlanError, blame
@@ -39,6 +39,7 @@ from hotloop.lowering.rewound import no_rewound_draws
 from hotloop.lowering.side_effects import no_side_effects, no_side_effects_of_update, refused
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.subnormals import without_subnormals
+from hotloop.patches import patched
 from hotloop.quiet import unlogged
 from hotloop.task import Computed, hooked_parameter
 
@@ -276,23 +277,37 @@ def _another(leaf: Tensor) -> Tensor:
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-class _PlainLstm(TorchFunctionMode):
+@contextmanager
+def _tracing() -> Iterator[None]:
+    with warnings.catch_warnings(), _without_a_memory_of_onednn():
+        warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
+        with patched(torch._VF, "lstm", _plain), traceable_groups():
+            yield
+
+
+def _plain(lstm: Callable[..., Any]) -> Callable[..., Any]:
     """LSTMs without oneDNN's fused layer, which the compiler doesn't know.
 
     oneDNN's convolutions stay, since only they know that the channels of a result come last where those of the image do.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch.backends.mkldnn.flags(enabled=False) if func is torch.lstm else nullcontext():
-            return func(*args, **(kwargs or {}))
+    @functools.wraps(lstm)
+    def plain(*args: Any) -> Any:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return lstm(*args)
+
+    return plain
 
 
 @contextmanager
-def _tracing() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
-        with _PlainLstm(), traceable_groups():
-            yield
+def _without_a_memory_of_onednn() -> Iterator[None]:
+    """torch remembers how convolutions lie, but not whether oneDNN was on: where somebody has turned it off it is to forget."""
+    forget = FakeTensorMode.cache_clear if not torch.backends.mkldnn.enabled else lambda: None
+    forget()
+    try:
+        yield
+    finally:
+        forget()
 
 
 def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:

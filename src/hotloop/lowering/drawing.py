@@ -1,4 +1,4 @@
-"""Whether a captured step draws random numbers."""
+"""Whether a captured step, or one operation, draws random numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule
+
+
+def draws(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws: attention does only where it has dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
+        return False
+    schema = function._schema.arguments
+    given = {one.name: one.default_value for one in schema} | dict(
+        zip((one.name for one in schema), args, strict=False)
+    )
+    return bool((given | kwargs).get("dropout_p", True))
 
 
 def draws_nothing(graph: GraphModule) -> bool:

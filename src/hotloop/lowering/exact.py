@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hotloop.data.feed import Feed
 from hotloop.data.tree import map_tensors
+from hotloop.lowering.drawing import draws
 from hotloop.lowering.grouped import in_float64
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.program import Program
@@ -242,7 +243,7 @@ class Watch(Onlooker):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded in function.tags and _does_draw(function, args, kwargs):
+        if draws(function, args, kwargs):
             self.draws = self.draws or not self._updating
             if not name.startswith(_DRAWS_WITHIN):
                 return _drawn(function, args, kwargs)
@@ -339,15 +340,6 @@ def _first_of(dtypes: Collection[torch.dtype], tree: Any) -> torch.dtype | None:
             if (found := _first_of(dtypes, one)) is not None:
                 return found
     return None
-
-
-def _does_draw(function: Any, args: Any, kwargs: Any) -> bool:
-    """Fused attention is marked as random whether it drops anything or not."""
-    named = {argument.name: place for place, argument in enumerate(function._schema.arguments)}
-    if "dropout_p" not in named:
-        return True
-    place = named["dropout_p"]
-    return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
 
 
 def _drawn(function: Any, args: Any, kwargs: Any) -> Any:

@@ -15,65 +15,101 @@ from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from hotloop.lowering.drawing import draws
 from hotloop.patches import patched
+
+Asked = dict[str, Any]
+"""Results of operations, by these and what they were given."""
 
 
 @contextmanager
 def laid_as_computed() -> Iterator[None]:
-    """Meanwhile each such operation of the CPU runs once, on zeros that lie as its operands will, to see where its result does."""
+    """Meanwhile such operations of a CPU, where they only compute, run on zeros that lie as their operands will, to see where
+    their results do."""
     from torch._inductor import ir  # the compiler, which takes seconds to import
 
-    with patched(ir.ExternKernel, "process_kernel", _told_by_itself):
+    asked: Asked = {}
+
+    def seeing(process: Any) -> Any:
+        def processed(cls: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            return process.__func__(cls, _seen(kernel, asked) if _computes(kernel) else kernel, *args, **kwargs)
+
+        return classmethod(processed)
+
+    with patched(ir.ExternKernel, "process_kernel", seeing):
         yield
 
 
-def _told_by_itself(process: Any) -> Any:
-    def processed(cls: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        told = _told(kernel) if _harmless(kernel) else kernel
-        return process.__func__(cls, told, *args, **kwargs)
-
-    return classmethod(processed)
+def _computes(kernel: Any) -> bool:
+    """Whether it is torch's own and writes to nothing; what others do besides isn't known."""
+    return isinstance(kernel, OpOverload) and kernel.namespace == "aten" and not kernel._schema.is_mutable
 
 
-def _harmless(kernel: Any) -> bool:
-    """Whether running it changes nothing."""
-    draws = torch.Tag.nondeterministic_seeded
-    return isinstance(kernel, OpOverload) and not kernel._schema.is_mutable and draws not in kernel.tags
-
-
-def _told(kernel: OpOverload) -> Callable[..., Any]:
+def _seen(kernel: OpOverload, asked: Asked) -> Callable[..., Any]:
     """The operation on tensors without content, whose result lies as that of tensors with content does."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         said = kernel(*args, **kwargs)
-        try:
-            with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
-                there = kernel(*tree_map_only(Tensor, _zeros, args), **tree_map_only(Tensor, _zeros, kwargs))
-        except Exception:  # of zeros it may have no result; of sizes that follow from a batch nothing is known
+        if draws(kernel, args, kwargs) or not _known(args, kwargs):
             return said
-        return tree_map(_laid_as, said, there)
+        given = tree_map_only(Tensor, _description, (args, kwargs))
+        place = f"{kernel} {given}"
+        if place not in asked:
+            asked[place] = _result(kernel, args, kwargs)
+        try:
+            return tree_map(_laid_as, said, asked[place])
+        except ValueError:  # it has no result of zeros
+            return said
 
     return run
 
 
+def _known(args: Any, kwargs: Any) -> bool:
+    """Whether there are tensors among them, all on the CPU and of known sizes, and nothing but tensors and plain values."""
+    leaves = [one for one in tree_leaves((args, kwargs)) if not isinstance(one, _PLAIN)]
+    return bool(leaves) and all(isinstance(one, Tensor) and one.device.type == "cpu" and _sized(one) for one in leaves)
+
+
+_PLAIN = (type(None), int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _sized(value: Tensor) -> bool:
+    return value.layout == torch.strided and all(isinstance(one, int) for one in (*value.shape, *value.stride()))
+
+
+def _description(value: Tensor) -> tuple[Any, ...]:
+    return tuple(value.shape), value.stride(), value.dtype
+
+
+def _result(kernel: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Of zeros, without its content; None if there is none."""
+    try:
+        with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
+            result = kernel(*tree_map_only(Tensor, _zeros, args), **tree_map_only(Tensor, _zeros, kwargs))
+            return tree_map_only(Tensor, _emptied, result)
+    except Exception:
+        return None
+
+
+def _emptied(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
 def _zeros(value: Tensor) -> Tensor:
     """With content, and laid out alike."""
-    if value.device.type != "cpu":
-        raise NotImplementedError("only a CPU computes while something is compiled")
-    if not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
-        raise NotImplementedError("a size isn't known")
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu").zero_()
 
 
 def _laid_as(said: Any, there: Any) -> Any:
     """What was said of a result, with the strides of one that is there."""
-    if not isinstance(said, Tensor) or said.shape != there.shape or _strides(said) == _strides(there):
+    both = isinstance(said, Tensor) and isinstance(there, Tensor) and _sized(said)
+    if not both or said.shape != there.shape or strides(said) == strides(there):
         return said
     return said.new_empty_strided(said.shape, there.stride())
 
 
-def _strides(value: Tensor) -> list[int]:
+def strides(value: Tensor) -> list[int]:
     """Of dimensions that have any."""
     return [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]

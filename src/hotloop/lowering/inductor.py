@@ -25,7 +25,8 @@ def ready_to_compile(device: torch.device) -> Iterator[None]:
     laid_out.known_to_inductor()
     config = torch.compiler.config  # a module to which torch gives `patch` when it is imported
     with ExitStack() as stack:
-        stack.enter_context(config.patch(cache_key_tag=f"{config.cache_key_tag} hotloop {MENDED}"))  # type: ignore[attr-defined]
+        tag = f"{config.cache_key_tag} hotloop {MENDED} {torch.backends.mkldnn.enabled}"
+        stack.enter_context(config.patch(cache_key_tag=tag))  # type: ignore[attr-defined]
         for mending in (quick_strides, kept_mutations, traceable_groups, laid_as_computed):
             stack.enter_context(mending())
         stack.enter_context(embeddings_in_parallel(device))

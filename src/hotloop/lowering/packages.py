@@ -140,11 +140,17 @@ def _key(captured: Captured, device: torch.device, options: dict[str, Any]) -> s
     processor = machine.processor()  # it is compiled for this very one, and a home may be shared by many
     threads, in_order = torch.get_num_threads(), torch.get_deterministic_debug_mode() > 0
     known = (
-        *(captured.graph.code, baked, _inputs(captured)),
+        *(captured.graph.code, baked, _inputs(captured), _laid(captured), torch.backends.mkldnn.enabled),
         *(torch.__version__, __version__, MENDED, sorted(options.items())),
         *(processor.model, processor.vectors, processor.kernels, threads, in_order, str(device)),
     )
     return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def _laid(captured: Captured) -> list[str]:
+    """How what the graph computes lies in memory: of an equal graph, whether oneDNN is on decides that."""
+    values = (node.meta.get("val") for node in captured.graph.graph.nodes)
+    return [str(value.stride()) for value in values if isinstance(value, Tensor) and value.layout == torch.strided]
 
 
 def _inputs(captured: Captured) -> list[tuple[Any, ...]]:

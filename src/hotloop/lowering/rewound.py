@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hotloop.lowering.drawing import draws
 from hotloop.lowering.side_effects import refused
 from hotloop.patches import Patches
 
@@ -26,14 +27,14 @@ def no_rewound_draws(device: torch.device) -> Iterator[None]:
     Raises:
         PlanError: there is such a draw.
     """
-    draws, patches = _Draws(), Patches()
+    watch, patches = _Draws(), Patches()
     for module in {torch, torch.random, *([] if device.type == "cpu" else [torch.get_device_module(device)])}:
         for name in vars(module).keys() & {"get_rng_state"}:
-            patches.put(module, name, draws.noting)
+            patches.put(module, name, watch.noting)
         for name in vars(module).keys() & {"set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all"}:
-            patches.put(module, name, draws.moving)
+            patches.put(module, name, watch.moving)
     try:
-        with draws:
+        with watch:
             yield
     finally:
         patches.undo()
@@ -69,7 +70,7 @@ class _Draws(TorchDispatchMode):
         return moved
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _draws(function, args, kwargs or {}):
+        if draws(function, args, kwargs or {}):
             if self.elsewhere:
                 raise refused(
                     "it sets torch's generator and draws from it, as a checkpoint does that computes dropout again, "
@@ -79,14 +80,3 @@ class _Draws(TorchDispatchMode):
                 )
             self.count += 1
         return function(*args, **(kwargs or {}))
-
-
-def _draws(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation draws: attention does only where it has dropout."""
-    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
-        return False
-    schema = function._schema.arguments
-    given = {one.name: one.default_value for one in schema} | dict(
-        zip((one.name for one in schema), args, strict=False)
-    )
-    return bool((given | kwargs).get("dropout_p", True))

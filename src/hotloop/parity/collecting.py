@@ -75,7 +75,8 @@ class Collector:
         """One step with everyone; a reason if that shows that nothing can be proven."""
         evidence = self.evidence
         # First: what the Task keeps for later steps is the baseline's then. Other witnesses may step with the same Program.
-        plain, after = self._baseline(stop, number, lent=len(self.witnesses) == len(self.candidates) == 1)
+        nudged_too = self._nudging is not None and self._nudging.program is self.walker and len(self.candidates) > 1
+        plain, after = self._baseline(stop, number, lent=len(self.witnesses) == 1 and not nudged_too)
         try:
             true = self.truth.step(stop.state, stop.batch)
         except Exception as error:
@@ -174,18 +175,34 @@ class Collector:
         if nudging is None or not nudging.active or self._looked == len(self.evidence.rounding):
             return
         self._looked, rounding = len(self.evidence.rounding), self.evidence.rounding[-1]
+        if nudging not in self.witnesses + self.peers:  # as one of those it was asked already
+            most = _ALIKE_IN_PRECISION if self.peers else _HARMLESS
+            if self._listen(nudging, most, stop, self._looked, (true, sizes), lent=True) is None:
+                return
         first = 1000 * stop.state.position.step
         for number in range(first, first + _NUDGES):
-            step = nudging.step(stop.state, stop.batch, number, lent=True)
-            rounding |= worst([rounding, errors(step[0], true, sizes)])
+            if (off := self._nudged(stop, number, nudging.unit, true, sizes)) is None:
+                return
+            rounding |= worst([rounding, off])
         if _ratio(found, rounding) <= _SUSPICIOUS:
             return
         near = dict(rounding)
         for number in range(first + _NUDGES, first + 2 * _NUDGES):
-            farther = nudged(stop.state, number, FARTHER * nudging.unit)
-            off = errors(one_step(nudging.program, farther, stop.batch, lent=True)[0], true, sizes)
+            if (off := self._nudged(stop, number, FARTHER * nudging.unit, true, sizes)) is None:
+                return
             may = {key: of_rounding(error, max(near.get(key, 0.0), UNIT)) for key, error in off.items()}
             rounding |= worst([rounding, may])
+
+    def _nudged(self, stop: Stop, number: int, unit: float, true: Seen, sizes: Errors) -> Errors | None:
+        """The errors of a step from there with parameters that are off by so much; None if it fails."""
+        assert self._nudging is not None
+        try:
+            state = nudged(stop.state, number, unit)
+            return errors(one_step(self._nudging.program, state, stop.batch, lent=True)[0], true, sizes)
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            return None
 
     def _unrepeatable(self, stop: Stop) -> str | None:
         """Why the baseline itself isn't the same when it is run twice, if it isn't."""

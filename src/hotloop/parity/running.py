@@ -210,8 +210,15 @@ def _drifting(start: State, witnesses: Sequence[Witness], steps: int, nudges: in
         if not witness.in_order:
             continue
         for number in range(nudges if witness.unit else 1):
-            with witness.around():
-                yield witness, _ended(witness.program, witness.state(start, number), steps)
+            try:
+                with witness.around():
+                    ended = _ended(witness.program, witness.state(start, number), steps)
+            except Exception as error:
+                if out_of_memory(error):
+                    raise
+                continue  # whatever else it is, it says nothing of the plan that is proven
+            yield witness, ended
+            del ended  # the next begins with an optimizer's state of its own
 
 
 def _ended(program: Program, start: State, steps: int, *, lent: bool = True) -> _End:

@@ -133,11 +133,15 @@ class Budget:
         device: str = "cpu",
         deadline: Deadline | None = None,
         copying_s: float = 0.0,
+        normed: bool = False,
     ) -> Budget:
-        """From what a step and a copy of the State take; a time limit of the user's is kept to, however short the run is."""
+        """From what a step and a copy of the State take, and whether the step normalises over the batch.
+
+        A time limit of the user's is kept to, however short the run is.
+        """
         run_s = None if steps is None else steps * step_s
         round_s = Layout.of(device.partition(":")[0], step_s, step_s, brief=True).round_s(step_s)
-        proof_s = proving_s(step_s, copying_s)
+        proof_s = proving_s(step_s, copying_s, normed)
         rest = (round_s, proof_s, deadline or Deadline())
         if time_limit_s is not None:
             return cls(run_s, time_limit_s, 0.0, *rest)
