@@ -39,9 +39,10 @@ PROVING_COPIES = 1000
 """
 
 _NORMED = 4.3
-"""Times as many where a step normalises over the batch: what rounding does to one sample changes all, and rounding switches a ReLU
-at most states, so that such steps pass beside all baselines alone. 1,067 and 1,068 steps for MobileNet and RegNet; 80 to 210 for
-others, convolutional ones among them, on two cores of an AMD EPYC.
+"""Times as many where a compiled step normalises over the batch: what rounding does to one sample changes all, and it switches a
+ReLU at most states, so that such steps pass beside all baselines alone.
+
+1,067 and 1,068 steps for MobileNet and RegNet; 80 to 210 for others, convolutional ones among them, on two cores of an AMD EPYC.
 """
 
 SEARCHED = 1 / 3
@@ -133,15 +134,11 @@ class Budget:
         device: str = "cpu",
         deadline: Deadline | None = None,
         copying_s: float = 0.0,
-        normed: bool = False,
     ) -> Budget:
-        """From what a step and a copy of the State take, and whether the step normalises over the batch.
-
-        A time limit of the user's is kept to, however short the run is.
-        """
+        """From what a step and a copy of the State take; a time limit of the user's is kept to, however short the run is."""
         run_s = None if steps is None else steps * step_s
         round_s = Layout.of(device.partition(":")[0], step_s, step_s, brief=True).round_s(step_s)
-        proof_s = proving_s(step_s, copying_s, normed)
+        proof_s = proving_s(step_s, copying_s)  # of an eager plan, which rounds as the baseline does
         rest = (round_s, proof_s, deadline or Deadline())
         if time_limit_s is not None:
             return cls(run_s, time_limit_s, 0.0, *rest)

@@ -112,8 +112,8 @@ class Search:
             return self._left(_OF_ITS_OWN)
         if self.time_limit_s is None and hopeless(self.facts.steps):
             return self._left(why_in_vain(self.facts.steps))
-        (step_s, copying_s), device, facts = self._glance(), self.baseline.device, self.facts
-        budget = Budget.of(step_s, facts.steps, self.time_limit_s, device, self.deadline, copying_s, facts.normed)
+        (step_s, copying_s), device = self._glance(), self.baseline.device
+        budget = Budget.of(step_s, self.facts.steps, self.time_limit_s, device, self.deadline, copying_s)
         if self.time_limit_s is None and (budget.too_small or hopeless(self.facts.steps)):
             self._race([], _GLANCE_S)
             return self._left(why_in_vain(self.facts.steps, budget))
