@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ def a_task(**fields: Any) -> hotloop.Task:
     if "step" in fields:
         del given["loss"]
     return hotloop.Task(**given | fields)
+
+
+def seeing(model: Callable[[], torch.nn.Module], **fields: Any) -> hotloop.Task:
+    """The same of images (16, 1, 12, 12)."""
+    images = torch.randn(48, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    data = images, images.flatten(1)[:, :4].argmax(1)
+    return a_task(model=model, data=data, **dict(batch_size=16, optimizer=torch.optim.Adam) | fields)
 
 
 def advance(program: Program, steps: int, figure: float = 1.0) -> None:

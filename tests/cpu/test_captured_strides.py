@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,19 +23,18 @@ from hotloop.lowering.fallbacks import strides
 from hotloop.parity import prove
 from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP
-from tests.cpu.programs import a_task, advance
+from tests.cpu.programs import advance, seeing
 
 PACKAGE = Plan(compile="package")
 aten = torch.ops.aten
 BY_LIBRARIES = (
-    *(
-        aten.convolution.default,
-        aten.convolution_backward.default,
-        aten.mm.default,
-        aten.bmm.default,
-        aten.addmm.default,
-    ),
-    *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten.baddbmm.default),
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
 
@@ -46,11 +45,8 @@ class Patches(nn.Module):
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
         self.stem, self.scale = nn.Conv2d(1, 8, 2, stride=2), scale
-        self.norm, self.depthwise, self.within = (
-            nn.LayerNorm(8),
-            nn.Conv2d(8, 8, 3, padding=1, groups=8),
-            nn.LayerNorm(8),
-        )
+        self.norm, self.within = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
         self.wide, self.narrow, self.out = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,11 +61,8 @@ class Mixing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.norm, self.attention = (
-            nn.Conv2d(1, 8, 2, stride=2),
-            nn.LayerNorm(8),
-            nn.MultiheadAttention(8, 2),
-        )
+        self.stem, self.norm = nn.Conv2d(1, 8, 2, stride=2), nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2)
         self.depthwise, self.out = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,21 +78,12 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.lstm, self.out = (
-            nn.Conv2d(1, 4, 3, padding=1),
-            nn.LSTM(4 * 12, 8, batch_first=True),
-            nn.Linear(8, 4),
-        )
+        self.stem, self.out = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(8, 4)
+        self.lstm = nn.LSTM(4 * 12, 8, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, _ = self.lstm(self.stem(x).permute(0, 2, 1, 3).flatten(2))
         return self.out(rows[:, -1])  # type: ignore[no-any-return]
-
-
-def seeing(model: Callable[[], nn.Module], **fields: Any) -> hotloop.Task:
-    images = torch.randn(48, 1, 12, 12, generator=torch.Generator().manual_seed(0))
-    data = images, images.flatten(1)[:, :4].argmax(1)
-    return a_task(model=model, data=data, **dict(batch_size=16, optimizer=torch.optim.Adam) | fields)
 
 
 class Lying(Interpreter):
@@ -159,7 +143,6 @@ def test_no_layer_of_onednn_s_is_captured_that_the_compiler_does_not_know(model:
 
 def test_where_onednn_is_off_a_step_is_captured_so() -> None:
     """Also if it was on before, and afterwards again."""
-
     assert not laid_otherwise(seeing(Patches))
     with torch.backends.mkldnn.flags(enabled=False):
         assert not laid_otherwise(seeing(Patches))
@@ -174,6 +157,11 @@ def test_libraries_lay_out_what_they_compute_as_captured(name: str) -> None:
     assert not laid_otherwise(seeing(NETWORKS[name]))
 
 
+nnpack = pytest.mark.skipif(
+    not torch.backends.nnpack.is_available(), reason="without oneDNN it is NNPACK that lays out otherwise"
+)
+
+
 @pytest.fixture
 def unasked(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All is captured without oneDNN, as an LSTM is; torch remembers how convolutions lay."""
@@ -184,6 +172,7 @@ def unasked(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> Iterator
     FakeTensorMode.cache_clear()
 
 
+@nnpack
 @pytest.mark.usefixtures("unasked")
 @pytest.mark.parametrize("name", ["patches", "mixing"])
 def test_unasked_they_are_captured_otherwise(name: str) -> None:
@@ -196,6 +185,7 @@ def test_a_compiled_step_goes_by_it(name: str, plan: Plan) -> None:
     assert found.parity in ("fp32-equivalent", "bitwise"), found.reason
 
 
+@nnpack
 @pytest.mark.usefixtures("unasked")
 def test_a_package_for_another_layout_is_seen_to_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """It doesn't ask how what it gets from a library lies in memory; in ConvNeXt such a branch begins with a millionth."""

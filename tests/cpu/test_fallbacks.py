@@ -17,8 +17,9 @@ from hotloop.lowering import fallbacks, inductor
 from hotloop.parity import prove
 from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP
-from tests.cpu.test_captured_strides import PACKAGE, seeing
+from tests.cpu.programs import seeing
 
+PACKAGE = Plan(compile="package")
 aten = torch.ops.aten
 
 

@@ -1,7 +1,8 @@
 """What torch's compiler leaves to PyTorch: it believes what PyTorch says of where a result lies in memory, which isn't always true.
 
 `replication_pad2d_backward`, say, promises a gradient in order, and gives one whose channels come last where those of the image
-do (torch 2.13). A compiled step that looks at it then fails, and a package, which doesn't, computes with other numbers.
+do (torch 2.13). A compiled step that looks at it then fails, and a package, which doesn't, computes with other numbers. torch can go by
+content itself (`generate_fake_kernels_from_real_mismatches`), but of a whole trace, with all of it in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hotloop.lowering.drawing import draws
 from hotloop.patches import patched
 
 Asked = dict[str, Any]
-"""Results of operations, by these and what they were given."""
+"""Results of operations, without content, by these and what they were given."""
 
 
 @contextmanager
@@ -89,7 +90,9 @@ def _result(kernel: OpOverload, args: Any, kwargs: Any) -> Any:
         with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
             result = kernel(*tree_map_only(Tensor, _zeros, args), **tree_map_only(Tensor, _zeros, kwargs))
             return tree_map_only(Tensor, _emptied, result)
-    except Exception:
+    except (
+        Exception
+    ):  # zeros are not for every operation, such as a factorisation; then torch's word is taken, as without this
         return None
 
 
