@@ -27,8 +27,9 @@ makes all of them.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--full", action="store_true", help=f"{FULL_SESSIONS} sessions of each workload, resumable")
     parser.add_argument("--fresh", action="store_true", help="forget what the journal holds")
-    parser.add_argument("--minutes", type=float, help="of a session of all workloads asked for; default at most 28")
-    parser.add_argument("--rounds", type=int, help="of windows, or of whole runs")
-    parser.add_argument("--whole-run", type=float, metavar="SECONDS", help="of the tutorial's loop")
+    parser.add_argument(
+        "--minutes", type=_above_zero(float), help="of a session of all workloads asked for; default at most 28"
+    )
+    parser.add_argument("--rounds", type=_above_zero(int), help="of windows, or of whole runs")
+    parser.add_argument("--whole-run", type=_above_zero(float), metavar="SECONDS", help="of the tutorial's loop")
     parser.add_argument(
         "--journal",
         type=Path,
@@ -121,6 +124,22 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     except HotloopError as error:
         parser.error(str(error))
     return options
+
+
+def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """What reads an option's number, and refuses those that leave no time for anything."""
+
+    def read(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
+        if not 0 < number < math.inf:
+            whole = "whole " if kind is int else ""
+            raise argparse.ArgumentTypeError(f"{text}; expected a {whole}number above 0")
+        return number
+
+    return read
 
 
 def plans_of(options: argparse.Namespace) -> list[str]:

@@ -125,6 +125,11 @@ def test_what_compiles_nothing_gets_no_start_of_its_own() -> None:
         (["--plans", "tune,precision=bf16"], "Put another before it, as in auto/tune,precision=bf16"),
         (["--device", "warp"], "warp"),
         (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
+        (["--minutes", "-3"], "--minutes: -3; expected a number above 0"),
+        (["--minutes", "0"], "--minutes: 0; expected"),
+        (["--minutes", "nan"], "--minutes: nan; expected"),
+        (["--rounds", "2.5"], "--rounds: 2.5; expected a whole number above 0"),
+        (["--whole-run", "long"], "--whole-run: long; expected"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_measured(
