@@ -44,7 +44,7 @@ def test_a_compiled_step_reads_a_result_where_it_lies(plan: Plan) -> None:
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="a later torch may say what is true")
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize("plan", [STEP, PACKAGE], ids=lambda plan: plan.compile)
+@pytest.mark.parametrize("plan", [STEP, pytest.param(PACKAGE, marks=pytest.mark.more)], ids=lambda plan: plan.compile)
 def test_by_what_torch_says_it_reads_something_else(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor, "laid_as_computed", nullcontext)
     assert prove(seeing(Edged), plan).parity == "broken"

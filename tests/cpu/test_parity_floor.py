@@ -112,6 +112,19 @@ def test_what_rounding_cancels_by_chance_at_one_state_is_no_measure(error: float
     assert (found.get("first") == f"loss 'loss' at step {lucky + 1}") == (parity == "broken")
 
 
+@pytest.mark.parametrize(
+    ("size", "often", "parity"), [(1e-4, False, "fp32-equivalent"), (1e-4, True, "broken"), (1e-2, False, "broken")]
+)
+def test_a_relu_that_rounding_switches_changes_the_size_of_an_update(size: float, often: bool, parity: str) -> None:
+    """By how much is chance: the baseline's own update is off by 1e-4 there, and its size by far less."""
+    update, along = ("update", "weight"), ("size of update", "weight")
+    rounding = [{update: 1e-4, along: 1e-7} for _ in range(6)]
+    errors = [{update: 1e-4, along: size if often or state == 3 else 1e-7} for state in range(6)]
+    plain, plan = Account("plain", rounding), Account("plan", errors, differs="parameters/weight after step 1")
+    found = judged_by_parity(plan, Evidence([plain], [], [plan], State({}, {}), list(range(6)), rounding), None)
+    assert found["parity"] == parity, found["reason"]
+
+
 def test_another_order_of_samples_that_changes_the_result_is_no_harmless_change() -> None:
     """Each sample is mixed with the one before it; what rounding comes to must not be read from that."""
 

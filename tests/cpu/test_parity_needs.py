@@ -22,9 +22,9 @@ from hotloop.parity import prove_programs
 from hotloop.parity.needs import needed_bytes
 from hotloop.plan import Plan
 
-x = torch.randn(64, 2000)
+x = torch.randn(64, 1400)
 task = hotloop.Task(
-    model=lambda: nn.Linear(2000, 2000, bias=False),
+    model=lambda: nn.Linear(1400, 1400, bias=False),
     loss=nn.MSELoss(),
     optimizer=lambda p: torch.optim.OPTIMIZER,
     data=(x, x),

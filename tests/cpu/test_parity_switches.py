@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ from torch import Tensor, nn
 
 from hotloop import parity
 from hotloop.lowering import lower
-from hotloop.parity import collecting, prove_programs, running
+from hotloop.lowering.facts import facts_of
+from hotloop.parity import collecting, prove_programs, running, witnesses
+from hotloop.parity.collecting import Collector
 from hotloop.parity.running import STEPS
 from hotloop.parity.witnesses import Truth, of_rounding
 from hotloop.plan import Plan
 from hotloop.task import Task
 from hotloop.verdicts import STATES, Parity
-from tests.cpu.programs import a_task
+from tests.cpu.programs import a_task, seeing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +31,7 @@ class Gated(nn.Module):
     """Lets more through where one number is larger than another, by some units in the last place.
 
     Attributes:
-        at: the call of each proof in which the difference comes out smaller by `off` units.
+        at: the calls of each proof in which the difference comes out smaller by `off` units.
     """
 
     PROOF = STATES + 1 + STEPS
@@ -36,18 +40,19 @@ class Gated(nn.Module):
         super().__init__()
         self.layer = nn.Linear(6, 3)
         self.left, self.right = nn.Parameter(torch.tensor([1.0 + units * ULP])), nn.Parameter(torch.ones(1))
-        self.at, self.off, self.calls = -1, 0, count()
+        self.at: Collection[int] = ()
+        self.off, self.calls = 0, count()
 
     def forward(self, x: Tensor) -> Tensor:
-        off = self.off * ULP if next(self.calls) % self.PROOF == self.at else 0.0
+        off = self.off * ULP if next(self.calls) % self.PROOF in self.at else 0.0
         gate = (self.left.detach() - self.right.detach() - off > 0).to(x.dtype)
         return self.layer(x) * (1 + 0.05 * gate)  # type: ignore[no-any-return]
 
 
-def proven(units: int, off: int, call: int, model: type[Gated] = Gated) -> Parity:
+def proven(units: int, off: int, *calls: int, model: type[Gated] = Gated) -> Parity:
     task = a_task(model=lambda: model(units), epochs=9)
     program = lower(task, Plan(optimizer="foreach"))
-    program.model.at, program.model.off, program.model.calls = call, off, count()  # type: ignore[assignment]
+    program.model.at, program.model.off, program.model.calls = calls, off, count()  # type: ignore[assignment]
     return prove_programs(task, [program])[0]
 
 
@@ -68,11 +73,8 @@ def test_nudges_of_the_usual_size_miss_it(call: int, monkeypatch: pytest.MonkeyP
     assert proven(4, 6, call).parity == "broken"
 
 
-@pytest.mark.parametrize(("units", "rounds"), [(4, 1), (2000, 2)], ids=["a switch", "a fault"])
-def test_a_single_state_is_looked_at_closer_before_all_is_proven_again(
-    units: int, rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside all baselines a proof takes as long again and more."""
+def rounds_of(monkeypatch: pytest.MonkeyPatch) -> list[Truth]:
+    """One for each round of the proofs that follow."""
     truths: list[Truth] = []
 
     def noted(task: Task, device: torch.device) -> Truth:
@@ -80,8 +82,36 @@ def test_a_single_state_is_looked_at_closer_before_all_is_proven_again(
         return truths[-1]
 
     monkeypatch.setattr(parity, "Truth", noted)
+    return truths
+
+
+@pytest.mark.parametrize(("units", "rounds"), [(4, 1), (2000, 2)], ids=["a switch", "a fault"])
+def test_a_single_state_is_looked_at_closer_before_all_is_proven_again(
+    units: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside all baselines a proof takes as long again and more."""
+    counted = rounds_of(monkeypatch)
     proven(units, units + 2, 6)
-    assert len(truths) == rounds
+    assert len(counted) == rounds
+
+
+def test_so_is_each_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = rounds_of(monkeypatch)
+    found = proven(4, 6, *range(2, STATES))
+    assert (found.parity, len(counted)) == ("fp32-equivalent", 1), found.reason
+
+
+def test_states_at_which_nothing_explains_it_are_soon_looked_at_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    closer = Collector._look_closer
+
+    def noted(self: Collector, *given: Any) -> None:
+        looked.append(len(self.evidence.steps))
+        closer(self, *given)
+
+    monkeypatch.setattr(Collector, "_look_closer", noted)
+    assert proven(2000, 2001, *range(2, STATES)).parity == "broken"
+    assert len(looked) <= 2 * collecting._IN_VAIN < 2 * (STATES - 2)
 
 
 class Picky(Gated):
@@ -95,7 +125,7 @@ class Picky(Gated):
 
 @CALLS
 def test_a_nudge_that_is_not_harmless_excuses_nothing(call: int) -> None:
-    found = proven(4, 6, call, Picky)
+    found = proven(4, 6, call, model=Picky)
     assert found.parity == "broken" and "somebody" not in found.reason
 
 
@@ -103,3 +133,32 @@ def test_an_error_that_only_grows_with_the_nudge_is_none_of_rounding() -> None:
     assert of_rounding(8e-6, near=1e-6) == pytest.approx(1e-6)
     assert of_rounding(5e-5, near=1e-6) == pytest.approx(5e-5 / 8)
     assert of_rounding(1e-3, near=1e-6) == 1e-3
+
+
+class Normed(nn.Module):
+    """Images that are normalised over the batch, far from zero, so that their mean is rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(16 if n else 1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+                for n in range(3)
+            )
+        )
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.convs(x + 30).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("known", "rounds"), [(True, 1), (False, 2)], ids=["few of them", "all of them"])
+def test_means_over_images_with_channels_last_are_among_the_first_baselines(
+    known: bool, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, facts = rounds_of(monkeypatch), facts_of
+    monkeypatch.setattr(
+        witnesses, "facts_of", lambda parts: facts(parts).model_copy(update={} if known else {"normed": False})
+    )
+    found = parity.prove(seeing(Normed), Plan(layout="channels_last"))
+    assert (found.parity, len(counted)) == ("fp32-equivalent", rounds), found.reason

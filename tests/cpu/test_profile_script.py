@@ -74,6 +74,7 @@ def test_warnings_and_tracebacks_name_the_scripts_own_lines(alone) -> None:
     assert alone("complains.py", "120").steps > 20
 
 
+@pytest.mark.more
 def test_an_error_that_is_caught_before_steps_are_known(alone) -> None:
     alone("complains.py", "2")
 
@@ -117,7 +118,10 @@ def test_an_exit_with_a_code_and_one_without_a_goodbye(capfd, tmp_path) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("how", "code"), [("interrupted", -signal.SIGINT), ("interrupted, then a text", 1)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [pytest.param("interrupted", -signal.SIGINT, marks=pytest.mark.more), ("interrupted, then a text", 1)],
+)
 def test_an_interrupted_script_ends_with_the_exit_code_that_it_has_alone(alone, how: str, code: int) -> None:
     assert alone("fails.py", how, "200").exit_code == code
 
@@ -320,7 +324,7 @@ def test_ctrl_c_arrives_once_where_standard_input_is_not_the_terminal(tmp_path) 
     os.close(ours)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.more)])
 def test_a_signal_goes_to_the_script_and_what_was_seen_arrives(number, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(host, "_in_foreground", lambda: False)  # no terminal sends this one, wherever tests run
     out = tmp_path / "out"
@@ -358,7 +362,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no fork")
-@pytest.mark.parametrize("ignores", [False, True])
+@pytest.mark.parametrize("ignores", [pytest.param(False, marks=pytest.mark.more), True])
 def test_processes_that_a_script_has_started_are_stopped_with_it(tmp_path: Path, monkeypatch, ignores: bool) -> None:
     script, out = tmp_path / "hogwild.py", tmp_path / "out"
     script.write_text(HOGWILD)

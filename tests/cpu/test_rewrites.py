@@ -61,10 +61,8 @@ def test_all_of_them_leave_the_step_as_it_is(name: str, double: bool, monkeypatc
     assert_stays_the_same(Step(hotloop.Task(**given), double), "all", TIMES[name], 1e-12 if double else 1e-4)
 
 
-@pytest.mark.parametrize(
-    "which",
-    [which if which == "conv_in_pool" else pytest.param(which, marks=pytest.mark.more) for which in REWRITES],
-)
+@pytest.mark.more
+@pytest.mark.parametrize("which", REWRITES)
 def test_the_bench_has_three_networks_for_each_and_names_them(which: str) -> None:
     fires = []
     for name in NETWORKS:
@@ -276,7 +274,10 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
 }
 
 
-_LIKE_ANOTHER = ("pooled, columns for rows of a window", "pooled, half the windows")
+_LIKE_ANOTHER = (
+    *("pooled, columns for rows of a window", "pooled, half the windows", "pooled, another number of the window"),
+    "a maximum, another number of the window",
+)
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -207,6 +207,11 @@ def test_who_compiles_in_seconds_is_measured_with_a_cold_cache_where_there_is_no
     assert [module for module, *_ in begun_with] == ["tutorial", "with_jax"]
     one = made.journal.rows[0]["lanes"]["jax-scan"]
     assert one["windows"] and one["cache"] == "cold" and not one["unsearched"] and not one["failure"]
+
+
+@pytest.mark.more
+def test_and_with_a_warm_one_where_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = next(peer for peer in PEERS if peer.name == "jax-scan")
     made, begun_with = searched(tmp_path, monkeypatch, "plain", lane=replace(jax, needs=()))
     assert [module for module, *_ in begun_with] == ["with_jax", "tutorial", "with_jax"]
     assert made.journal.rows[-1]["lanes"]["jax-scan"]["cache"] == "warm"

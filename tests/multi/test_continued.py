@@ -76,7 +76,7 @@ def by_ranks(folder: Path, ranks: int, begun: dict[str, bytes]) -> list[dict[str
     return of_ranks(folder, Plan(parallel="data", ranks=ranks), compute)
 
 
-@pytest.fixture(scope="module", params=[(2, 3), (3, 2)], ids=str)
+@pytest.fixture(scope="module", params=[pytest.param((2, 3), marks=pytest.mark.more), (3, 2)], ids=str)
 def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
     """What each rank came to."""
     folder = tmp_path_factory.mktemp("ranks")

@@ -84,7 +84,7 @@ def signalling(marker: Path) -> Callable[[Tensor, Tensor], Tensor]:
     return metric
 
 
-@pytest.mark.parametrize("way", PLANS)
+@pytest.mark.parametrize("way", [pytest.param("stages", marks=pytest.mark.more), "tensor"])
 def test_a_signal_within_an_evaluation_stops_ranks_that_compute_it_together(way: str, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     marker.touch()

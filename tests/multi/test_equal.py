@@ -53,7 +53,11 @@ def everything(plan: Plan) -> dict[tuple[str, str], Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[("data", 2), ("data", 3), ("data", 4), ("sharded", 3), ("towers", 3)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[("data", 2), ("data", 3), pytest.param(("data", 4), marks=pytest.mark.more), ("sharded", 3), ("towers", 3)],
+    ids=str,
+)
 def given(request: pytest.FixtureRequest) -> Plan:
     return Plan(parallel=request.param[0], ranks=request.param[1])
 

@@ -100,6 +100,13 @@ PLANS = {
 GIVEN = [("words", "1f1b"), ("tokens", "1f1b"), ("words", "gpipe"), ("words", "interleaved"), ("images", "whole")]
 
 
+def more_of(plan: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.more] if plan == "gpipe" else []
+
+
+COMPARED = [pytest.param(case, plan, marks=more_of(plan)) for case, plan in GIVEN]
+
+
 @cache
 def alone(case: str, dtype: str) -> Any:
     return come_to(CASES[case](DTYPES[dtype]), Plan())
@@ -118,7 +125,7 @@ def of_plan(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[An
     return come
 
 
-@pytest.mark.parametrize(("case", "plan"), GIVEN)
+@pytest.mark.parametrize(("case", "plan"), COMPARED)
 def test_in_fp64_all_comes_out_the_same_but_for_the_last_bits(
     of_plan: Callable[[str], list[Any]], case: str, plan: str
 ) -> None:
@@ -127,14 +134,14 @@ def test_in_fp64_all_comes_out_the_same_but_for_the_last_bits(
         assert {path: value for path, value in far.items() if value > 1e-10} == {}
 
 
-@pytest.mark.parametrize(("case", "plan"), GIVEN)
+@pytest.mark.parametrize(("case", "plan"), COMPARED)
 def test_in_fp32_it_is_as_true_as_one_process(of_plan: Callable[[str], list[Any]], case: str, plan: str) -> None:
     truth = alone(case, "fp64")
     noise = max(distance(alone(case, "fp32"), truth).values())
     assert max(distance(of_plan(plan)[0][case, "fp32"], truth).values()) <= 4 * noise
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [pytest.param(plan, marks=more_of(plan)) for plan in PLANS])
 def test_all_ranks_tell_of_the_same_bits(of_plan: Callable[[str], list[Any]], plan: str) -> None:
     first, *others = of_plan(plan)
     for key, (state, sums, figures) in first.items():

@@ -234,9 +234,9 @@ def _seen(
     brief: bool,
 ) -> tuple[Evidence, dict[int, Freely]]:
     """Of single steps, and of the free run of each Program that could take them, by its id."""
-    alone = slice(1) if brief else slice(None)
     nudging = next((one for one in reduced or witnesses if one.unit), None)
-    collector = Collector(truth, witnesses[alone], reduced[alone], programs, steps_of(programs), nudging)
+    asked = [[one for one in every if not (brief and one.unit)] for every in (witnesses, reduced)]
+    collector = Collector(truth, *asked, programs, steps_of(programs), nudging)
     evidence = collector.collect(lambda states: progress(states, STATES))
     if evidence.unproven:
         return evidence, {}

@@ -22,7 +22,7 @@ class Account:
         failed: what a step raised, and which; nothing is asked of it from then on.
         drawn: whether its random numbers were looked at in themselves, and `draws` what is wrong with them.
         unproven: why it can't be compared, though others can; `short_of_memory` says that it lacked memory.
-        looks: at how many states more nudges were asked for because of it.
+        looked_in_vain: at how many states more nudges were asked for because of it, and didn't explain it.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Account:
     draws: str | None = None
     unproven: str | None = None
     short_of_memory: bool = False
-    looks: int = 0
+    looked_in_vain: int = 0
 
     @property
     def able(self) -> bool:

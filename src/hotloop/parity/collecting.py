@@ -21,8 +21,11 @@ from hotloop.state import State, differences
 _SUSPICIOUS = 8.0
 """Times what rounding did at a state: from here on, more nudges there tell whether it could do that too."""
 
-_NUDGES, _LOOKS = 8, 6
-"""How many, and at how many states at most."""
+_NUDGES = 8
+"""How many, and as many farther off."""
+
+_IN_VAIN = 6
+"""States at which a plan stays suspicious after that, until no more are looked at because of it."""
 
 _ALIKE = 1e-2
 """Float64 and the baseline compute the same thing if their losses agree so far; rounding is orders below."""
@@ -162,9 +165,10 @@ class Collector:
         account.unequal |= _unequal(
             seen, eager, {key for key in found if self.evidence.rounding[-1].get(key) == math.inf}
         )
-        if account.looks < _LOOKS and _ratio(found, self.evidence.rounding[-1]) > _SUSPICIOUS:
-            account.looks += 1
+        rounding = self.evidence.rounding[-1]
+        if account.looked_in_vain < _IN_VAIN and _ratio(found, rounding) > _SUSPICIOUS:
             self._look_closer(stop, true, sizes, found)
+            account.looked_in_vain += _ratio(found, rounding) > _SUSPICIOUS
 
     def _look_closer(self, stop: Stop, true: Seen, sizes: Errors, found: Errors) -> None:
         """Finds out better what rounding does at this state, once for all candidates.

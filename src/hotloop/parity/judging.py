@@ -20,6 +20,10 @@ TYPICAL = 4.0
 ANYWHERE = 32.0
 """Times what rounding does at a state that the error there may be."""
 
+_ALONG = 1 / 8
+"""Of what rounding does to an update at a state, that may change its size there. Where it switches a ReLU it changes whole
+gradients, by chance along them or across; a size that is off at most states is seen by its median."""
+
 _JUMP = 8.0
 """Times the floor from which on the largest error of a harmless change is one of another kind."""
 
@@ -118,7 +122,7 @@ def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -
     off = {(one.what, one.name) for one in table if one.ratio > TYPICAL}
     limit = REDUCED if evidence.peers else ANYWHERE
     for step, errors, floor in zip(evidence.steps, account.errors, floors(evidence.rounding), strict=True):
-        far = {key for key, error in errors.items() if ratio(error, floor.get(key)) > limit}
+        far = {key for key, error in errors.items() if ratio(error, _at_one_state(key, floor)) > limit}
         wrong = far | {key for key in off if ratio(errors.get(key, 0.0), floor.get(key)) > TYPICAL}
         if wrong:
             what, name = min(wrong, key=lambda key: (KINDS.index(key[0]), -errors[key]))
@@ -131,6 +135,13 @@ def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -
         first = f"{what} {name!r} at step {evidence.steps[0] + 1}"
         return {"parity": "broken", "reason": f"the typical error of the {what} {name!r} is too large", "first": first}
     return None
+
+
+def _at_one_state(key: Key, floor: Errors) -> float | None:
+    """What rounding does to a tensor there; to the size of an update no less than a share of what it does to the update."""
+    own = floor.get(key)
+    whole = floor.get(("update", key[1]), 0.0) if key[0] == "size of update" else 0.0
+    return own if whole == math.inf else max(own or 0.0, _ALONG * whole)
 
 
 def floors(rounding: Sequence[Errors]) -> list[Errors]:
