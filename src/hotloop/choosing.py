@@ -23,7 +23,8 @@ from hotloop.records import TaskFacts
 from hotloop.rng import preserved
 from hotloop.rules import Choice, left_open, passed_over, ranked, unrolled
 from hotloop.task import Task
-from hotloop.tuning.candidates import recorded_changes, rewriting_changes, without
+from hotloop.tuning.bounds import Makeup
+from hotloop.tuning.candidates import laying_changes, recorded_changes, rewriting_changes, without
 from hotloop.verdicts import Verdict
 from hotloop.view import Callback
 from hotloop.wanted import Wanted
@@ -163,7 +164,7 @@ def _weighed(
     memory.spend()
     last, most_s = choices[-1].plan, hope.compiling_s
     settling = Settling(task, facts, plan, last, allowed, say, during, watched, memory.keep, to_come, most_s)
-    verdict = settling.run(ways, hope.compilations, instead)
+    verdict = settling.run(_likeliest_first(ways, hope.made), hope.compilations, instead)
     return _settled(task, [*ways, *instead, settling.otherwise], verdict, say, during, memory)
 
 
@@ -214,7 +215,7 @@ def _unsettled(facts: TaskFacts, plan: Plan) -> str:
 
 
 def _ways(compiled: list[Plan], facts: TaskFacts, wanted: Wanted) -> list[Plan]:
-    """The first of the compiled plans, with its step rewritten, recorded or both, and as it is.
+    """The first of the compiled plans, with its step recorded or images laid with channels last, rewritten or both, and as it is.
 
     A compiler writes the update its own way.
     """
@@ -222,10 +223,17 @@ def _ways(compiled: list[Plan], facts: TaskFacts, wanted: Wanted) -> list[Plan]:
         return []
     plan = compiled[0].with_axes(optimizer=wanted.plan.optimizer)
     machine = here(plan.device)
-    recorded, rewritten = recorded_changes(facts, machine, plan), rewriting_changes(facts, machine, plan)
-    both = [{**one, **other} for one in recorded[:1] for other in rewritten]
-    changes = [*both, *recorded, *rewritten]
+    recorded, laid, rewritten = (
+        changes(facts, machine, plan) for changes in (recorded_changes, laying_changes, rewriting_changes)
+    )
+    both = [{**one, **other} for one in [*recorded[:1], *laid] for other in rewritten]
+    changes = [*both, *recorded, *laid, *rewritten]
     return [*(plan.with_axes(**change) for change in without(changes, wanted.plan.model_fields_set)), plan]
+
+
+def _likeliest_first(ways: list[Plan], made: Makeup | None) -> list[Plan]:
+    """Those with channels last are, unless the step has pooling that can be rewritten, for which images lie in the usual order."""
+    return sorted(ways, key=lambda way: way.layout != BASELINE.layout) if made is not None and made.pooled else ways
 
 
 def _settled(

@@ -133,10 +133,12 @@ class Settling:
         return step_s
 
     def _compiled(self, ways: Sequence[Plan], most: int) -> list[Plan]:
-        ready: list[Plan] = []
+        ready, layouts = list[Plan](), {way.layout for way in ways}
         for way in ways:
             if len(ready) == most:
                 break
+            if len(layouts) > 1 and any(way.layout == one.layout for one in ready):
+                continue  # how images lie makes a greater difference than whether something is rewritten
             try:
                 self._lowered(way)
             except Exception as error:

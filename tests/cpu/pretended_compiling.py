@@ -19,6 +19,9 @@ from tests.cpu.programs import a_task, labelled
 
 CPU = Plan(device="cpu")
 AUTO = Wanted(CPU, auto=True)
+AS_USUAL = Wanted(Plan(device="cpu", layout="contiguous"), auto=True)
+"""No other layout of images is compiled."""
+
 REWRITTEN = Plan(compile="package", rewrites="all")
 
 

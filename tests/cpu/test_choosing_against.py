@@ -20,6 +20,7 @@ from hotloop.state import differences
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 from hotloop.wanted import Wanted
 from tests.cpu.pretended_compiling import (
+    AS_USUAL,
     AUTO,
     CPU,
     REWRITTEN,
@@ -132,7 +133,7 @@ def test_a_proof_has_the_memory_of_all_plans_but_one(long, pretended, found, mon
 
     monkeypatch.setattr(settling, "lower", noted)
     monkeypatch.setattr(settling, "prove_programs", proves)
-    lowered(images(), AUTO)
+    lowered(images(), AS_USUAL)
     assert held == [1, 1] and pretended[-1] == Plan(compile="package")
 
 

@@ -20,6 +20,7 @@ from hotloop.state import differences
 from hotloop.verdicts import Timing, Verdict
 from hotloop.wanted import Wanted
 from tests.cpu.pretended_compiling import (
+    AS_USUAL,
     AUTO,
     CPU,
     REWRITTEN,
@@ -196,7 +197,7 @@ def test_a_failure_to_compile_that_may_pass_is_not_remembered(
     monkeypatch.setattr(settling, "measure", Races(compile__package=2.0))
     monkeypatch.setattr(settling, "prove_programs", lambda task, programs: proving()(programs))
     monkeypatch.setattr(kept, "folder", lambda: tmp_path)
-    lowered(images(), AUTO, memory=weighing.Memory(keep=verdicts.append))
+    lowered(images(), AS_USUAL, memory=weighing.Memory(keep=verdicts.append))
     [verdict] = verdicts
     kept.remember(verdict)
     found = kept.recall(verdict.fingerprint, verdict.machine, verdict.versions)[0]
@@ -285,7 +286,7 @@ def test_no_plan_is_left_out_for_one_that_is_not_proven(long, pretended, monkeyp
     monkeypatch.setattr(settling, "measure", Rounds(compile__package=1.3, rewrites__all=1.4, optimizer__fused=0.99))
     classes, verdicts = iter(["broken", "bitwise"]), list[Verdict]()
     monkeypatch.setattr(settling, "prove_programs", lambda task, programs: proving(next(classes))(programs))
-    lowered(images(), AUTO, memory=weighing.Memory(keep=verdicts.append))
+    lowered(images(), AS_USUAL, memory=weighing.Memory(keep=verdicts.append))
     assert pretended[-1] == Plan(compile="package")
     assert not verdicts[0].plan("optimizer=fused").left_out
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import hotloop
@@ -17,8 +18,18 @@ from hotloop.measuring.racing import Measured
 from hotloop.plan import Plan
 from hotloop.report.curves import draw_curves
 from hotloop.taskfile import Loaded
+from hotloop.tuning.candidates import laying_changes
 from hotloop.wanted import Wanted
-from tests.cpu.pretended_compiling import AUTO, CPU, REWRITTEN, finding, images, make_any_run_long, pretend_to_compile
+from tests.cpu.pretended_compiling import (
+    AS_USUAL,
+    AUTO,
+    CPU,
+    REWRITTEN,
+    finding,
+    images,
+    make_any_run_long,
+    pretend_to_compile,
+)
 from tests.cpu.pretended_races import Races
 from tests.cpu.programs import a_task
 from tests.unit.machines import A_GPU, a_machine
@@ -42,10 +53,10 @@ def found(monkeypatch) -> Callable[..., None]:
 
 def test_a_step_of_images_is_compiled_with_rewrites_too(long, pretended, found) -> None:
     found(compile__package=2.0, rewrites__all=1.5)
-    program = lowered(images(), AUTO)
+    program = lowered(images(), AS_USUAL)
     assert pretended[-1] == REWRITTEN and Plan(compile="package") in pretended
     program.close()
-    lowered(images(), Wanted(Plan(device="cpu", rewrites="none"), auto=True))
+    lowered(images(), Wanted(Plan(device="cpu", layout="contiguous", rewrites="none"), auto=True))
     assert pretended[-1] == Plan(compile="package")  # as it was set
 
 
@@ -87,9 +98,58 @@ def test_where_one_compilation_pays_it_is_the_rewritten_step_if_there_is_one(
         return plain(task, plan, *told)
 
     monkeypatch.setattr(settling, "lower", finding)
-    lowered(images(), AUTO)
+    lowered(images(), AS_USUAL)
     compiled = {plan for plan in pretended if plan.compile != "none"}
     assert compiled == {Plan(compile="package") if nothing else REWRITTEN}
+
+
+def of_images(pools: bool) -> hotloop.Task:
+    pooling = [nn.MaxPool2d(2)] if pools else []
+    network = nn.Sequential(
+        nn.Conv2d(1, 2, 3), *pooling, nn.Flatten(), nn.Linear(8 if pools else 32, 3), nn.Dropout(0.2)
+    )
+    return a_task(model=network, data=(torch.randn(12, 1, 6, 6), torch.arange(12) % 3))
+
+
+LAID = Plan(compile="package", layout="channels_last")
+
+
+@pytest.mark.parametrize(
+    ("pools", "most", "nothing", "expected"),
+    [
+        (False, 1, False, [LAID.with_axes(rewrites="all")]),
+        (False, 1, True, [LAID]),
+        (False, 2, False, [LAID.with_axes(rewrites="all"), REWRITTEN]),
+        (False, 2, True, [LAID, Plan(compile="package")]),
+        (True, 1, False, [REWRITTEN]),
+        (True, 2, False, [REWRITTEN, LAID.with_axes(rewrites="all")]),
+    ],
+)
+def test_images_are_compiled_with_channels_last_first_unless_pooling_can_be_rewritten(
+    pools: bool, most: int, nothing: bool, expected: list[Plan], long, pretended, found, monkeypatch
+) -> None:
+    """Two that are compiled differ in how images lie."""
+    found(compile__package=2.0)
+    monkeypatch.setattr(weighing.Hope, "compilations", most)
+    plain, compiled = settling.lower, list[Plan]()
+
+    def noted(task: Any, plan: Plan, *told: Any) -> Any:
+        if nothing and plan.rewrites != "none":
+            raise PlanError("rewrites=all finds nothing")
+        compiled.extend([plan] if plan.compile != "none" else [])
+        return plain(task, plan, *told)
+
+    monkeypatch.setattr(settling, "lower", noted)
+    lowered(of_images(pools), AUTO).close()
+    assert list(dict.fromkeys(compiled)) == expected
+
+
+def test_on_a_gpu_they_lie_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has measured anything else there."""
+    told = made_up(images=True, convolutions=True, steps=rules.COMPILED_FROM_STEPS)
+    assert laying_changes(told, a_machine(), Plan(device="cpu")) == [{"layout": "channels_last"}]
+    assert laying_changes(told, a_machine(), Plan(device="cpu", layout="channels_last")) == []
+    assert laying_changes(told, a_machine(A_GPU), Plan(device="cuda:0")) == []
 
 
 def test_a_compilation_must_save_twice_what_it_takes_with_its_proof() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -113,7 +114,33 @@ def test_where_there_is_time_for_one_compilation_it_is_the_rewritten_step(
     )
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
     races = Races(optimizer__fused=fused, compile__package=2.0, compile__step=1.9, rewrites__all=2.0)
-    assert searching(monkeypatch, races, steps=steps, compiler=True).run() == raced[-1]
+    as_usual = {"device", "layout"}
+    assert searching(monkeypatch, races, steps=steps, compiler=True, fixed=as_usual).run() == raced[-1]
+    assert [name for name in races.raced if "compile" in name] == raced
+
+
+LAID, REWRITTEN = "layout=channels_last compile=package", "compile=package rewrites=all"
+
+
+@pytest.mark.parametrize(
+    ("steps", "pooled", "raced"),
+    [
+        (14_000, False, [LAID]),
+        (14_000, True, [REWRITTEN]),
+        (200_000, False, ["compile=package", LAID, REWRITTEN]),
+    ],
+)
+def test_images_are_compiled_with_channels_last_unless_pooling_can_be_rewritten(
+    monkeypatch: pytest.MonkeyPatch, steps: int, pooled: bool, raced: list[str]
+) -> None:
+    """Whether or not an eager step is faster so."""
+    lowered = held.lower
+    monkeypatch.setattr(
+        held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+    )
+    monkeypatch.setattr(module, "makeup", lambda program: replace(HALF, pooled=pooled))
+    races = Races(layout__channels_last=0.9, compile__package=2.0, rewrites__all=1.2)
+    searching(monkeypatch, races, steps=steps, compiler=True).run()
     assert [name for name in races.raced if "compile" in name] == raced
 
 
@@ -152,7 +179,7 @@ def test_a_step_with_nothing_to_rewrite_is_compiled_as_it_is(monkeypatch: pytest
 
     uncompiled(monkeypatch)
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
-    looked = searching(monkeypatch, Plain(compile__step=2.0), steps=10_000, compiler=True)
+    looked = searching(monkeypatch, Plain(compile__step=2.0), steps=10_000, compiler=True, fixed={"device", "layout"})
     assert looked.run() == "compile=step"
 
 
@@ -223,7 +250,8 @@ def test_what_is_faster_than_the_baseline_by_what_the_user_set_alone_wins_nothin
     base = placed(Plan(residency="host"), "cpu")
     looked = searching(monkeypatch, races, base=base, fixed={"device", "residency"}, compiler=True)
     assert "layout" not in looked.run()
-    assert [name for name in races.raced if "layout" in name] == ["layout=channels_last residency=host"]  # once, alone
+    alone = [name for name in races.raced if "layout" in name and "compile" not in name]
+    assert alone == ["layout=channels_last residency=host"]  # once
 
 
 def test_good_changes_that_can_t_be_run_together_are_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,8 +235,8 @@ def _seen(
 ) -> tuple[Evidence, dict[int, Freely]]:
     """Of single steps, and of the free run of each Program that could take them, by its id."""
     nudging = next((one for one in reduced or witnesses if one.unit), None)
-    asked = [[one for one in every if not (brief and one.unit)] for every in (witnesses, reduced)]
-    collector = Collector(truth, *asked, programs, steps_of(programs), nudging)
+    asked, others = ([one for one in every if not (brief and one.unit)] for every in (witnesses, reduced))
+    collector = Collector(truth, asked, others, programs, steps_of(programs), nudging)
     evidence = collector.collect(lambda states: progress(states, STATES))
     if evidence.unproven:
         return evidence, {}

@@ -57,6 +57,7 @@ class Makeup:
         library_s: seconds in those operations that stay as they are, compiled or not; None likewise.
         other_s: seconds in the others, without what PyTorch spends around each; None likewise.
         busy_s: seconds for which a CUDA device computes; None on others, and where nobody tells.
+        pooled: whether images are max pooled in windows that touch, as rewrites know them.
     """
 
     operations: int
@@ -64,6 +65,7 @@ class Makeup:
     library_s: float | None = None
     other_s: float | None = None
     busy_s: float | None = None
+    pooled: bool = False
 
 
 def makeup(program: Program, *, rewrites: bool = True) -> Makeup | None:
@@ -87,7 +89,8 @@ def makeup(program: Program, *, rewrites: bool = True) -> Makeup | None:
     if program.device.type != "cpu":
         return Makeup(operations, busy_s=_busy_s(runner) if program.device.type == "cuda" else None)
     parts = [[one.step_s or 0.0, one.library_s or 0.0, one.other_s or 0.0] for one in rounds]
-    return Makeup(operations, *map(statistics.median, zip(*parts, strict=True)))
+    step_s, library_s, other_s = map(statistics.median, zip(*parts, strict=True))
+    return Makeup(operations, step_s, library_s, other_s, pooled=rounds[0].pooled)
 
 
 def _looked_at(runner: Runner, rewrites: bool) -> Makeup:
@@ -95,7 +98,7 @@ def _looked_at(runner: Runner, rewrites: bool) -> Makeup:
     with _Timing(rewrites) as seen:
         runner.window(_LOOKS)
     runner.put_back()
-    return Makeup(seen.count // _LOOKS, step_s, seen.library_s / _LOOKS, seen.other_s / _LOOKS)
+    return Makeup(seen.count // _LOOKS, step_s, seen.library_s / _LOOKS, seen.other_s / _LOOKS, pooled=seen.pools)
 
 
 def _busy_s(runner: Runner) -> float | None:
@@ -154,6 +157,10 @@ class _Timing(Onlooker):
         self._weights_of.pop(result.data_ptr(), None)
         if known is not None:
             self._weights_of[result.data_ptr()] = known
+
+    @property
+    def pools(self) -> bool:
+        return bool(self._pooled)
 
     @property
     def library_s(self) -> float:

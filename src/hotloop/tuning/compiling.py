@@ -55,6 +55,7 @@ class Chance:
         won_s: of that, by going on with it.
         compile_s: that compiling takes.
         telling_s: that it takes to tell whether it is faster, and to prove it.
+        pooled: see `Makeup`.
     """
 
     plan: Plan
@@ -62,6 +63,7 @@ class Chance:
     won_s: float
     compile_s: float
     telling_s: float
+    pooled: bool = False
 
     @property
     def costs_s(self) -> float:
@@ -89,14 +91,14 @@ def chances(
         proof_s: of a proof that the eager plan needn't have.
         looks: how often the run traces the compiled step again.
     """
-    found = []
+    found, pooled = list[Chance](), made is not None and made.pooled
     for plan in plans:
         seen = None if recurrent and plan.compile != "none" else made
         operations = None if seen is None else seen.operations
         gain = compiling_gains(seen, step_s, plan.compile, recorded=plan.graphs != "none")
         won_s = budget.wins_s(gain) - looks * trace_s(operations or 0)
         takes_s = compile_s(operations, plan.compile)
-        found.append(Chance(plan, budget.run_s, won_s, takes_s, budget.settles_s() + proof_s))
+        found.append(Chance(plan, budget.run_s, won_s, takes_s, budget.settles_s() + proof_s, pooled))
     tight = bool(found) and not budget.set_by_user and found[0].won_s < 2 * found[0].costs_s
     return sorted(found, key=lambda one: one.costs_s - one.won_s) if tight else found
 

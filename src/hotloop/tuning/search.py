@@ -33,8 +33,8 @@ from hotloop.tuning.candidates import (
     eager_changes,
     likeliest,
     promising,
-    rewriting_changes,
     thread_changes,
+    varying_changes,
     without,
 )
 from hotloop.tuning.compiling import Chance, chances, compile_s
@@ -271,10 +271,10 @@ class Search:
         return ""
 
     def _race_way(self, way: Chance, lost_s: float, budget: Budget) -> bool:
-        """Races one way to compile, as it is and rewritten; False where it can't be run."""
-        plans = [way.plan, *self._rewritten(way.plan)]
+        """Races one way to compile, as it is and its variants; False where it can't be run."""
+        plans = [way.plan, *self._variants(way)]
         if not self._pays_again(way, way.run_s and way.run_s - way.won_s + lost_s):
-            for plan in reversed(plans):  # that nothing can be rewritten shows before it is compiled
+            for plan in (*plans[1:], way.plan):  # that nothing can be rewritten shows before it is compiled
                 self._race([plan], budget.race_s(1 / 4))
                 if not self._fails(plan):
                     return True
@@ -315,11 +315,11 @@ class Search:
         plans = [best.as_plan.with_axes(**change) for change in changes]
         self._race(plans, budget.race_s(1 / 8, len(plans), self._spent_s))
 
-    def _rewritten(self, compiled: Plan) -> list[Plan]:
-        """The compiled plan with its step rewritten; rewrites know the usual order of dimensions."""
-        compiled = compiled.with_axes(layout=self.base.layout)
-        changes = without(rewriting_changes(self.facts, self.hardware, compiled), self.fixed)
-        return [compiled.with_axes(**change) for change in changes]
+    def _variants(self, way: Chance) -> list[Plan]:
+        """The compiled plan with images laid otherwise, or rewritten, for which they lie as usual."""
+        usual = way.plan.with_axes(layout=self.base.layout)
+        changes = without(varying_changes(self.facts, self.hardware, usual, way.pooled), self.fixed)
+        return [plan for plan in (usual.with_axes(**change) for change in changes) if plan != way.plan]
 
     def _race(
         self, plans: Sequence[Plan], seconds: float, *, again: bool = False, each_axis: bool = False
