@@ -143,7 +143,7 @@ def ratios(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
         return {}
     anywhere = [
         ratio(error, floor.get(key))
-        for errors, floor in zip(account.errors, judging.floors(evidence.rounding), strict=True)
+        for errors, floor in zip(account.errors, judging.floors(evidence.rounding, evidence.closer), strict=True)
         for key, error in errors.items()
     ]
     return {

@@ -189,6 +189,13 @@ def _promising(
 
     def untried(ways: list[Plan]) -> list[Plan]:
         against = {way: memory.against(way, eager, allowed, steps) for way in ways}
+        if len({way.layout for way in ways}) > 1:  # which makes a greater difference than whether a step is rewritten
+            lost = {way.layout: way for way in ways if memory.lost(way)}
+            against |= {
+                way: f"{lost[way.layout].brief()} was raced before, and lost"
+                for way in ways
+                if not against[way] and way.layout in lost
+            }
         for way, why in against.items():
             if why:
                 say(f"auto passes over {way.brief()}: {why}")

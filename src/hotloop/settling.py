@@ -133,22 +133,26 @@ class Settling:
         return step_s
 
     def _compiled(self, ways: Sequence[Plan], most: int) -> list[Plan]:
-        ready, layouts = list[Plan](), {way.layout for way in ways}
+        """The first that can be; of several layouts of images one of each before a second, which makes less of a difference."""
+        ready, alike = list[Plan](), list[Plan]()
+        layouts = {way.layout for way in ways}
         for way in ways:
-            if len(ready) == most:
-                break
             if len(layouts) > 1 and any(way.layout == one.layout for one in ready):
-                continue  # how images lie makes a greater difference than whether something is rewritten
-            try:
-                self._lowered(way)
-            except Exception as error:
-                why, passing = told(error)
-                self._pass_over(way, why)
-                if isinstance(error, PlanError) and not passing:
-                    self._timings[way.brief()] = Timing(name=way.brief(), plan=way.model_dump(), failure=why)
-            else:
+                alike.append(way)
+            elif len(ready) < most and self._can_be_lowered(way):
                 ready.append(way)
-        return ready
+        return ready + [way for way in alike[: most - len(ready)] if self._can_be_lowered(way)]
+
+    def _can_be_lowered(self, way: Plan) -> bool:
+        try:
+            self._lowered(way)
+        except Exception as error:
+            why, passing = told(error)
+            self._pass_over(way, why)
+            if isinstance(error, PlanError) and not passing:
+                self._timings[way.brief()] = Timing(name=way.brief(), plan=way.model_dump(), failure=why)
+            return False
+        return True
 
     def _race(self, others: Sequence[Plan], ready: Sequence[Plan], step_s: float) -> None:
         """On real batches, in pairs; a plan that fails is out, and so is one that loses against the baseline.

@@ -166,6 +166,11 @@ class Memory:
         timing = self._found.get(plan)
         return timing is not None and timing.failure is not None
 
+    def lost(self, plan: Plan) -> bool:
+        """Whether a race found it no faster than the baseline."""
+        timing = self._found.get(plan)
+        return timing is not None and timing.failure is None and (timing.behind or timing.verdict == "no difference")
+
     def against(self, plan: Plan, eager: Plan, accepted: Collection[str], steps: int | None) -> str:
         """Why a compiled plan needn't be tried again in a run of so many steps; empty where nothing speaks against it."""
         found = self._found

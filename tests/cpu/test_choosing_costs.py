@@ -19,6 +19,7 @@ from hotloop.plan import Plan
 from hotloop.report.curves import draw_curves
 from hotloop.taskfile import Loaded
 from hotloop.tuning.candidates import laying_changes
+from hotloop.verdicts import Verdict
 from hotloop.wanted import Wanted
 from tests.cpu.pretended_compiling import (
     AS_USUAL,
@@ -144,9 +145,43 @@ def test_images_are_compiled_with_channels_last_first_unless_pooling_can_be_rewr
     assert list(dict.fromkeys(compiled)) == expected
 
 
-def test_on_a_gpu_they_lie_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_one_layout_cannot_be_compiled_there_are_two_of_the_other(long, pretended, found, monkeypatch) -> None:
+    found(compile__package=2.0)
+    monkeypatch.setattr(weighing.Hope, "compilations", 2)
+    plain, compiled = settling.lower, list[Plan]()
+
+    def noted(task: Any, plan: Plan, *told: Any) -> Any:
+        if plan.layout != "contiguous":
+            raise PlanError("view size is not compatible")
+        compiled.extend([plan] if plan.compile != "none" else [])
+        return plain(task, plan, *told)
+
+    monkeypatch.setattr(settling, "lower", noted)
+    lowered(of_images(pools=False), AUTO).close()
+    assert list(dict.fromkeys(compiled)) == [REWRITTEN, Plan(compile="package")]
+
+
+def test_a_layout_that_lost_is_not_compiled_again_in_the_next_run(long, pretended, found, monkeypatch) -> None:
+    found(compile__package=0.8)
+    monkeypatch.setattr(weighing.Hope, "compilations", 1)
+    plain, compiled, verdicts = settling.lower, list[Plan](), list[Verdict]()
+
+    def noted(task: Any, plan: Plan, *told: Any) -> Any:
+        compiled.extend([plan] if plan.compile != "none" else [])
+        return plain(task, plan, *told)
+
+    monkeypatch.setattr(settling, "lower", noted)
+    for _ in range(4):
+        timings = [timing for verdict in verdicts for timing in verdict.plans]
+        lowered(of_images(pools=False), AUTO, memory=weighing.Memory(timings, verdicts.append)).close()
+    assert list(dict.fromkeys(compiled)) == [LAID.with_axes(rewrites="all"), REWRITTEN]
+
+
+def test_on_a_gpu_they_lie_as_usual_and_so_do_volumes() -> None:
     """Nobody has measured anything else there."""
-    told = made_up(images=True, convolutions=True, steps=rules.COMPILED_FROM_STEPS)
+    told = made_up(images=True, convolutions=True, inputs=[[1, 6, 6]])
+    volumes = told.model_copy(update={"inputs": [[1, 6, 6, 6]]})
+    assert laying_changes(volumes, a_machine(), Plan(device="cpu")) == []
     assert laying_changes(told, a_machine(), Plan(device="cpu")) == [{"layout": "channels_last"}]
     assert laying_changes(told, a_machine(), Plan(device="cpu", layout="channels_last")) == []
     assert laying_changes(told, a_machine(A_GPU), Plan(device="cuda:0")) == []

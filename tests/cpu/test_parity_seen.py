@@ -56,6 +56,6 @@ def test_errors_are_those_of_each_by_itself() -> None:
 
 
 def test_no_more_is_held_at_once_than_a_slice_has() -> None:
-    one, true = steps()
-    groups = [[key[1] for key, *_ in group] for group in seen._in_groups(one, true)]
-    assert groups[0] == ["large"] and len(groups) == 2
+    several = {("update", str(number)): torch.zeros(2 * seen._SLICE // 5) for number in range(5)}
+    groups = [[key[1] for key, *_ in group] for group in seen._in_groups(several, several)]
+    assert groups == [["0", "1"], ["2", "3"], ["4"]]

@@ -152,7 +152,7 @@ def _proven(task: Task, programs: Sequence[Program], draws: Followed, progress: 
 def _compared(
     task: Task, programs: Sequence[Program], draws: Followed, progress: Progress, *, brief: bool
 ) -> list[Parity]:
-    """As `prove_programs` does; `brief` beside as few baselines as there can be, which allows less."""
+    """As `prove_programs` does; `brief` beside few baselines, which allows less."""
     began = time.monotonic()
     plans = [program.parts.plan for program in programs]
     before = [program.state() for program in programs]

@@ -60,8 +60,8 @@ class Evidence:
         baselines: those that differ harmlessly.
         peers: the eager step in the candidates' reduced precision, and variants of it; empty for fp32.
         steps: the number of the step at each state, from 0.
-        rounding: the worst error at each state of those that candidates are judged by, with more nudges where a
-            candidate was far off.
+        rounding: the worst error at each state of those that candidates are judged by.
+        closer: the same, with more nudges where a candidate was far off.
         last: the State that the path came to while the schedule allowed all steps that are to follow; or the first.
         followed: whether everybody got the random numbers that candidates draw, and where these come from.
         unproven: why nothing can be said, where that is so.
@@ -75,6 +75,7 @@ class Evidence:
     rounding: list[Errors] = field(default_factory=list)
     followed: str = ""
     unproven: str | None = None
+    closer: list[Errors] = field(default_factory=list)
 
     @property
     def judges(self) -> list[Account]:

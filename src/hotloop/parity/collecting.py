@@ -27,6 +27,10 @@ _NUDGES = 8
 _IN_VAIN = 6
 """States at which a plan stays suspicious after that, until no more are looked at because of it."""
 
+_ALONG = 1 / 8
+"""Of what rounding does to an update at a state, that may change its size there. Where it switches a ReLU it changes whole
+gradients, by chance along them or across; a size that is off at most states is seen by its median."""
+
 _ALIKE = 1e-2
 """Float64 and the baseline compute the same thing if their losses agree so far; rounding is orders below."""
 
@@ -106,6 +110,7 @@ class Collector:
             return "the eager step in that precision can't be run"
         evidence.steps.append(stop.state.position.step)
         evidence.rounding.append(worst([account.errors[-1] for account in evidence.judges]))
+        evidence.closer.append(dict(evidence.rounding[-1]))
         eager = next((seen for seen in heard if seen), plain)
         for program, account in zip(self.candidates, evidence.candidates, strict=True):
             if account.able:
@@ -165,7 +170,7 @@ class Collector:
         account.unequal |= _unequal(
             seen, eager, {key for key in found if self.evidence.rounding[-1].get(key) == math.inf}
         )
-        rounding = self.evidence.rounding[-1]
+        rounding = self.evidence.closer[-1]
         if account.looked_in_vain < _IN_VAIN and _ratio(found, rounding) > _SUSPICIOUS:
             self._look_closer(stop, true, sizes, found)
             account.looked_in_vain += _ratio(found, rounding) > _SUSPICIOUS
@@ -178,7 +183,7 @@ class Collector:
         nudging = self._nudging
         if nudging is None or not nudging.active or self._looked == len(self.evidence.rounding):
             return
-        self._looked, rounding = len(self.evidence.rounding), self.evidence.rounding[-1]
+        self._looked, rounding = len(self.evidence.rounding), self.evidence.closer[-1]
         if nudging not in self.witnesses + self.peers:  # as one of those it was asked already
             most = _ALIKE_IN_PRECISION if self.peers else _HARMLESS
             if self._listen(nudging, most, stop, self._looked, (true, sizes), lent=True) is None:
@@ -264,8 +269,18 @@ def _unequal(seen: Seen, eager: Seen, keys: set[Key]) -> set[Key]:
     return {key for key in keys if off.get(key, math.inf)}
 
 
-def _ratio(found: Errors, floor: Errors) -> float:
+def _ratio(found: Errors, rounding: Errors) -> float:
+    floor = at_one_state(rounding)
     return max((ratio(found[key], floor.get(key)) for key in found), default=0.0)
+
+
+def at_one_state(rounding: Errors) -> Errors:
+    """What rounding may do to each tensor there; to the size of an update a share of what it does to the update."""
+    return rounding | {
+        ("size of update", name): max(rounding.get(("size of update", name), 0.0), _ALONG * off)
+        for (what, name), off in rounding.items()
+        if what == "update" and off < math.inf
+    }
 
 
 def ratio(error: float, floor: float | None) -> float:

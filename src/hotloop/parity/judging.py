@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hotloop.parity.accounts import Account, Errors, Evidence
-from hotloop.parity.collecting import ratio, worst
+from hotloop.parity.collecting import at_one_state, ratio, worst
 from hotloop.parity.running import Drift, Freely
 from hotloop.parity.seen import KINDS, UNIT, Key
 from hotloop.verdicts import STATES, TensorError
@@ -19,10 +19,6 @@ TYPICAL = 4.0
 
 ANYWHERE = 32.0
 """Times what rounding does at a state that the error there may be."""
-
-_ALONG = 1 / 8
-"""Of what rounding does to an update at a state, that may change its size there. Where it switches a ReLU it changes whole
-gradients, by chance along them or across; a size that is off at most states is seen by its median."""
 
 _JUMP = 8.0
 """Times the floor from which on the largest error of a harmless change is one of another kind."""
@@ -121,8 +117,10 @@ def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -
     """The class `broken`, with the first tensor and step that went wrong."""
     off = {(one.what, one.name) for one in table if one.ratio > TYPICAL}
     limit = REDUCED if evidence.peers else ANYWHERE
-    for step, errors, floor in zip(evidence.steps, account.errors, floors(evidence.rounding), strict=True):
-        far = {key for key, error in errors.items() if ratio(error, _at_one_state(key, floor)) > limit}
+    for step, errors, floor in zip(
+        evidence.steps, account.errors, floors(evidence.rounding, evidence.closer), strict=True
+    ):
+        far = {key for key, error in errors.items() if ratio(error, floor.get(key)) > limit}
         wrong = far | {key for key in off if ratio(errors.get(key, 0.0), floor.get(key)) > TYPICAL}
         if wrong:
             what, name = min(wrong, key=lambda key: (KINDS.index(key[0]), -errors[key]))
@@ -137,17 +135,14 @@ def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -
     return None
 
 
-def _at_one_state(key: Key, floor: Errors) -> float | None:
-    """What rounding does to a tensor there; to the size of an update no less than a share of what it does to the update."""
-    own = floor.get(key)
-    whole = floor.get(("update", key[1]), 0.0) if key[0] == "size of update" else 0.0
-    return own if whole == math.inf else max(own or 0.0, _ALONG * whole)
+def floors(rounding: Sequence[Errors], closer: Sequence[Errors] = ()) -> list[Errors]:
+    """At each state what rounding does there, and no less than usual: of a single number, such as a loss, it may cancel.
 
-
-def floors(rounding: Sequence[Errors]) -> list[Errors]:
-    """At each state what rounding does there, and no less than usual: of a single number, such as a loss, it may cancel."""
+    Args:
+        closer: what it does where more nudges were tried, if they were.
+    """
     usual = {key: error for key, error in _medians(rounding).items() if error != float("inf")}
-    return [worst([here, usual]) for here in rounding]
+    return [worst([at_one_state(here), usual]) for here in closer or rounding]
 
 
 def typical(account: Account, judges: Sequence[Account], rounding: Sequence[Errors]) -> list[TensorError]:

@@ -9,6 +9,7 @@ import torch
 
 from hotloop.data.tree import tensors
 from hotloop.lowering import Program
+from hotloop.parity.witnesses import normalises_images
 from hotloop.probe.room import room_bytes, size
 from hotloop.rng import preserved
 
@@ -38,10 +39,12 @@ def needed_bytes(programs: Sequence[Program]) -> dict[torch.device, int]:
     """Of the host and of where they compute, beside what they hold themselves; what activations take isn't counted."""
     weights, state = _held(programs[0])
     device, host = programs[0].device, torch.device("cpu")
-    others = (len(programs) - 1) * (weights + state)
+    others, whole = (len(programs) - 1) * (weights + state), 2 * weights + state  # with its gradients
     needed = {host: _WEIGHTS * weights + _STATE * state + others}
     if device != host:
-        needed[device] = _PROGRAMS * (2 * weights + state)  # with their gradients
+        needed[device] = _PROGRAMS * whole
+    if normalises_images(programs[0]):  # by another Program, from the beginning
+        needed[device] += whole
     return needed
 
 

@@ -168,15 +168,17 @@ def _in_groups(seen: Seen, truth: Seen) -> Iterator[list[tuple[Key, Tensor, Tens
     """What both have in one shape, as (key, value, truth), as many at once as one slice has numbers, or one tensor by itself."""
     group: list[tuple[Key, Tensor, Tensor]] = []
     numbers = 0
-    for key, value in seen.items():
+    for key in seen:
         true = truth.get(key)
-        if true is None or true.shape != value.shape:
+        if true is None:
             continue
-        if group and numbers + value.numel() > _SLICE:
+        if group and numbers + true.numel() > _SLICE:
             yield group
             group, numbers = [], 0
-        group.append((key, value, true))
-        numbers += value.numel()
+        value = seen[key]  # which is made now
+        if true.shape == value.shape:
+            group.append((key, value, true))
+            numbers += true.numel()
     if group:
         yield group
 

@@ -91,7 +91,7 @@ def baselines(task: Task, device: str, *, few: bool) -> list[Witness]:
     """
     found = _plain(task, Plan(device=device, workers=0), few)
     program = found[0].program
-    normed = _normed(program)
+    normed = normalises_images(program)
     if device == "cpu" and (normed or not few):
         found.append(Witness("without oneDNN", program, around=_without_onednn))
     if few:
@@ -106,7 +106,7 @@ def baselines(task: Task, device: str, *, few: bool) -> list[Witness]:
 
 
 def peers(task: Task, plan: Plan, *, few: bool) -> list[Witness]:
-    """The eager step in a plan's reduced precision, and variants of it, one if `few`; none for fp32."""
+    """The eager step in a plan's reduced precision, and variants of it, as few as there can be if `few`; none for fp32."""
     if plan.precision == "fp32":
         return []
     return _plain(task, Plan(device=plan.device, precision=plan.precision, workers=0), few)
@@ -120,12 +120,13 @@ def _plain(task: Task, plan: Plan, few: bool) -> list[Witness]:
         Witness("nudged", program, state=lambda state, number: nudged(state, number, unit), unit=unit),
     ]
     turned = plan.with_axes(layout="channels_last")
-    if _normed(program) or (not few and facts_of(program.parts).images):
+    if normalises_images(program) or (not few and facts_of(program.parts).images):
         found.append(Witness("channels last", lower(task, turned)))
     return found
 
 
-def _normed(program: Program) -> bool:
+def normalises_images(program: Program) -> bool:
+    """Whether it has layers that do so over the batch."""
     facts = facts_of(program.parts)
     return facts.images and facts.normed
 

@@ -83,18 +83,26 @@ def laying_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Cha
     """What may make a compiled plan faster on a CPU, with images: oneDNN computes convolutions and their gradients with channels
     last, so a compiler lays them so, and the update of weights that don't lie so walks across memory."""
     device = device_of(base, hardware)
-    changes = [] if device is None or device.is_accelerator else list(_layout(facts))
+    images = any(len(shape) == 3 for shape in facts.inputs)  # nobody has measured it with volumes
+    changes = [] if device is None or device.is_accelerator or not images else list(_layout(facts))
     return _feasible([change for change in changes if change["layout"] != base.layout], facts, hardware, base)
 
 
-def varying_changes(facts: TaskFacts, hardware: Hardware, base: Plan, pooled: bool) -> list[Change]:
-    """Both of these, the likelier one to win first.
+def variants(
+    compiled: Plan, facts: TaskFacts, hardware: Hardware, base: Plan, fixed: Collection[str], pooled: bool
+) -> list[Plan]:
+    """A compiled plan with images laid with channels last, and rewritten, for which they lie as usual; the likeliest first, and last
+    the plan as it is.
 
     Args:
-        pooled: whether the step has pooling that can be rewritten, for which images lie in the usual order.
+        base: of the search, in whose layout images lie as usual.
+        fixed: axes that the user set.
+        pooled: whether the step has pooling that can be rewritten.
     """
-    laid, rewritten = laying_changes(facts, hardware, base), rewriting_changes(facts, hardware, base)
-    return [*rewritten, *laid] if pooled else [*laid, *rewritten]
+    usual = compiled.with_axes(layout=base.layout)
+    laid, rewritten = laying_changes(facts, hardware, usual), rewriting_changes(facts, hardware, usual)
+    changes = without([*rewritten, *laid] if pooled else [*laid, *rewritten], fixed)
+    return list(dict.fromkeys([*(usual.with_axes(**change) for change in changes), compiled]))
 
 
 def thread_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:

@@ -34,7 +34,7 @@ from hotloop.tuning.candidates import (
     likeliest,
     promising,
     thread_changes,
-    varying_changes,
+    variants,
     without,
 )
 from hotloop.tuning.compiling import Chance, chances, compile_s
@@ -272,24 +272,29 @@ class Search:
 
     def _race_way(self, way: Chance, lost_s: float, budget: Budget) -> bool:
         """Races one way to compile, as it is and its variants; False where it can't be run."""
-        plans = [way.plan, *self._variants(way)]
-        if not self._pays_again(way, way.run_s and way.run_s - way.won_s + lost_s):
-            for plan in (*plans[1:], way.plan):  # that nothing can be rewritten shows before it is compiled
+        plans = variants(way.plan, self.facts, self.hardware, self.base, self.fixed, way.pooled)
+        left_s = way.run_s and way.run_s - way.won_s + lost_s
+        while len(plans) > 2 and not self._pays_again(way, left_s, len(plans) - 1):
+            plans.pop(1)
+        if not self._pays_again(way, left_s):
+            for plan in plans:  # that nothing can be rewritten shows before it is compiled
                 self._race([plan], budget.race_s(1 / 4))
                 if not self._fails(plan):
                     return True
             return False
         seconds = budget.race_s(1 / 8, len(plans), self._spent_s)
-        raced = self._race(plans, seconds) if seconds else self._race(plans[:1], budget.race_s(1 / 8, 1, self._spent_s))
+        raced = (
+            self._race(plans, seconds) if seconds else self._race([way.plan], budget.race_s(1 / 8, 1, self._spent_s))
+        )
         best = max([self.base, *plans], key=self._ratio)
         if self._pays_again(way, budget.after(self._ratio(best) or 1.0).run_s):
             self._on_one_thread(raced, budget)
         return not all(map(self._fails, plans))
 
-    def _pays_again(self, way: Chance, run_s: float | None) -> bool:
-        """Whether a second compilation is likely to win back its time in what a compiled run takes."""
-        pays = self.time_limit_s is not None or run_s is None or _ANOTHER * run_s > way.compile_s
-        return pays and self.deadline.allows(way.costs_s)
+    def _pays_again(self, way: Chance, run_s: float | None, more: int = 1) -> bool:
+        """Whether so many more compilations are likely to win back their time in what a compiled run takes."""
+        pays = self.time_limit_s is not None or run_s is None or _ANOTHER * run_s > more * way.compile_s
+        return pays and self.deadline.allows(way.costs_s + (more - 1) * way.compile_s)
 
     def _fails(self, plan: Plan) -> bool:
         timing = self.timings.get(plan.brief())
@@ -314,12 +319,6 @@ class Search:
         changes = without(thread_changes(self.facts, self.hardware, best.as_plan), self.fixed)
         plans = [best.as_plan.with_axes(**change) for change in changes]
         self._race(plans, budget.race_s(1 / 8, len(plans), self._spent_s))
-
-    def _variants(self, way: Chance) -> list[Plan]:
-        """The compiled plan with images laid otherwise, or rewritten, for which they lie as usual."""
-        usual = way.plan.with_axes(layout=self.base.layout)
-        changes = without(varying_changes(self.facts, self.hardware, usual, way.pooled), self.fixed)
-        return [plan for plan in (usual.with_axes(**change) for change in changes) if plan != way.plan]
 
     def _race(
         self, plans: Sequence[Plan], seconds: float, *, again: bool = False, each_axis: bool = False
