@@ -80,8 +80,8 @@ def rewriting_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[
 
 
 def laying_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
-    """What may make a compiled plan faster on a CPU, with images: oneDNN computes convolutions and their gradients with channels
-    last, so a compiler lays them so, and the update of weights that don't lie so walks across memory."""
+    """What may make a compiled plan faster on a CPU, with images: a compiler lays them with channels last for oneDNN, and weights
+    that don't lie so are copied for that, and their update walks across memory."""
     device = device_of(base, hardware)
     images = any(len(shape) == 3 for shape in facts.inputs)  # nobody has measured it with volumes
     changes = [] if device is None or device.is_accelerator or not images else list(_layout(facts))
