@@ -27,8 +27,11 @@ def page(found: Foreseen) -> RenderableType:
         first = "without that it would run"
     lines += [f"{first}: {choice.plan.brief()}", *(f"  {reason}" for reason in choice.why)]
     if found.compiled:
-        ways = " or ".join(plan.brief() for plan in found.compiled)
-        lines.append(f"  unless {ways} is faster and proven: --plan auto tries that first, if timed steps say it pays")
+        tries = "that" if len(found.compiled) == 1 else "one or two of these"
+        lines.append(
+            f"  unless compiled it is faster and proven: --plan auto tries {tries} first, if timed steps say it pays:"
+        )
+        lines += [f"    {plan.brief()}" for plan in found.compiled]
     lines += [f"auto passes over {line}" for line in found.passed_over]
     lines += [f"train finds out about {line}" for line in found.left_open]
     return Group(*(Text(line) for line in lines), refusals(found.refused))
