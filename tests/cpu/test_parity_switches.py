@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hotloop import parity
 from hotloop.lowering import lower
-from hotloop.lowering.facts import facts_of
 from hotloop.parity import collecting, prove_programs, running, witnesses
 from hotloop.parity.collecting import Collector
 from hotloop.parity.running import STEPS
@@ -173,9 +172,8 @@ def test_few_baselines_are_more_where_images_are_normalised(model: Callable[[], 
 def test_means_over_images_with_channels_last_are_among_the_first_baselines(
     known: bool, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted, facts = rounds_of(monkeypatch), facts_of
-    monkeypatch.setattr(
-        witnesses, "facts_of", lambda parts: facts(parts).model_copy(update={} if known else {"normed": False})
-    )
+    counted = rounds_of(monkeypatch)
+    if not known:
+        monkeypatch.setattr(witnesses, "normalises", lambda model: False)
     found = parity.prove(seeing(Normed), Plan(layout="channels_last"))
     assert (found.parity, len(counted)) == ("fp32-equivalent", rounds), found.reason

@@ -50,12 +50,17 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
         **_of_optimizer(optimizer, model),
         images=not (dimensions | {value.ndim for value in tensors(inputs_of(batch))}).isdisjoint(_IMAGES),
         convolutions=not dimensions.isdisjoint(_IMAGES),
-        normed=any(isinstance(module, _BatchNorm) for module in model.modules()),
+        normed=normalises(model),
         recurrent=any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()),
         drops=any(map(_drops, model.modules())),
         data_bytes=roles.train.nbytes() if isinstance(roles.train, Table) else None,
         steps=_steps(parts.task, roles),
     )
+
+
+def normalises(model: nn.Module) -> bool:
+    """Whether it has a layer of torch's that normalises over the batch."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def _drops(module: nn.Module) -> bool:

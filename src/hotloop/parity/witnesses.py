@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hotloop.data.tree import batch_length, map_tensors, tensors
 from hotloop.lowering import Program, lower
 from hotloop.lowering.exact import ExactStep, lower_exactly
-from hotloop.lowering.facts import facts_of
+from hotloop.lowering.facts import facts_of, normalises
 from hotloop.parity.accounts import Account
 from hotloop.parity.seen import UNIT, Seen, is_real, one_step
 from hotloop.plan import Plan
@@ -127,8 +127,7 @@ def _plain(task: Task, plan: Plan, few: bool) -> list[Witness]:
 
 def normalises_images(program: Program) -> bool:
     """Whether it has layers that do so over the batch."""
-    facts = facts_of(program.parts)
-    return facts.images and facts.normed
+    return normalises(program.model) and facts_of(program.parts).images
 
 
 def in_another_order(program: Program) -> Witness:

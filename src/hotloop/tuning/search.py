@@ -274,14 +274,14 @@ class Search:
         """Races one way to compile, as it is and its variants; False where it can't be run."""
         plans = variants(way.plan, self.facts, self.hardware, self.base, self.fixed, way.pooled)
         left_s = way.run_s and way.run_s - way.won_s + lost_s
-        while len(plans) > 2 and not self._pays_again(way, left_s, len(plans) - 1):
-            plans.pop(1)
         if not self._pays_again(way, left_s):
             for plan in plans:  # that nothing can be rewritten shows before it is compiled
                 self._race([plan], budget.race_s(1 / 4))
                 if not self._fails(plan):
                     return True
             return False
+        while len(plans) > 2 and not self._pays_again(way, left_s, len(plans) - 1):
+            plans.pop(1)  # the likeliest stays, and the step as it is
         seconds = budget.race_s(1 / 8, len(plans), self._spent_s)
         raced = (
             self._race(plans, seconds) if seconds else self._race([way.plan], budget.race_s(1 / 8, 1, self._spent_s))
