@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 
 from bench.speed.data import load
 from bench.speed.job import Evaluate, Job
@@ -31,9 +32,15 @@ def tensors(workload: Workload) -> list[Tensor]:
 
 @torch.no_grad()
 def judged(model: nn.Module, job: Job) -> tuple[float, float]:
-    """Loss on the first training samples, accuracy on test samples, on the CPU."""
+    """Loss on the first training samples, accuracy on test samples, on the CPU.
+
+    In turns with others there are few steps, behind which the averages of batch norms lag by far: they are taken anew from these
+    samples, so that it's the weights that are judged.
+    """
     x, y, test_x, test_y = tensors(job.workload)
     few, few_y, test_x, test_y = x[job.few], y[job.few], test_x[job.tested], test_y[job.tested]
+    if job.marks.in_turns:
+        update_bn(few.split(ROWS), model.cpu())
     model = model.cpu().eval()
     loss_of = loss_module(job.workload.name)()
     losses = [float(loss_of(model(a), b)) * len(b) for a, b in _batches(few, few_y)]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.optim import Adam
 
 from bench.peers import on_torch, transform
@@ -74,6 +75,23 @@ def test_a_peer_that_updates_nothing_is_told_by_what_it_reached(
     monkeypatch.setattr(Adam, "step", lambda self, closure=None: None)
     _, evaluate = trained("tutorial")
     assert evaluate()[1] < 0.5
+
+
+@pytest.mark.usefixtures("images")
+def test_after_few_steps_weights_are_judged_and_not_how_far_averages_lag(tmp_path: Path) -> None:
+    """The network tells the patterns apart as soon as its norm knows their mean; before, it takes all for one class."""
+    with (tmp_path / "reports").open("w") as reports, (tmp_path / "orders").open("w+") as orders:
+        marks = {"whole": Marks(reports), "in turns": Marks(reports, orders)}
+        accuracy = {}
+        for name, one in marks.items():
+            data = on_torch.load("").prepared()
+            x, y = torch.from_numpy(data.x).flatten(1), torch.from_numpy(data.y)
+            means = torch.stack([x[y == label].mean(0) for label in range(10)]) - x.mean(0)
+            model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(784, affine=False), nn.Linear(784, 10, bias=False))
+            model[2].weight = nn.Parameter(means)
+            model[1].running_mean += 100 * means[3]
+            _, accuracy[name] = on_torch.judged(model, Job(WORKLOADS["W4"], 1, one, ()))
+    assert accuracy["in turns"] > 0.9 and accuracy["whole"] < 0.3
 
 
 def test_who_transforms_each_sample_trains_on_the_same_numbers(images: Data) -> None:
