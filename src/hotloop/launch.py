@@ -29,6 +29,7 @@ from hotloop.parallel.beats import Outside
 from hotloop.parallel.forking import put_threads_away
 from hotloop.parallel.forwarding import Forwarding
 from hotloop.parallel.joining import LAUNCHED, run_in
+from hotloop.parallel.room import FORK_BYTES, OWN_BYTES, check_room
 from hotloop.plan import Plan
 from hotloop.probe import devices
 from hotloop.quiet import unlogged
@@ -81,9 +82,11 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, resta
         stopped by a signal and saved.
 
     Raises:
+        PlanError: there is no memory for so many.
         HotloopError: the error of the rank that failed first.
         TrainingError: ranks were killed, again and again if they may start again.
     """
+    check_room(ranks, OWN_BYTES if isinstance(entry, list) else FORK_BYTES)
     signals = Forwarding(say)
     with (
         signals.listening(),

@@ -15,7 +15,7 @@ from torch import Tensor
 import hotloop
 from hotloop.data.order import Dealt, Order, Parted, part
 from hotloop.errors import PlanError, TaskError
-from hotloop.launch import ranks_of
+from hotloop.launch import launch, ranks_of
 from hotloop.parallel.draws import Batchwise, Drawn, Pattern, Watching, WholeDraws
 from hotloop.parallel.forking import check_cuda
 from hotloop.parallel.joining import LAUNCHED, Joined, Seat, joined
@@ -35,6 +35,11 @@ TORCHRUN = {
     "TORCHELASTIC_RESTART_COUNT": "2",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
+
+
+def test_more_ranks_than_there_is_memory_for_are_refused_before_any_is_started() -> None:
+    with pytest.raises(PlanError, match=r"^100000 ranks, with .* of memory free; expected at most .* Use fewer"):
+        launch(100_000, lambda: None, lambda line: None)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 7, 128])

@@ -126,6 +126,7 @@ def nearly(one: Path, other: Path) -> bool:
         (("--set", "parallel=data"), "parallel=data on the CPU without a number of ranks; expected how many"),
         (("--ranks", "0"), "ranks=0 in the plan; expected 1 or more"),
         (("--set", "ranks=2"), "ranks=2 with parallel=none can't be run here"),
+        (("--ranks", "100000"), "of memory free; expected at most"),
     ],
 )
 def test_what_can_be_known_at_once_is_said_before_ranks_are_started(

@@ -29,6 +29,7 @@ from hotloop.asynchronous.recipe import Recipe
 from hotloop.errors import HotloopError, TrainingError, blame
 from hotloop.parallel.crew import Answer, Look, Lost, nothing
 from hotloop.parallel.ledger import Work
+from hotloop.parallel.room import FORK_BYTES, check_room
 from hotloop.parallel.server import Weights
 from hotloop.plan import Plan
 from hotloop.probe import devices
@@ -56,10 +57,12 @@ class ProcessCrew:
         workers: how many.
 
     Raises:
+        PlanError: there is no memory for so many.
         TrainingError: a process ended before it began.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
+        check_room(workers, FORK_BYTES, "workers")
         self._answers: queue.SimpleQueue[tuple[int, Answer | _Unreached]] = queue.SimpleQueue()
         self._folder = tempfile.TemporaryDirectory(prefix="hotloop-")
         self._processes: dict[int, BaseProcess] = {}
