@@ -88,6 +88,8 @@ def test_phases_add_up_and_layers_go_by_their_modules_names() -> None:
 
 
 SLOW_S = 0.01
+LEAST_MS = 1e3 * SLOW_S / 2
+"""Of what is planted: times are scaled to a step that isn't watched, and what holds that up is in them."""
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -122,12 +124,12 @@ def test_what_takes_long_is_in_its_phase_and_in_its_module(phase: Any, monkeypat
     if phase in ("forward", "backward"):
         place = ("forward", "backward").index(phase)
         assert max(own, key=lambda name: own[name][place]) == "halves.1"
-        assert [one.own_backward_ms > 1e3 * SLOW_S for one in found.modules] == [
+        assert [one.own_backward_ms > LEAST_MS for one in found.modules] == [
             one.name == "halves.1" and phase == "backward" for one in found.modules
         ]
     if phase == "update":
         assert found.optimizers[0].ms > 0.5 * found.step_ms
-        assert own["head"][2] > 1e3 * SLOW_S and own["halves.1"][2] == 0
+        assert own["head"][2] > LEAST_MS and own["halves.1"][2] == 0
 
 
 # --- what is said of it

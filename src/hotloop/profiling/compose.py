@@ -24,6 +24,7 @@ from hotloop.profiles import (
     Threads,
 )
 from hotloop.profiling.facts import Facts, StepFact
+from hotloop.profiling.matching import no_longer
 from hotloop.profiling.middle import SEVERAL, middle_mean
 from hotloop.profiling.refining import refined
 from hotloop.profiling.schedule import DEFAULT_STEPS
@@ -46,11 +47,16 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
     usual = _usual_flags(measured)
     clean, instrumented = (_regular(warm(measured), kind, usual) for kind in ("clean", "instrumented"))
     step_ms = median(step.ms for step in clean or instrumented) if measured else None
-    lines = [LineTime.model_validate(one) for one in facts.lines]
-    phases = refined(turned(_phases(instrumented, step_ms), facts.turned), lines)
+    scale = step_ms / median(step.ms for step in instrumented) if instrumented and step_ms else 1.0
+    lines, functions = (
+        [LineTime.model_validate(one | _scaled(one, scale)) for one in found]
+        for found in (facts.lines, facts.functions)
+    )
+    operators = [OperatorTime.model_validate(one | _scaled(one, scale, one["device"])) for one in facts.operators]
+    timed = turned(_phases(instrumented, step_ms), facts.turned)
+    phases = refined(timed, lines)
     if not measured:
         phases = next((step.phases for step in facts.steps if step.kind == "whole"), {})
-    scale = step_ms / median(step.ms for step in instrumented) if instrumented and step_ms else 1.0
     return Profile(
         source=source,
         plan=plan,
@@ -63,11 +69,11 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         samples_per_step=facts.samples_per_step,
         one_batch=facts.one_batch,
         batch=facts.batch,
-        modules=[ModuleTime.model_validate(one) for one in facts.modules],
-        operators=[OperatorTime.model_validate(one) for one in facts.operators],
+        modules=[_module(one, scale, step_ms, facts.device) for one in facts.modules],
+        operators=no_longer(operators, timed),
         identities=facts.identities,
         lines=lines,
-        functions=[LineTime.model_validate(one) for one in facts.functions],
+        functions=functions,
         optimizers=_few([OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)]),
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
         habits=[_habit(one, measured, phases) for one in [*facts.habits, *facts.collections]],
@@ -81,6 +87,22 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         versions=facts.versions,
         seconds=facts.watched_s,
     )
+
+
+def _scaled(record: dict, scale: float, device: str = "cpu") -> dict:
+    """The times of a record as in a clean step, like those of phases; of a device's kernels as they are.
+
+    Watching takes as long as a small step itself.
+    """
+    times = {name: ms for name, ms in record.items() if name == "ms" or name.endswith("_ms")}
+    return {name: ms * scale for name, ms in times.items() if ms is not None and device == "cpu"}
+
+
+def _module(record: dict, scale: float, step_ms: float | None, device: str) -> ModuleTime:
+    known = record | _scaled(record, scale, device)
+    if step_ms and device == "cpu":
+        known["share"] = ((known["forward_ms"] or 0.0) + (known["backward_ms"] or 0.0)) / step_ms
+    return ModuleTime.model_validate(known)
 
 
 def _usual_flags(steps: Sequence[StepFact]) -> set[str]:

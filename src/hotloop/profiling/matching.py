@@ -73,6 +73,17 @@ def fitting(lines: Sequence[LineTime], phases: Mapping[Phase, float]) -> list[Li
     ]
 
 
+def no_longer(operators: Sequence[OperatorTime], phases: Mapping[Phase, float]) -> list[OperatorTime]:
+    """Operators of the process with times that fit into their phases. Nothing grows."""
+    total: dict[Phase, float] = defaultdict(float)
+    for one in operators:
+        total[one.phase] += one.ms if one.device == "cpu" else 0.0
+    factors = {phase: _ratio(phases.get(phase, 0.0), ms) for phase, ms in total.items()}
+    return [
+        one if one.device != "cpu" else one.model_copy(update={"ms": one.ms * factors[one.phase]}) for one in operators
+    ]
+
+
 def _ratio(clocked: float, traced: float) -> float:
     return min(1.0, clocked / traced) if clocked and traced else 1.0
 
