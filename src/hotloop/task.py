@@ -21,6 +21,7 @@ from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.foreign import call_arguments, default_device, restart_names
 from hotloop.objective import Objective
 from hotloop.rng import Streams
+from hotloop.task_fields import check_fields
 
 
 class Computed(NamedTuple):
@@ -52,20 +53,6 @@ class Parameters(list):
     def where(self, condition: Callable[[str, nn.Parameter], bool]) -> list[nn.Parameter]:
         """The parameters for which `condition(name, parameter)` holds."""
         return [value for name, value in self.named.items() if condition(name, value)]
-
-
-_FUNCTIONS = (
-    "model",
-    "optimizer",
-    "loss",
-    "step",
-    "schedule",
-    "weight",
-    "prepare",
-    "augment",
-    "collate",
-    "predict",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,60 +134,7 @@ class Task:
     name: str = "task"
 
     def __post_init__(self) -> None:
-        if (self.loss is None) == (self.step is None):
-            given = "neither loss nor step" if self.loss is None else "both loss and step"
-            fix = "give loss(output, target) or step(model, batch)"
-            raise TaskError(f"the Task has {given}", expected="one of them", fix=fix)
-        for name in _FUNCTIONS:
-            value = getattr(self, name)
-            if not callable(value) and (value is not None or name in ("model", "optimizer")):
-                fix = f"see {name} in hotloop.Task's help"
-                raise TaskError(f"{name} is {kind(value)}", expected="a function", fix=fix)
-        if self.objective.reduction == "sum":
-            raise TaskError(
-                "the loss has reduction='sum'",
-                expected="a mean over the batch, so that batches of any size count alike",
-                fix="leave reduction out, and scale the learning rate instead",
-            )
-        if self.metrics and self.step is not None:
-            raise TaskError(
-                "the Task has metrics(output, target) and a step, which shows no output",
-                expected="one of them",
-                fix="return further figures from step: {'loss': loss, 'error': error}",
-            )
-        if self.metrics is not None and not _all_callable(self.metrics, Mapping):
-            raise TaskError(f"metrics is {kind(self.metrics)}", expected="a dict of name -> metric(output, target)")
-        if "loss" in (self.metrics or {}):
-            raise TaskError("a metric is named 'loss', as the loss itself is", fix="give it another name")
-        if not _all_callable(self.callbacks, list | tuple):
-            raise TaskError(f"callbacks is {kind(self.callbacks)}", expected="a list of functions")
-        self._check_number("epochs", whole=True, least=1)
-        self._check_number("batch_size", whole=True, least=1)
-        self._check_number("patience", whole=True, least=1)
-        self._check_number("seed", whole=True, least=None)
-        self._check_number("clip_norm", above=0)
-        self._check_number("clip_value", above=0)
-        if self.average is not None and not 0 < self.average < 1:
-            raise TaskError(f"average={self.average!r}", expected="a decay between 0 and 1, such as 0.999")
-        if self.goal not in (None, "min", "max"):
-            raise TaskError(f"goal={self.goal!r}", expected="'min' or 'max'")
-        if self.deterministic not in (None, True, False):
-            raise TaskError(f"deterministic={self.deterministic!r}", expected="True, False, or None to find out")
-        if self.schedule_every not in ("step", "epoch"):
-            raise TaskError(f"schedule_every={self.schedule_every!r}", expected="'step' or 'epoch'")
-
-    def _check_number(
-        self, name: str, *, whole: bool = False, least: int | None = None, above: float | None = None
-    ) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        kind = int if whole else int | float
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise TaskError(f"{name}={value!r}", expected="a whole number" if whole else "a number")
-        if (least is not None and value < least) or (above is not None and value <= above):
-            expected = f"{least} or more" if least is not None else f"more than {above}"
-            raise TaskError(f"{name}={value!r}", expected=expected)
+        check_fields(self)
 
     _built: ClassVar[Mapping[int, weakref.ref[nn.Module]]] = {}
     """The modules with something to train that the factory returned last, while they live, by their ids."""
@@ -272,7 +206,7 @@ class Task:
         if self.schedule is None:
             return None
         if not _needs_two(self.schedule):
-            return calling("the schedule factory", self.schedule, optimizer)
+            return _scheduler(calling("the schedule factory", self.schedule, optimizer))
         if self.schedule_every == "step" and steps_per_epoch is None:
             raise TaskError(
                 "the schedule asks for the number of steps, but the data is a stream of unknown length",
@@ -280,7 +214,7 @@ class Task:
                 fix="name the number of steps yourself",
             )
         total = self.epochs * (steps_per_epoch or 1) if self.schedule_every == "step" else self.epochs
-        return calling("the schedule factory", self.schedule, optimizer, total)
+        return _scheduler(calling("the schedule factory", self.schedule, optimizer, total))
 
     def compute(self, model: nn.Module, batch: Any) -> Computed:
         """One forward pass: the loss of `batch`, in whichever of the two forms the Task has."""
@@ -371,11 +305,15 @@ def _loss_and_scalars(result: Any) -> tuple[Any, None, dict[str, Tensor]]:
     return result["loss"], None, scalars
 
 
-def _all_callable(functions: Any, container: Any) -> bool:
-    """Whether `functions` is such a container of functions."""
-    if not isinstance(functions, container):
-        return False
-    return all(map(callable, functions.values() if isinstance(functions, Mapping) else functions))
+def _scheduler(made: Any) -> Any:
+    """What a schedule factory returned."""
+    if callable(getattr(made, "step", None)):
+        return made
+    raise TaskError(
+        f"the schedule factory returned {kind(made)}",
+        expected="a torch.optim.lr_scheduler.LRScheduler",
+        fix="return the scheduler from it",
+    )
 
 
 def _needs_two(function: Callable[..., Any]) -> bool:

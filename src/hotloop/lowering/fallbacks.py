@@ -43,6 +43,30 @@ def laid_as_computed() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def drawn_as_laid() -> Iterator[None]:
+    """Meanwhile what draws numbers in the shape of a tensor gets it as it lies in the eager step, in whose order it draws.
+
+    A compiler lays the result of a convolution otherwise, and `randn_like` of that has the same numbers elsewhere.
+    """
+    from torch._inductor import graph
+    from torch._inductor.lowering import constrain_to_fx_strides
+
+    def held(constraint_of: Callable[..., Any]) -> Callable[..., Any]:
+        def constraint(operation: Any) -> Any:
+            drawn = isinstance(operation, OpOverload) and operation.overloadpacket in _DRAWN_FROM
+            return constrain_to_fx_strides if drawn else constraint_of(operation)
+
+        return constraint
+
+    with patched(graph, "maybe_layout_constraints", held):
+        yield
+
+
+_NAMES = ("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "poisson", "binomial", "_standard_gamma")
+_DRAWN_FROM = {getattr(torch.ops.aten, name) for name in _NAMES}
+
+
 def _computes(kernel: Any) -> bool:
     """Whether it is torch's own and writes to nothing; what others do besides isn't known."""
     return isinstance(kernel, OpOverload) and kernel.namespace == "aten" and not kernel._schema.is_mutable

@@ -65,7 +65,7 @@ def _is_nothing(value: Tensor) -> bool:
 
 
 def _draw_in_order_of_memory(graph: GraphModule) -> None:
-    """Permutes what is drawn into, so that its dimensions are in the order of its memory.
+    """Permutes what is drawn into, and what it is drawn from, so that dimensions are in the order of its memory.
 
     Eager kernels draw in the order of memory. A compiler chooses strides of its own for what is not its input, and so
     would give a mask with permuted strides, such as that of attention's output, other numbers.
@@ -75,15 +75,48 @@ def _draw_in_order_of_memory(graph: GraphModule) -> None:
         value = node.meta.get("val")
         if not _is_drawn(node) or not isinstance(value, Tensor) or value.is_contiguous():
             continue
+        if node.target.overloadpacket is torch.ops.aten.normal:
+            _draw_from_contiguous(graph, node, value)
+            continue
         strides = value.stride()
         order = sorted(range(value.ndim), key=strides.__getitem__, reverse=True)
         with graph.graph.inserting_before(node):
-            turned = graph.graph.call_function(permute, (node.args[0], order))
+            given = tuple(_turned(graph, one, value, order) if _is_tensor(one) else one for one in node.args)
         with graph.graph.inserting_after(node):
             back = graph.graph.call_function(permute, (node, [order.index(place) for place in range(value.ndim)]))
-        node.args, back.meta = (turned, *node.args[1:]), dict(node.meta)
-        turned.meta["val"] = node.meta["val"] = value.permute(order)
+        node.args, back.meta = given, dict(node.meta)
+        node.meta["val"] = value.permute(order)
         node.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+
+
+def _draw_from_contiguous(graph: GraphModule, node: Node, value: Tensor) -> None:
+    """`normal` of tensors draws in the order of dimensions, wherever its operands lie, though the trace takes it to lie as they do."""
+    with graph.graph.inserting_before(node):
+        given = [_contiguous(graph, one) if _is_tensor(one) else one for one in node.args]
+    node.args, node.meta["val"] = tuple(given), value.contiguous()
+
+
+def _contiguous(graph: GraphModule, node: Node) -> Node:
+    copied = graph.graph.call_function(
+        torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+    )
+    copied.meta["val"] = node.meta["val"].contiguous()
+    return copied
+
+
+def _turned(graph: GraphModule, node: Node, value: Tensor, order: list[int]) -> Node:
+    """An operand of what is drawn in the shape of `value`, with its dimensions in that order."""
+    if node.meta["val"].shape != value.shape:
+        there = node.meta["val"].expand(value.shape)
+        node = graph.graph.call_function(torch.ops.aten.expand.default, (node, list(value.shape)))
+        node.meta["val"] = there
+    turned = graph.graph.call_function(torch.ops.aten.permute.default, (node, order))
+    turned.meta["val"] = node.meta["val"].permute(order)
+    return turned
+
+
+def _is_tensor(given: Any) -> bool:
+    return isinstance(given, Node) and isinstance(given.meta.get("val"), Tensor)
 
 
 def _is_drawn(node: Node) -> bool:

@@ -1,0 +1,112 @@
+"""A compiled step draws the numbers of the eager one, wherever a compiler lays what they are drawn for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import hotloop
+from hotloop.lowering import inductor, mended
+from hotloop.lowering.mended import mend
+from hotloop.plan import Plan
+from tests.cpu.programs import seeing
+
+
+def last(x: Tensor) -> Tensor:
+    return x.to(memory_format=torch.channels_last)
+
+
+SQUARE, IMAGES = torch.rand(5, 5), last(torch.rand(2, 3, 4, 4))
+EVEN = last(torch.rand(4, 4, 4, 4))
+CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "into a transposed": (lambda p: torch.empty(5, 5).T.bernoulli_(p), (SQUARE,)),
+    "into images": (lambda x, p: torch.empty_like(x).bernoulli_(p), (IMAGES, torch.rand(2, 3, 4, 4))),
+    "into images, alike": (lambda x, p: torch.empty_like(x).bernoulli_(p), (IMAGES, IMAGES)),
+    "by channels": (lambda x, p: torch.empty_like(x).bernoulli_(p), (EVEN, torch.rand(4, 1, 1))),
+    "by one chance": (lambda x, p: torch.empty_like(x).bernoulli_(p), (IMAGES, torch.tensor(0.3))),
+    "by a number": (lambda x: torch.empty_like(x).bernoulli_(0.3), (IMAGES,)),
+    "from chances": (torch.bernoulli, (IMAGES,)),
+    "mean and deviation": (lambda a: torch.normal(a.T, a.T), (SQUARE,)),
+    "mean": (lambda a: torch.normal(a, 1.0), (IMAGES,)),
+    "deviation": (lambda a: torch.normal(0.0, a), (IMAGES,)),
+    "broadcast": (torch.normal, (EVEN, torch.rand(4, 1, 1))),
+    "whole numbers": (lambda a: torch.randint_like(a.T, 9), (SQUARE,)),
+}
+
+
+def drawn(case: str) -> tuple[Tensor, Tensor]:
+    """By the mended graph, and eagerly."""
+    function, given = CASES[case]
+    graph = make_fx(function, tracing_mode="fake")(*given)
+    mend(graph)
+    torch.manual_seed(0)
+    found = graph(*given)
+    torch.manual_seed(0)
+    return found, function(*given)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mended_graph_draws_the_same(case: str) -> None:
+    found, expected = drawn(case)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("case", ["into a transposed", "by channels"])
+def test_chances_that_stay_as_they_are_are_seen(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = mended._turned
+
+    def careless(graph: Any, node: Any, value: Tensor, order: list[int]) -> Any:
+        return turned(graph, node, value, order) if "empty" in node.name or node.name.startswith("t") else node
+
+    monkeypatch.setattr(mended, "_turned", careless)
+    found, expected = drawn(case)
+    assert not torch.equal(found, expected)
+
+
+class Noisy(nn.Module):
+    """What convolutions give, which a compiler lays with channels last, with noise of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(1, 6, 3), nn.Conv2d(6, 6, 3), nn.Conv2d(6, 6, 3), nn.Conv2d(6, 4, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.convs
+        x = first(x)
+        x = second(x + 0.3 * torch.randn_like(x))
+        x = third(x * torch.rand_like(x))
+        x = fourth(x + 0.1 * torch.poisson(x.detach().abs()))
+        return x.mean((2, 3))  # type: ignore[no-any-return]
+
+
+def weights(plan: Plan) -> Tensor:
+    """After three steps, all in a row."""
+    program = hotloop.lower(seeing(Noisy), plan)
+    program.advance(3)
+    found = [value.detach().clone().flatten() for value in program.state().parameters.values()]
+    program.close()
+    return torch.cat(found)
+
+
+@contextmanager
+def as_it_likes() -> Iterator[None]:
+    """In place of `drawn_as_laid`."""
+    yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_compiled", "one_thread")
+@pytest.mark.parametrize("mends", [True, False])
+def test_noise_on_what_convolutions_give_is_that_of_the_eager_step(
+    mends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not mends:
+        monkeypatch.setattr(inductor, "drawn_as_laid", as_it_likes)
+    found, expected = weights(Plan(compile="package")), weights(Plan())
+    assert (float((found - expected).abs().max()) < 1e-4) == mends
