@@ -83,6 +83,12 @@ def test_variables_that_a_function_keeps_and_functions_that_are_pickled(alone) -
     assert alone("keeps.py").steps > 20
 
 
+def test_a_script_that_waits_for_all_threads_in_its_own_folder(alone, monkeypatch) -> None:
+    """Modules that are built into Python have no file, and none of them lies there."""
+    monkeypatch.chdir(LOOPS)
+    assert alone("joins.py").steps > 0
+
+
 @pytest.mark.slow
 def test_a_loss_in_a_compiled_function_is_not_compiled_again(alone) -> None:
     assert alone("compiles.py").steps > 20

@@ -253,6 +253,19 @@ def test_a_small_remedy_hides_no_larger_one_of_its_line(share: float, names: boo
     assert any("aten::sort takes much" in one.cause for one in found) is names
 
 
+def test_calls_of_operations_on_float64_cost_as_much_in_float32() -> None:
+    """Of many small ones the gain is no more than half of their own time, and of products what this machine does faster."""
+    small = operator("mul", 1.0, 100, dtype="float64", where="train.py:15", flops=2e2, bytes=6e3)
+    large = operator("addmm", 6.0, dtype="float64", where="train.py:15", flops=1e8, bytes=1e5)
+    gains = [
+        [one.gain for one in remedies(seen({"forward": 8.0}, operators=[kind])) if "float64" in one.cause]
+        for kind in (small, large)
+    ]
+    step_ms = seen({"forward": 8.0}).step_ms or 0.0
+    assert sum(gains[0]) <= 0.5 / step_ms
+    assert gains[1] and gains[1][0] > 2.9 / step_ms
+
+
 def test_anomaly_detection_takes_what_it_remembers_and_looks_for() -> None:
     """What an update calls is its own, under whichever name."""
 

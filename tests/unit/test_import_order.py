@@ -64,6 +64,7 @@ ORDER = (
     "foreign",
     "onlooker",
     "objective",
+    "task_fields",
     "task",
     "sources",
     "taskfile",

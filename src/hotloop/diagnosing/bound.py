@@ -25,7 +25,7 @@ def times(step: Step) -> dict[Bound, float]:
         "arithmetic": 0.0,
     }
     for one in step.operators(lambda one: one.phase in COMPUTING):
-        calling = min(step.cost(one), one.calls * (step.between_ms(one.phase) + step.launch_ms))
+        calling = step.calling(one)
         found["overhead"] += calling
         found[_kind(step, one)] += step.cost(one) - calling
     return found

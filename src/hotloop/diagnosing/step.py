@@ -111,6 +111,10 @@ class Step:
         """Milliseconds of the step that go if an operator goes: its own, and its part of what lies between operators."""
         return one.ms * self._scales.get(one.phase, 1.0) + one.calls * self.between_ms(one.phase)
 
+    def calling(self, one: OperatorTime) -> float:
+        """Milliseconds of its cost that go to calling it: Python, and starting it, whatever it then does."""
+        return min(self.cost(one), one.calls * (self.between_ms(one.phase) + self.launch_ms))
+
     def between_ms(self, phase: Phase) -> float:
         """What a call costs beside the operator's own time: Python, and starting it."""
         return self._between.get(phase, 0.0)

@@ -106,9 +106,10 @@ def imports_from(path: Sequence[str]) -> Iterator[None]:
 
 def _hides(module: ModuleType, folders: Collection[str], path: Sequence[str]) -> bool:
     """Whether a module lies in one of these folders, and another one of its name on the path."""
-    file = getattr(getattr(module, "__spec__", None), "origin", None) or getattr(module, "__file__", None)
-    if not isinstance(file, str) or module.__name__ == "__main__":
-        return False
+    spec = getattr(module, "__spec__", None)
+    file = getattr(spec, "origin", None) or getattr(module, "__file__", None)
+    if not isinstance(file, str) or module.__name__ == "__main__" or getattr(spec, "has_location", True) is False:
+        return False  # one without a location is built into Python, and says "frozen" for its file
     folder, name = os.path.split(os.path.realpath(file))
     lies_in = os.path.dirname(folder) if name.startswith("__init__.") else folder
     return lies_in in folders and _is_file(module.__name__, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import os
 import sys
 import threading
 import time
@@ -98,7 +100,7 @@ class StackSampler:
         self._callers: dict[Seen, Counter[Line]] = defaultdict(Counter)
         self._lock = threading.Lock()
         self._on, self._closed = threading.Event(), False
-        self._thread: threading.Thread | None = None
+        self._running, self._over = 0, threading.Event()
         self._sampled = 0
         self._steps, self._since = 0, 0.0
         self._began, self._took_s = 0.0, inf
@@ -115,9 +117,9 @@ class StackSampler:
         self._steps += 1
         spent = {seen: replace(one) for seen, one in self._spent.items()}
         self._before = spent, self.looks.copy(), self.turned.copy()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hotloop-sampler", daemon=True)
-            self._thread.start()
+        if not self._running:
+            self._running = os.getpid()
+            _thread.start_new_thread(self._run, ())  # not one of threading's, all of which a script may wait for
         if not self._on.is_set():
             self._switch_s = sys.getswitchinterval()
             sys.setswitchinterval(min(self._switch_s, SWITCH_S, self._pause_s / 2))
@@ -145,9 +147,9 @@ class StackSampler:
         self.end()
         self._closed = True
         self._on.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._running == os.getpid():  # a fork has no such thread
+            self._over.wait()
+        self._running = 0
 
     def lines(self) -> list[LineTime]:
         """Lines per step, the longest first."""
@@ -180,12 +182,15 @@ class StackSampler:
 
     def _run(self) -> None:
         step = 0
-        while self._on.wait() and not self._closed:
-            first, step = step != self._steps, self._steps
-            time.sleep(self._pause_s * (self._random.random() if first else 1.0))
-            with self._lock:
-                if self._on.is_set() and not self._closed and step == self._steps:
-                    self.sample(sys._current_frames().get(self._sampled), time.perf_counter())
+        try:
+            while self._on.wait() and not self._closed:
+                first, step = step != self._steps, self._steps
+                time.sleep(self._pause_s * (self._random.random() if first else 1.0))
+                with self._lock:
+                    if self._on.is_set() and not self._closed and step == self._steps:
+                        self.sample(sys._current_frames().get(self._sampled), time.perf_counter())
+        finally:
+            self._over.set()
 
     def sample(self, frame: FrameType | None, now: float) -> None:
         """Notes the lines on a stack, for the time since the last sample."""
