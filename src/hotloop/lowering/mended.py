@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ def _turned(graph: GraphModule, node: Node, value: Tensor, order: list[int]) -> 
     return turned
 
 
-def _is_tensor(given: Any) -> bool:
+def _is_tensor(given: Any) -> TypeGuard[Node]:
     return isinstance(given, Node) and isinstance(given.meta.get("val"), Tensor)
 
 

@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
 from random import Random
@@ -65,6 +65,23 @@ class Seen(NamedTuple):
     phase: Phase
 
 
+@dataclass(slots=True)
+class _Look:
+    """One at the stack: the mark of the timeline before it, the phase by that, seconds, and lines, each with whether it's innermost."""
+
+    mark: int
+    ground: Phase
+    passed_s: float
+    seen: list[tuple[Seen, bool]] = field(default_factory=list)
+
+
+_NOTHING_S = 1e-9
+"""That is left of a sum of seconds from which all were taken, at most."""
+
+_AMENDED: Phase = "loss"
+"""That it was in this phase may turn out to be wrong, when the same network is called again; see `Timeline.unless`."""
+
+
 @unseen
 class StackSampler:
     """Looks at the stack of one thread about every millisecond between `begin()` and `end()`, from a thread of its own; in
@@ -85,6 +102,7 @@ class StackSampler:
         current_phase: Callable[[], Phase] = lambda: "python",
         interval_s: float = INTERVAL_S,
         turn: Turn = lambda phase, lines: phase,
+        last_mark: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
@@ -92,9 +110,11 @@ class StackSampler:
             place: `file:line`, as records give it.
             current_phase: of the step; it is asked from the sampling thread.
             turn: says the phase by the lines that run, too.
+            last_mark: of the timeline that says the phase; see `amend`.
         """
         self._is_own, self._place, self._phase, self._interval_s = is_own, place, current_phase, interval_s
-        self._turn = turn
+        self._turn, self._last_mark = turn, last_mark
+        self._lately: list[_Look] = []
         self._own: dict[CodeType, bool] = {}
         self._spent: dict[Seen, _Spent] = defaultdict(_Spent)
         self._callers: dict[Seen, Counter[Line]] = defaultdict(Counter)
@@ -113,7 +133,7 @@ class StackSampler:
     def begin(self) -> None:
         """A step starts, on this thread."""
         self._sampled, self._since = threading.get_ident(), time.perf_counter()
-        self._began = self._since
+        self._began, self._lately = self._since, []
         self._steps += 1
         spent = {seen: replace(one) for seen, one in self._spent.items()}
         self._before = spent, self.looks.copy(), self.turned.copy()
@@ -202,11 +222,15 @@ class StackSampler:
         phase = self._turn(ground, [(code.co_filename, line) for code, line, _ in stack])
         self.looks[ground] += 1
         self.turned[ground, phase] += passed
+        look = _Look(self._last_mark(), ground, passed)
+        if ground == _AMENDED:
+            self._lately.append(look)
         for number, (code, line, library) in enumerate(stack):
             seen = Seen(code.co_filename, line, code.co_qualname, library, phase)
             if seen in known or (seen not in self._spent and len(self._spent) >= _MOST):
                 continue
             known.add(seen)
+            look.seen.append((seen, not number))
             spent = self._spent[seen]
             spent.all_s += passed
             if not number:
@@ -215,6 +239,26 @@ class StackSampler:
             if number + 1 < len(stack):
                 caller, at, _ = stack[number + 1]
                 self._callers[seen][caller.co_filename, at] += 1
+
+    def amend(self, marks: Collection[int], phase: Phase) -> None:
+        """What was seen in this step since these marks of the timeline was in another phase than it said at the time."""
+        with self._lock:
+            for look in [look for look in self._lately if look.mark in marks]:
+                self._lately.remove(look)
+                self.looks[look.ground] -= 1
+                self.looks[phase] += 1
+                for seen, innermost in look.seen:
+                    before, after = self._spent[seen], self._spent[moved := seen._replace(phase=phase)]
+                    self._callers[moved] = self._callers[moved] or self._callers[seen].copy()
+                    for spent, sign in ((before, -1), (after, 1)):
+                        spent.all_s += sign * look.passed_s
+                        spent.own_s += sign * look.passed_s * innermost
+                        spent.looks += sign * innermost
+                    if before.all_s <= _NOTHING_S:
+                        del self._spent[seen]
+                    if innermost:
+                        self.turned[look.ground, seen.phase] -= look.passed_s
+                        self.turned[phase, phase] += look.passed_s
 
     def _stack(self, innermost: FrameType) -> Iterator[tuple[CodeType, int, str]]:
         """The user's lines from the innermost on; without any, the innermost line of a library.

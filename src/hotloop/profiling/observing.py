@@ -43,7 +43,11 @@ class Lines:
     def __init__(self, watch: Watch) -> None:
         sites, self._watch = watch.sites, watch
         turn = Turning(sites, watch.facts).phase
-        self.sampler = StackSampler(sites.is_own, sites.place, lambda: watch.timeline.current, turn=turn)
+        timeline = watch.timeline
+        self.sampler = StackSampler(
+            sites.is_own, sites.place, lambda: timeline.current, turn=turn, last_mark=lambda: timeline.last_mark
+        )
+        timeline.amended = self.sampler.amend
         self.begin, self.end, self.close = self.sampler.begin, self.sampler.end, self.sampler.close
         self.drop = self.sampler.drop
 

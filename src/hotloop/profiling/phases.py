@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from itertools import pairwise
+from collections.abc import Callable, Collection
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -132,10 +133,12 @@ class Timeline:
     Attributes:
         on: whether a step is being watched.
         device: whose clock it goes by.
+        amended: is told of marks whose phase turned out to be another one, and which.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.device = clock, "cpu"
+        self.amended: Callable[[Collection[int], Phase], object] = lambda marks, phase: None
         self.on = False
         self._stack: list[Phase] = ["python"]
         self._loading = 0
@@ -146,6 +149,11 @@ class Timeline:
     def current(self) -> Phase:
         """What the step is doing now; may be asked from other threads."""
         return self._stack[-1] if self.on else "unattributed"
+
+    @property
+    def last_mark(self) -> int:
+        """The number of the mark since which it does so."""
+        return len(self._marks) - 1
 
     @property
     def depth(self) -> int:
@@ -211,11 +219,11 @@ class Timeline:
 
     def unless(self, phase: Phase, instead: Phase) -> None:
         """The loop wasn't in a phase after all where nothing else was seen of late, back to where it was in another one."""
-        for at in reversed(self._grounds):
-            mark, was = self._marks[at]
-            if was != phase:
-                return
-            self._marks[at] = mark, instead
+        found = list(takewhile(lambda at: self._marks[at][1] == phase, reversed(self._grounds)))
+        for at in found:
+            self._marks[at] = self._marks[at][0], instead
+        if found:
+            self.amended(found, instead)
 
     def _mark(self, phase: Phase) -> None:
         if len(self._marks) < _MOST_MARKS:
