@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotloop
 from hotloop.lowering import inductor, mended
+from hotloop.lowering.layout import DrawsInOrder
 from hotloop.lowering.mended import mend
 from hotloop.plan import Plan
 from tests.cpu.programs import seeing
@@ -67,6 +69,41 @@ def test_chances_that_stay_as_they_are_are_seen(case: str, monkeypatch: pytest.M
     monkeypatch.setattr(mended, "_turned", careless)
     found, expected = drawn(case)
     assert not torch.equal(found, expected)
+
+
+LAID: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout of ATen": lambda x: torch.dropout(x, 0.3, True),
+    "alpha dropout": lambda x: nn.AlphaDropout(0.3)(x),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "like, by name": lambda x: torch.rand_like(input=x),
+    "whole numbers": lambda x: torch.randint_like(x, 9),
+    "chances": lambda x: torch.bernoulli(x),
+    "into": lambda x: torch.empty_like(x).bernoulli_(x),
+    "into, a number": lambda x: x.clone().exponential_(),
+    "gumbel": lambda x: F.gumbel_softmax(x, dim=1),
+    "poisson": lambda x: torch.poisson(x),
+    "sampled": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+    "gamma": lambda x: torch.distributions.Gamma(x + 0.1, 1.0).rsample(),
+}
+
+
+IN_ORDER = {"rrelu", "chances", "gumbel", "poisson", "sampled", "gamma"}
+"""Which torch draws so by itself."""
+
+
+@pytest.mark.parametrize("case", LAID)
+def test_images_with_channels_last_draw_what_they_draw_in_order(case: str) -> None:
+    images = torch.rand(2, 3, 4, 5)
+    torch.manual_seed(0)
+    expected = LAID[case](images)
+    torch.manual_seed(0)
+    with DrawsInOrder():
+        found = LAID[case](last(images))
+    torch.testing.assert_close(found, expected)
+    torch.manual_seed(0)
+    otherwise = LAID[case](last(images))
+    assert torch.allclose(otherwise, expected) == (case in IN_ORDER)
 
 
 class Noisy(nn.Module):

@@ -44,19 +44,34 @@ class DrawsInOrder(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _LIKE and _is_laid_out(args):
-            drawn = function(torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs)
-            return channels_last(drawn)
-        if function is F.dropout and _is_laid_out(args):
+        if function not in _DRAWING or not any(_is_laid_out(given) for given in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        if function is F.dropout:
             return _dropout(*args, **kwargs)
+        if function in _DRAWN_INTO:
+            drawn = torch.empty_like(args[0], memory_format=torch.contiguous_format)
+            return args[0].copy_(function(drawn, *args[1:], **kwargs))
+        if function in _DRAWN_FROM and not kwargs.get("inplace"):
+            args, kwargs = map_tensors(Tensor.contiguous, args), map_tensors(Tensor.contiguous, kwargs)
+            return map_tensors(channels_last, function(*args, **kwargs))
         return function(*args, **kwargs)
 
 
-_LIKE = {torch.rand_like, torch.randn_like}
+_DRAWN_FROM = {
+    *(torch.rand_like, torch.randn_like, torch.randint_like),
+    *(torch.dropout, torch.native_dropout, torch.alpha_dropout, F.alpha_dropout),
+}
+"""Others, such as `bernoulli`, draw in the order of the dimensions by themselves."""
+
+_DRAWN_INTO = {
+    *(Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.random_),
+    *(Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_),
+}
+_DRAWING = {F.dropout} | _DRAWN_FROM | _DRAWN_INTO
 
 
-def _is_laid_out(args: tuple) -> bool:
-    return bool(args) and isinstance(args[0], Tensor) and args[0].ndim in _FORMATS and not args[0].is_contiguous()
+def _is_laid_out(given: Any) -> bool:
+    return isinstance(given, Tensor) and given.ndim in _FORMATS and not given.is_contiguous()
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
