@@ -14,7 +14,7 @@ from torch import nn
 
 from hotloop.answers import evaluate_weights
 from hotloop.choosing import Foreseen, placed
-from hotloop.errors import PlanError, RunError
+from hotloop.errors import PlanError, RunError, TaskError, kind
 from hotloop.exporting import export_weights
 from hotloop.inference import Progress, Weights, choose_weights, trained_model
 from hotloop.inference import predict as answers_to
@@ -66,6 +66,8 @@ def fit(
     Returns:
         The run: `epochs` and `final` hold its figures, `path` its folder.
     """
+    if not isinstance(task, Task):
+        raise TaskError(f"fit got {kind(task)}", expected="a hotloop.Task", fix="see hotloop.Task's help")
     path, axes = Path(run) if run else None, {} if device is None else {"device": device}
     ranked = to_start(plan, axes, path if resume else None)
     display = Display(_console(in_forks=ranked is not None) if progress else Console(quiet=True))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hotloop.errors import PlanError
+from hotloop.errors import PlanError, kind
 from hotloop.plan import Plan, left_behind
 
 AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
@@ -48,8 +48,14 @@ class Wanted:
             plan = Plan()
         elif given == ARRAYS:
             plan = Plan(engine="arrays")
-        else:
+        elif isinstance(given, str | Path):
             plan = _read(Path(given))
+        else:
+            raise PlanError(
+                f"the plan is {kind(given)}",
+                expected="a hotloop.Plan, 'auto', 'baseline', 'arrays', or the path of a TOML file",
+                fix="write hotloop.Plan(optimizer='fused') for single axes",
+            )
         gone = left_behind(plan.parallel, on_top.get("parallel", plan.parallel))
         kept = {axis: getattr(plan, axis) for axis in plan.model_fields_set if axis not in gone}
         return cls(Plan(**{**kept, **on_top}), given == AUTO)

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import hotloop
-from hotloop.errors import TaskError
+from hotloop.errors import PlanError, TaskError
 from tests.cpu.programs import a_task
 
 
@@ -43,6 +43,13 @@ def test_a_wrong_field_is_named_at_once(fields: dict[str, Any], says: str) -> No
 )
 def test_a_right_one_is_taken(fields: dict[str, Any]) -> None:
     a_task(**fields)
+
+
+def test_what_is_no_task_or_no_plan_is_named() -> None:
+    with pytest.raises(TaskError, match=r"^fit got an int; expected a hotloop.Task"):
+        hotloop.fit(3)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"^the plan is a dict; expected a hotloop.Plan"):
+        hotloop.fit(a_task(), plan={"optimizer": "fused"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("made", [3, None])

@@ -88,6 +88,33 @@ def test_who_wins_and_why(name: str) -> None:
     assert table(verdict(plans, winner)).row_count == len(plans)
 
 
+def test_in_a_terminal_of_80_columns_each_verdict_can_be_read() -> None:
+    long = "layout=channels_last compile=package allocator=keep"
+    plans = [
+        BASE,
+        timing("optimizer=fused", 123.4, "no difference", compile_s=1234.0, run_s=400.0),
+        timing("threads=1", 123.4, left_out=True),
+        timing(long, 123.4, windows=3),
+    ]
+    verdict = Verdict(
+        task="t", fingerprint="f", plans=plans, baseline="baseline", winner="baseline",
+        steps=100, machine="", versions={}, seconds=1.0,
+    )  # fmt: skip
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(table(verdict))
+    said = shown.get()
+    for words in (
+        "the baseline",
+        "no difference",
+        "left behind",
+        "too few pairs",
+        "0.08 (0.90 to 1.10)",
+        *long.split(),
+    ):
+        assert words in said
+
+
 def test_without_proofs_any_plan_may_win() -> None:
     assert best_of([BASE, timing("b", 2.0, "faster")], "baseline", proven=False) == "b"
 

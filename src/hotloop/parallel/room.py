@@ -7,7 +7,7 @@ import torch
 from hotloop.errors import PlanError
 from hotloop.probe.room import room_bytes, size
 
-OWN_BYTES, FORK_BYTES = 200 << 20, 50 << 20
+OWN_BYTES, FORK_BYTES = 256 << 20, 50 << 20
 """That a rank takes at least, for Python and torch alone: as a process of its own, and as a fork that shares most of it."""
 
 

@@ -17,6 +17,8 @@ from hotloop.verdicts import TRUSTED, Timing, Verdict
 
 _NAME = 20
 """Letters of a plan's name that stay on one line in a narrow terminal."""
+_WORD = len("difference")
+"""Letters of a verdict that do."""
 
 
 @contextmanager
@@ -44,11 +46,11 @@ def page(verdict: Verdict) -> RenderableType:
 
 def table(verdict: Verdict) -> Table:
     """A row for each plan; its parity stands below, with the reason."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     shown.add_column("plan", overflow="fold", min_width=min(_NAME, max(len(timing.name) for timing in verdict.plans)))
     for name in ("step", "times as fast (99 %)", "compile", "this run"):
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("verdict", no_wrap=True)
+    shown.add_column("verdict", min_width=_WORD)
     for timing in verdict.plans:
         ratio = _ratio(timing, timing.name == verdict.baseline)
         cells = [_step(timing), ratio, _time(timing.compile_s), _time(timing.run_s), _said(timing, verdict)]
@@ -62,7 +64,7 @@ def _said(timing: Timing, verdict: Verdict) -> str:
         return "the baseline"
     if timing.failure:
         return "failed"
-    return timing.verdict or ("left out, behind" if timing.left_out else "too little measured")
+    return timing.verdict or ("left behind" if timing.left_out else "too few pairs")
 
 
 def _time(seconds: float | None) -> str:

@@ -17,6 +17,7 @@ from hotloop.lowering.rewrites.conv_in_pool import (
 from hotloop.lowering.rewrites.draw_by_words import LEAST, draws_by_words
 from hotloop.lowering.rewrites.mm_by_onednn import product_by_onednn, product_where_mkl_is_slow
 from hotloop.lowering.rewrites.mm_on_gpu import MOST_OF_SUM, product_as_sum, product_in_parts
+from hotloop.lowering.rewrites.pool_as_max import MOST as MOST_IN_WINDOW
 from hotloop.lowering.rewrites.pool_as_max import pooling_as_maximum
 from hotloop.lowering.rewrites.pool_first import relu_after_pooling
 from hotloop.lowering.rewrites.walking import straightened
@@ -57,7 +58,7 @@ EXPECTED = {
     "conv_in_pool": "a 2d convolution of the data itself whose result is max pooled, in windows as for pool_as_max, and nothing "
     f"else, with at most {MOST_TERMS} weights of a filter times numbers of a window",
     "conv_as_gemm": f"a 2d convolution of the data itself, with at most {MOST_WEIGHTS} weights in a filter",
-    "pool_as_max": "a 2d max pooling whose windows touch, don't overlap, and take in the whole image",
+    "pool_as_max": f"a 2d max pooling in windows of at most {MOST_IN_WINDOW} numbers that touch, don't overlap, and take in the whole image",
     "mm_by_onednn": "a product of two matrices in fp32 that takes 2 MFLOP or more",
     "mm_as_sum": f"a product of two matrices of at most {MOST_OF_SUM:,} multiplications",
     "mm_in_parts": "a product of two matrices whose result is small, each number of it a sum of very many terms",

@@ -27,7 +27,7 @@ from hotloop.lowering.rewrites.walking import (
     written,
 )
 
-_MOST = 9
+MOST = 9
 """Numbers in a window; a larger one is many operations."""
 
 
@@ -53,7 +53,7 @@ def window_in(
     size = pair(kernel)
     plain = pair(padding) == (0, 0) and pair(dilation) == (1, 1) and pair(stride or size) == size
     whole = not image.shape[-2] % size[0] and not image.shape[-1] % size[1]
-    return size if plain and whole and is_plain(image) and size[0] * size[1] <= _MOST else None
+    return size if plain and whole and is_plain(image) and size[0] * size[1] <= MOST else None
 
 
 def _rewritten(graph: GraphModule, pool: Node) -> bool:
