@@ -327,7 +327,7 @@ def main() -> int:
         figures = {"asked": list(asked), "models": rows}
         then = dict(journal.measured or measured)
         command = then.pop("command")
-        folder = write_claim("auto-models", command, BASELINE, figures, then)
+        folder = write_claim("auto-models", command, None, figures, then)
         write_atomic(folder / "README.md", text)
         print(folder, file=sys.stderr)
     return 1 if slower(rows) or longer(rows) or failures(rows) or unmeasured(rows) else 0

@@ -53,15 +53,17 @@ def circumstances() -> dict[str, Any]:
 
 
 def write_claim(
-    name: str, command: str, plan: Plan, figures: dict[str, Any], measured: dict[str, Any] | None = None
+    name: str, command: str, plan: Plan | None, figures: dict[str, Any], measured: dict[str, Any] | None = None
 ) -> Path:
     """Writes `record.json` and `plan.toml`; returns their folder.
 
     Args:
+        plan: None where figures are of several plans, which they name themselves.
         measured: the `circumstances` of figures that were measured before; None for those of now.
     """
     record = {"claim": name, "command": command, **(measured or circumstances()), **figures}
     folder = CLAIMS / f"{record['taken'][:10]}_{name}"
-    write_atomic(folder / "plan.toml", plan.to_toml())
+    if plan is not None:
+        write_atomic(folder / "plan.toml", plan.to_toml())
     write_atomic(folder / "record.json", json.dumps(record, indent=2) + "\n")
     return folder

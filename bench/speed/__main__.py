@@ -62,7 +62,6 @@ from bench.speed.whole import lanes_of, whole_runs, whole_table, whole_targets
 from bench.speed.workloads import HOME, WORKLOADS
 from hotloop.errors import DeviceError, HotloopError, PlanError
 from hotloop.files import write_atomic
-from hotloop.plan import BASELINE
 from hotloop.probe import check_device, machine
 from hotloop.wanted import Wanted
 
@@ -306,7 +305,7 @@ def write_record(options: argparse.Namespace, journal: Journal, found: Summary |
     circumstances_then = dict(journal.measured)
     spoken = circumstances_then.pop("command")
     name = options.name or f"speed-{journal.setup['device']}"
-    folder = write_claim(name, spoken, BASELINE, figures, circumstances_then)
+    folder = write_claim(name, spoken, None, figures, circumstances_then)
     write_atomic(folder / "README.md", text)
     if found is not None:
         draw(found, folder / "speed.html")
