@@ -133,9 +133,7 @@ def main() -> int:
                 rows.append({"workload": name, "plan": asked, "failure": str(error)})
             shown(rows[-1], given.kernels)
     if given.record:
-        print(
-            write_claim("gpu-steps", " ".join(["python -m bench.gpu_steps", *sys.argv[1:]]), None, {"rows": rows})
-        )
+        print(write_claim("gpu-steps", " ".join(["python -m bench.gpu_steps", *sys.argv[1:]]), None, {"rows": rows}))
     return int(any("failure" in row for row in rows))
 
 

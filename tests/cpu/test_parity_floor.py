@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hotloop import parity
@@ -86,6 +87,31 @@ def test_in_a_row_means_one_after_the_other(shape: tuple[int, ...], dims: list[i
         and kept.flatten().equal(one.flatten())
     )
     assert torch.allclose(mean, values.mean(dims)) and not values.double().sum(dims).float().equal(one)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("places", [(), (13, 11)])
+def test_cross_entropy_is_summed_in_a_row_too(places: tuple[int, ...], reduction: str, weighted: bool) -> None:
+    draws = torch.Generator().manual_seed(1)
+    scores = torch.randn(64, 5, *places, generator=draws)
+    target = torch.randint(0, 5, (64, *places), generator=draws)
+    target[::3] = 7
+    scores[0] = -torch.inf  # where nothing is asked for, whatever stands there
+    scores[0, 0] = 0.0
+    weight = torch.rand(5, generator=draws) if weighted else None
+
+    def loss(scores: Tensor) -> Tensor:
+        given = None if weight is None else weight.to(scores.dtype)
+        return F.cross_entropy(scores, target, given, ignore_index=7, reduction=reduction)
+
+    with _InARow():
+        found = loss(scores)
+    torch.testing.assert_close(found, loss(scores), rtol=1e-5, atol=0)
+    if reduction == "sum" and not weighted:
+        each = F.cross_entropy(scores, target, ignore_index=7, reduction="none").flatten().numpy()
+        rows = [np.add.accumulate(each[at : at + 4096])[-1] for at in range(0, len(each), 4096)]
+        assert float(found) == float(torch.tensor(rows).sum())
 
 
 @pytest.mark.parametrize(("factor", "within"), [(1, True), (9, False)])

@@ -157,7 +157,9 @@ class _InARow(TorchDispatchMode):
     """Sums whose numbers are added one after the other, as compilers write them; torch adds up pairs, which rounds less."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        value = args[0] if args else None
+        value: Any = args[0] if args else None
+        if func in _LIKELIHOODS and not kwargs and value.dtype == torch.float32 and value.ndim > 1 and len(value):
+            return _likelihood_in_a_row(*args)
         if func not in _SUMS or kwargs or not isinstance(value, Tensor) or not value.ndim:
             return func(*args, **kwargs or {})
         if value.dtype != torch.float32 or value.layout != torch.strided:
@@ -170,6 +172,30 @@ class _InARow(TorchDispatchMode):
         total = _in_a_row(rows) / (len(rows) if func in _MEANS else 1)
         kept = [1 if dim in dims else size for dim, size in enumerate(value.shape)]
         return total.reshape(kept) if args[2:] == (True,) else total
+
+
+_LIKELIHOODS = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+"""Cross entropy sums in a kernel of its own."""
+
+
+def _likelihood_in_a_row(
+    scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
+) -> tuple[Tensor, Tensor]:
+    """What `aten.nll_loss_forward` gives: the loss, and the weight of all targets.
+
+    Args:
+        scores: log probabilities float32 (N, C, ...).
+        target: int64 (N, ...).
+        reduction: torch's number: 0 none, 1 mean, 2 sum.
+    """
+    kept = target != ignored
+    places = torch.where(kept, target, 0)
+    weights = kept.to(scores.dtype) if weight is None else weight[places] * kept
+    losses = torch.where(kept, -scores.gather(1, places.unsqueeze(1)).squeeze(1) * weights, 0.0)
+    if not reduction:
+        return losses, scores.new_zeros(())
+    total, whole = _in_a_row(losses.flatten()), _in_a_row(weights.flatten())
+    return (total / whole if reduction == 1 else total), whole
 
 
 _MEANS = (torch.ops.aten.mean.default, torch.ops.aten.mean.dim)
