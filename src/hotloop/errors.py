@@ -233,4 +233,4 @@ def _read(text: str) -> tuple[str, list[tuple[str, int]]]:
 
 def is_library(path: str) -> bool:
     """Whether a file belongs to Python, to an installed package, or to hotloop."""
-    return path.startswith("<frozen") or any(part in path for part in _LIBRARIES)
+    return path.startswith(("<frozen", "<string>", "<eval_with_key>")) or any(part in path for part in _LIBRARIES)

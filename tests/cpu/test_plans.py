@@ -285,6 +285,8 @@ class Replacing(Counting):
         ({"model": Drawing}, "draws from Python's or NumPy's generator"),
         ({"model": Branching}, "test_plans.py:"),
         ({"model": Replacing}, "replaces the buffer 'seen'"),
+        ({"optimizer": torch.optim.ASGD}, "the optimizer, an ASGD: GuardOnDataDependentSymNode"),
+        ({"optimizer": torch.optim.Adafactor}, "compile=forward, which leaves the update out"),
     ],
 )
 def test_what_would_not_be_the_same_step_after_step_is_refused(fields: dict[str, Any], says: str) -> None:

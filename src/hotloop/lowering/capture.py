@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.stateless import _reparametrize_module
 
 from hotloop.data.tree import flatten
-from hotloop.errors import PlanError, blame
+from hotloop.errors import PlanError, blame, kind
 from hotloop.lowering.accumulation import accumulate_on_device
 from hotloop.lowering.binding import Values, step_tensors
 from hotloop.lowering.by_cudnn import check_draws, check_recurrent
@@ -125,6 +125,7 @@ class _Tracer:
         self.numbers = hyper_of(step.optimizer)
         self.scalars: tuple[str, ...] = ()
         self.gradients: tuple[str, ...] = ()
+        self.updates = False
 
     def trace(self, values: Any) -> Captured:
         leaves, unflatten = flatten(values)
@@ -148,7 +149,7 @@ class _Tracer:
         except PlanError:
             raise
         except Exception as error:
-            raise refused(blame(error), "tensor operations that don't ask for a tensor's value") from error
+            raise self._refused(error) from error
         if drawn != _drawn():
             raise refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
         check_draws(graph)
@@ -187,9 +188,20 @@ class _Tracer:
         if not self.whole:
             self.gradients = tuple(gradients)
             return (*outputs, *gradients.values())
+        self.updates = True
         with torch.no_grad():
             self.update(values, gradients)
         return outputs
+
+    def _refused(self, error: Exception) -> PlanError:
+        """What an error of the trace says; that of an update names the optimizer, without which the rest may be captured."""
+        if not self.updates:
+            return refused(blame(error), "tensor operations that don't ask for a tensor's value")
+        return refused(
+            f"the optimizer, {kind(self.step.optimizer)}: {blame(error)}",
+            "an update of tensor operations that don't ask for a tensor's value",
+            "choose compile=forward, which leaves the update out, or compile=none; and graphs=none",
+        )
 
     def compute(self, batch: Any, backward: Callable[..., None]) -> Computed:
         """Forward and backward: of the whole batch, or piece by piece."""
