@@ -187,6 +187,7 @@ def test_a_compiled_step_goes_by_it(name: str, plan: Plan) -> None:
 
 @nnpack
 @pytest.mark.usefixtures("unasked")
+@pytest.mark.more
 def test_a_package_for_another_layout_is_seen_to_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """It doesn't ask how what it gets from a library lies in memory; in ConvNeXt such a branch begins with a millionth."""
     monkeypatch.setattr(inductor, "laid_as_computed", nullcontext)  # which mends it, too

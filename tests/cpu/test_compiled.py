@@ -125,7 +125,7 @@ def of_transformers(items: dict[str, Tensor]) -> Any:
     return pytest.importorskip("transformers").BatchEncoding(items)
 
 
-@pytest.mark.parametrize("container", [Encoded, of_transformers])
+@pytest.mark.parametrize("container", [Encoded, pytest.param(of_transformers, marks=pytest.mark.more)])
 def test_batches_in_mappings_that_are_no_dicts_are_captured(container: Callable[[dict[str, Tensor]], Any]) -> None:
     def collate(samples: list[tuple[Tensor, Tensor]]) -> Any:
         x, y = (torch.stack(column) for column in zip(*samples, strict=True))

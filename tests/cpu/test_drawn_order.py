@@ -139,7 +139,7 @@ def as_it_likes() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_compiled", "one_thread")
-@pytest.mark.parametrize("mends", [True, False])
+@pytest.mark.parametrize("mends", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_noise_on_what_convolutions_give_is_that_of_the_eager_step(
     mends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def experts() -> hotloop.Task:
     return a_task(model=Experts, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01), batch_size=8)
 
 
-@pytest.mark.parametrize("plan", [STEP, PACKAGE], ids=Plan.brief)
+@pytest.mark.parametrize("plan", [pytest.param(STEP, marks=pytest.mark.more), PACKAGE], ids=Plan.brief)
 def test_a_mixture_of_experts_is_compiled_and_proven(plan: Plan) -> None:
     found = prove(experts(), plan)
     assert found.parity in ("fp32-equivalent", "bitwise"), found.reason
@@ -139,7 +139,7 @@ class Sorted(nn.Module):
         return torch.zeros_like(made).index_copy(0, order, made)
 
 
-@pytest.mark.parametrize("plan", [STEP, PACKAGE], ids=Plan.brief)
+@pytest.mark.parametrize("plan", [pytest.param(STEP, marks=pytest.mark.more), PACKAGE], ids=Plan.brief)
 def test_sizes_may_depend_on_the_batch(plan: Plan) -> None:
     task = a_task(model=Sorted)
     assert prove(task, plan).parity in ("fp32-equivalent", "bitwise")

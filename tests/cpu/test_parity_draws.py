@@ -62,7 +62,9 @@ def dropping() -> hotloop.Task:
     ("task", "plans"),
     [
         (family("vae"), [HALVES, Plan(accumulation=3), Plan(optimizer="fused")]),
-        (another_family("encoder"), [HALVES, Plan(accumulation=3, optimizer="foreach")]),
+        pytest.param(
+            another_family("encoder"), [HALVES, Plan(accumulation=3, optimizer="foreach")], marks=pytest.mark.more
+        ),
         (dropping(), [HALVES, Plan(accumulation=4), Plan(accumulation=2, compile="step")]),
     ],
     ids=["vae", "transformer", "dropping"],

@@ -261,7 +261,11 @@ def test_it_is_trusted_with_the_same_draws_for_everybody(axes: dict[str, Any]) -
     assert "what it draws has the baseline's rate and scale and is independent" in found.reason
 
 
-@pytest.mark.parametrize(("make", "way"), [(images, "package"), (task, "step")], ids=["images", "attention"])
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [(images, "package"), pytest.param(task, "step", marks=pytest.mark.more)],
+    ids=["images", "attention"],
+)
 def test_compiled_steps_are_trusted(make: Callable[[], hotloop.Task], way: str) -> None:
     found = hotloop.check(make(), Plan(compile=way, rewrites="all"))
     assert found.parity == "fp32-equivalent", found.reason

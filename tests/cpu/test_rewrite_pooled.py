@@ -48,7 +48,7 @@ POOLED: dict[str, tuple[list[nn.Module], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("double", [pytest.param(False, marks=pytest.mark.more), True], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("name", POOLED)
 def test_convolutions_and_windows_of_all_shapes(name: str, double: bool) -> None:
     layers, images = POOLED[name]

@@ -275,6 +275,7 @@ FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
 
 
 _LIKE_ANOTHER = (
+    "a product, columns for rows of a filter",
     *("pooled, columns for rows of a window", "pooled, half the windows", "pooled, another number of the window"),
     "a maximum, another number of the window",
 )

@@ -152,7 +152,11 @@ def freezing(model: Normed) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("plan", [STEP, Plan(compile="forward"), Plan(graphs="step")], ids=Plan.brief)
+@pytest.mark.parametrize(
+    "plan",
+    [STEP, *(pytest.param(one, marks=pytest.mark.more) for one in (Plan(compile="forward"), Plan(graphs="step")))],
+    ids=Plan.brief,
+)
 @pytest.mark.parametrize(
     ("what", "of"),
     [

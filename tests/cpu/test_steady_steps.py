@@ -60,7 +60,9 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.more] * (one in ("draws", "average"))) for one in TASKS]
+)
 def test_the_result_is_bitwise_that_of_looking_at_each_step(name: str, unseen: list[int]) -> None:
     task = a_task(**TASKS[name])
     whole = after(ready(task, "package"), 1, 13)

@@ -79,7 +79,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("as_samples", [False, True], ids=["arrays", "samples"])
+@pytest.mark.parametrize("as_samples", [False, pytest.param(True, marks=pytest.mark.more)], ids=["arrays", "samples"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_batches_add_up_to_the_loss_of_the_whole_data(name: str, as_samples: bool, tmp_path: Path) -> None:
     fields = dict(data=labelled(), model=lambda: nn.Linear(6, 3)) | LOSSES[name]
