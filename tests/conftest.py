@@ -73,12 +73,6 @@ def fashion() -> Path:
     return FASHION_MNIST.system
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of several ranks come first: their fixtures take long, and who takes over the last tests of another process makes
-    his own. A sort leaves the others in their order."""
-    items.sort(key=lambda item: "multi" not in item.path.parts)
-
-
 def pytest_collection_finish() -> None:
     """What was imported stays; each collection of garbage would look through all of it again."""
     gc.collect()
