@@ -87,7 +87,7 @@ FIELDS = [
     Case("monitor without validation", "task = make(monitor='validation_f1')",
          ("monitor='validation_f1'", "no validation data", "Give the Task validation=0.1")),
     Case("inputs do not fit", "task = make(model=lambda: nn.Linear(5, 3))",
-         ("mat1 and mat2 shapes cannot be multiplied (2x4 and 5x3)",)),
+         ("mat1 and mat2 shapes cannot be multiplied (5x4 and 5x3), in the model (Linear)",)),
     Case("one output", "task = make(model=lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)))",
          ("output for a batch of 2 is a tensor of shape (2,)", "expected a tensor (batch, classes", "last layer")),
     Case("several outputs",
