@@ -18,14 +18,17 @@ class Stateful(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 3)
         self.register_buffer("before", torch.zeros(samples, 3))
+        self.register_buffer("looks", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.looks += 1
         return self.linear(x) + self.before  # type: ignore[no-any-return]
 
 
 def test_a_model_that_takes_batches_of_one_size_trains_on_those() -> None:
     x, y = labelled()
     run = hotloop.lower(a_task(model=lambda: Stateful(8), data=(x[:24], y[:24]), batch_size=8), hotloop.Plan())
+    assert float(run.state().buffers["looks"]) == 0
     assert run.advance(3).steps == 3
 
 

@@ -135,14 +135,14 @@ def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
     buffers = {name: value.clone() for name, value in model.named_buffers() if not is_lazy(value)}
     model.eval()
     with torch.no_grad():
-        if task.step is not None:
-            result = calling("the step", task.compute, model, batch)
-        else:
-            result = calling("the model", forward, model, inputs_of(batch))
-        for name, value in model.named_buffers():
-            if name in buffers:
-                value.copy_(buffers[name])
-    return result
+        try:
+            if task.step is not None:
+                return calling("the step", task.compute, model, batch)
+            return calling("the model", forward, model, inputs_of(batch))
+        finally:
+            for name, value in model.named_buffers():
+                if name in buffers:
+                    value.copy_(buffers[name])
 
 
 def _check_loss(task: Task) -> None:

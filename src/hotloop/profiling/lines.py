@@ -67,10 +67,9 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class _Look:
-    """One at the stack: the mark of the timeline before it, the phase by that, seconds, and lines, each with whether it's innermost."""
+    """One at the stack: the mark of the timeline before it, seconds, and lines, each with whether it's innermost."""
 
     mark: int
-    ground: Phase
     passed_s: float
     seen: list[tuple[Seen, bool]] = field(default_factory=list)
 
@@ -215,14 +214,14 @@ class StackSampler:
     def sample(self, frame: FrameType | None, now: float) -> None:
         """Notes the lines on a stack, for the time since the last sample."""
         passed, self._since = now - self._since, now
-        ground, known = self._phase(), set()
+        ground, mark, known = self._phase(), self._last_mark(), set()
         if frame is None or ground == "unattributed" or self._is_watching(frame):
             return
         stack = list(self._stack(frame))
         phase = self._turn(ground, [(code.co_filename, line) for code, line, _ in stack])
         self.looks[ground] += 1
         self.turned[ground, phase] += passed
-        look = _Look(self._last_mark(), ground, passed)
+        look = _Look(mark, passed)
         if ground == _AMENDED:
             self._lately.append(look)
         for number, (code, line, library) in enumerate(stack):
@@ -243,9 +242,10 @@ class StackSampler:
     def amend(self, marks: Collection[int], phase: Phase) -> None:
         """What was seen in this step since these marks of the timeline was in another phase than it said at the time."""
         with self._lock:
-            for look in [look for look in self._lately if look.mark in marks]:
-                self._lately.remove(look)
-                self.looks[look.ground] -= 1
+            found = [look for look in self._lately if look.mark in marks]
+            self._lately = [look for look in self._lately if look.mark not in marks]
+            for look in found:
+                self.looks[_AMENDED] -= 1
                 self.looks[phase] += 1
                 for seen, innermost in look.seen:
                     before, after = self._spent[seen], self._spent[moved := seen._replace(phase=phase)]
@@ -257,7 +257,7 @@ class StackSampler:
                     if before.all_s <= _NOTHING_S:
                         del self._spent[seen]
                     if innermost:
-                        self.turned[look.ground, seen.phase] -= look.passed_s
+                        self.turned[_AMENDED, seen.phase] -= look.passed_s
                         self.turned[phase, phase] += look.passed_s
 
     def _stack(self, innermost: FrameType) -> Iterator[tuple[CodeType, int, str]]:
