@@ -74,6 +74,15 @@ def fashion() -> Path:
 
 
 def pytest_collection_finish() -> None:
+    set_apart()
+
+
+@pytest.hookimpl(trylast=True)  # when what the test was given is gone
+def pytest_runtest_teardown() -> None:
+    set_apart()
+
+
+def set_apart() -> None:
     """What was imported stays; each collection of garbage would look through all of it again."""
     gc.collect()
     gc.freeze()

@@ -134,8 +134,18 @@ class Recomputed(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("norms", [True, False])
-@pytest.mark.parametrize("parallel", ["data", "sharded", "towers"])
+@pytest.mark.parametrize(
+    ("parallel", "norms"),
+    [
+        ("sharded", True),
+        ("data", False),
+        ("towers", False),
+        *(
+            pytest.param(*given, marks=pytest.mark.more)
+            for given in (("sharded", False), ("data", True), ("towers", True))
+        ),
+    ],
+)
 def test_what_backward_computes_anew_is_that_of_the_whole_batch(parallel: Any, norms: bool, tmp_path: Path) -> None:
     task = images(torch.float64, samples=110, model=lambda: Recomputed(norms).double(), batch_size=25, average=None)
     plan = Plan(parallel=parallel, ranks=2)

@@ -138,7 +138,9 @@ def few_steps(*trouble: Any) -> hotloop.Task:
     return dataclasses.replace(task(*trouble, step=5), **changes)
 
 
-@pytest.mark.parametrize("way", ["sharded", "towers", "tensor", "local"])
+@pytest.mark.parametrize(
+    "way", ["sharded", "towers", *(pytest.param(way, marks=pytest.mark.more) for way in ("tensor", "local"))]
+)
 def test_each_way_goes_on_bit_by_bit_after_a_rank_was_killed(way: Any, tmp_path: Path) -> None:
     plan = Plan(parallel=way, ranks=2, **{"sync_every": 2} if way == "local" else {})
     common: dict[str, Any] = dict(plan=plan, checkpoint_every="2", progress=False)
