@@ -144,7 +144,10 @@ def asked(command: str, **environment: str) -> str:
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("MALLOC_TRIM_THRESHOLD_", "1000000"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1000000")],
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "1000000"),
+        pytest.param("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1000000", marks=pytest.mark.more),
+    ],
 )
 def test_what_the_environment_says_stays(variable: str, value: str) -> None:
     assert asked("print(allocator.in_use())") == "glibc"

@@ -264,6 +264,7 @@ def test_a_file_that_is_no_journal_is_one_line(tmp_path: Path) -> None:
     assert path.read_text() == "not JSON\n"
 
 
+@pytest.mark.more
 def test_strangers_include_networks_of_timm() -> None:
     """In a process of its own, since a stand-in may take torchvision's place; nobody else finds that."""
     if importlib.util.find_spec("timm") is None:

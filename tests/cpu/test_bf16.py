@@ -24,7 +24,7 @@ TURNED = Plan(precision="bf16", layout="channels_last")
 CASES = [
     *((name, EAGER) for name in FAMILIES),
     *(pytest.param(name, COMPILED, marks=[pytest.mark.more] * (name != "cnn")) for name in ("mlp", "cnn", "gpt")),
-    *((name, TURNED) for name in ("cnn", "residual")),
+    *(pytest.param(name, TURNED, marks=[pytest.mark.more] * (name == "cnn")) for name in ("cnn", "residual")),
 ]
 
 

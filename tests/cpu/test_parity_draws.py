@@ -224,7 +224,7 @@ def test_what_a_captured_step_draws_is_looked_at_by_itself(name: str, pieces: in
     assert found.drawn and says in str(found.draws)
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("pieces", [pytest.param(1, marks=pytest.mark.more), 2])
 def test_faults_in_what_a_captured_step_draws_are_broken(pieces: int) -> None:
     """Also where the numbers that are drawn are right, and others are computed with."""
     task, changes = dropping(), [of_another_rate, seeded_alike, of_the_first_replay, of_the_first_piece]

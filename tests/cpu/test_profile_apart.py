@@ -72,7 +72,7 @@ def seldom(every: int, steps: int = 600) -> None:
             others[1].step()
 
 
-@pytest.mark.parametrize("every", [3, 4, 5])
+@pytest.mark.parametrize("every", [3, *(pytest.param(every, marks=pytest.mark.more) for every in (4, 5))])
 def test_an_update_of_each_nth_step_is_told_of_apart_with_its_forward_and_backward(every: int) -> None:
     found = watched(lambda: seldom(every), steps=60, observers=lambda watch: observers(watch, None))
     (update,) = found.apart.updates

@@ -328,7 +328,7 @@ def plots(net: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("work", [validates, samples, plots])
-@pytest.mark.parametrize("every", [5, 6])
+@pytest.mark.parametrize("every", [5, pytest.param(6, marks=pytest.mark.more)])
 def test_what_is_done_every_some_steps_is_no_part_of_operators_and_lines(
     every: int, work: Callable[[nn.Module], None]
 ) -> None:

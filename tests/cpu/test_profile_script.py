@@ -70,6 +70,7 @@ def test_an_error_in_a_step_that_is_watched_closely(alone, how) -> None:
     assert profile.exit_code == 1 and profile.steps > 0 and profile.stopped == ""
 
 
+@pytest.mark.more
 def test_warnings_and_tracebacks_name_the_scripts_own_lines(alone) -> None:
     assert alone("complains.py", "120").steps > 20
 
@@ -89,12 +90,13 @@ def test_a_script_that_waits_for_all_threads_in_its_own_folder(alone, monkeypatc
     assert alone("joins.py").steps > 0
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_loss_in_a_compiled_function_is_not_compiled_again(alone) -> None:
     assert alone("compiles.py").steps > 20
 
 
-@pytest.mark.parametrize("how", ["before", *(pytest.param(how, marks=pytest.mark.more) for how in ("after", "never"))])
+@pytest.mark.more
+@pytest.mark.parametrize("how", ["before", "after", "never"])
 def test_files_beside_a_script_that_have_names_of_pythons_modules(how, tmp_path, alone) -> None:
     for name in ("statistics", "resource"):
         (tmp_path / f"{name}.py").write_text("print('run', __name__)\nmedian = own = 7\n")
@@ -110,6 +112,7 @@ def test_a_watch_that_fails_to_begin_is_none_of_the_scripts(tmp_path, monkeypatc
     assert profile.notes == ["watching failed to begin by an error of hotloop's own: ValueError: planted"]
 
 
+@pytest.mark.more
 def test_a_script_that_trains_in_other_processes_is_told_so(alone) -> None:
     assert "started 2 other processes" in alone("spawns.py", "2").notes[-1]
 
@@ -205,6 +208,7 @@ def test_lines_of_the_whole_run_are_looked_at_until_something_trains(alone, tmp_
     alone(str(script))
 
 
+@pytest.mark.more
 def test_a_script_that_asks_for_torch_before_it_imports_it(alone) -> None:
     assert alone("asks_first.py").steps > 0
 
@@ -268,6 +272,7 @@ def test_a_profiler_written_in_c_is_left_alone(alone, tmp_path) -> None:
     assert any("it uses yappi itself" in note for note in alone(str(script)).notes)
 
 
+@pytest.mark.more
 def test_torch_that_came_with_the_machines_sitecustomize(tmp_path, monkeypatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import torch\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

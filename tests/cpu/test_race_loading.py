@@ -57,7 +57,9 @@ def raced(plans: dict[str, Plan], *, brief: bool) -> Measured:
     return measure(entrants, "baseline", steps=100, time_limit_s=2.0, brief=brief)
 
 
-@pytest.mark.parametrize("brief", [True, False], ids=["in a search", "in a race"])
+@pytest.mark.parametrize(
+    "brief", [pytest.param(True, marks=pytest.mark.more, id="in a search"), pytest.param(False, id="in a race")]
+)
 def test_a_step_takes_no_less_than_its_batch(brief: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three loaders that load on while the others are timed would each seem three times as fast."""
     monkeypatch.setattr("hotloop.measuring.racing.WARM_S", 0.05)

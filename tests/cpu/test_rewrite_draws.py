@@ -318,7 +318,12 @@ def in_another_order(graph: torch.fx.GraphModule) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
-    "fault", [off_by_a_hundredth, without_a_sign, one_for_two, each_time_the_same, in_another_order]
+    "fault",
+    [
+        off_by_a_hundredth,
+        each_time_the_same,
+        *(pytest.param(one, marks=pytest.mark.more) for one in (without_a_sign, one_for_two, in_another_order)),
+    ],
 )
 def test_a_fault_of_the_program_is_seen_by_check(
     fault: Callable[[torch.fx.GraphModule], None], monkeypatch: pytest.MonkeyPatch

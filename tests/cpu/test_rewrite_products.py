@@ -25,6 +25,7 @@ from hotloop.plan import Plan
 from hotloop.probe import here
 from hotloop.tuning import bounds, candidates
 from hotloop.verdicts import TRUSTED
+from tests.cpu.programs import advance
 
 WIDTH = 128
 
@@ -65,8 +66,15 @@ NAMED = Plan(device="cpu", compile="step", rewrites="mm_by_onednn")
 def test_products_of_all_kinds_are_found_and_come_to_the_same() -> None:
     """Six forward and eleven backward; the last layer's are small."""
     said: list[str] = []
-    lower(task(), NAMED, said.append).close()
+    rewritten, eager = lower(task(), NAMED, said.append), lower(task(), Plan(device="cpu"))
     assert "rewrote the step: mm_by_onednn 17" in said
+    for program in (rewritten, eager):
+        advance(program, 3)
+    torch.testing.assert_close(rewritten.state().parameters, eager.state().parameters, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.more
+def test_they_are_trusted() -> None:
     assert prove(task(), NAMED).parity in TRUSTED
 
 
@@ -75,12 +83,15 @@ def test_a_package_has_them_too() -> None:
     assert prove(task(), NAMED.with_axes(compile="package")).parity in TRUSTED
 
 
-def test_a_product_that_is_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_that_is_off_is_seen_and_one_that_is_not_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = task(lambda: nn.Linear(WIDTH, WIDTH))
+    assert prove(small, NAMED).parity in TRUSTED
+
     def off(graph: Any, node: Any, by: Any) -> None:
         product_replaced(graph, node, lambda *values: 1.0001 * by(*values))
 
     monkeypatch.setattr(mm_by_onednn, "product_replaced", off)
-    assert prove(task(), NAMED).parity == "broken"
+    assert prove(small, NAMED).parity == "broken"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +140,7 @@ def test_all_leaves_products_to_mkl_for_which_it_is_faster(
         assert mm_by_onednn.is_slow_by_mkl(one.t().contiguous().t(), second) is by_columns
 
 
+@pytest.mark.more
 def test_in_a_step_all_takes_those_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five: the gradient of the first layer's weights is narrow, with a first operand by columns."""
     monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: True)

@@ -206,7 +206,7 @@ def attention(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None])[0, 0]
 
 
-@pytest.mark.parametrize("block", [torch.sin, attention])
+@pytest.mark.parametrize("block", [torch.sin, pytest.param(attention, marks=pytest.mark.more)])
 def test_what_is_recomputed_without_draws_trains_as_eagerly(block: Any) -> None:
     assert_trains_as_eagerly(model=lambda: Recomputed(block))
 

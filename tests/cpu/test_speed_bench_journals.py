@@ -199,6 +199,7 @@ def test_who_cannot_go_without_a_search_is_left_out_where_there_is_no_time(
     assert "left to --search" in made.journal.rows[0]["lanes"][OURS]["failure"]
 
 
+@pytest.mark.more
 def test_who_compiles_in_seconds_is_measured_with_a_cold_cache_where_there_is_no_time_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ class Shifted(nn.Module):
         return self.out(rows.relu().flatten(1))  # type: ignore[no-any-return]
 
 
+@pytest.mark.more
 def test_a_step_of_long_indices_trains_as_eagerly(simplified: list[sympy.Expr]) -> None:
     with torch._inductor.config.patch(fx_graph_cache=False):  # or nothing is looked at a second time
         program = hotloop.lower(a_task(model=Shifted), STEP)

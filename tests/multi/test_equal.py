@@ -55,7 +55,12 @@ def everything(plan: Plan) -> dict[tuple[str, str], Any]:
 
 @pytest.fixture(
     scope="module",
-    params=[("data", 2), ("data", 3), pytest.param(("data", 4), marks=pytest.mark.more), ("sharded", 3), ("towers", 3)],
+    params=[
+        ("data", 3),
+        ("sharded", 3),
+        ("towers", 3),
+        *(pytest.param(("data", ranks), marks=pytest.mark.more) for ranks in (2, 4)),
+    ],
     ids=str,
 )
 def given(request: pytest.FixtureRequest) -> Plan:

@@ -255,6 +255,7 @@ def test_stages_go_on_with_what_one_process_has_left_and_the_other_way_round(tmp
         assert max(distance((state, [], {}), (c, [], {})).values()) < 1e-10
 
 
+@pytest.mark.more
 def test_stages_begin_where_they_did_also_where_only_the_start_says_how_many_ranks(tmp_path: Path) -> None:
     task, path = words(torch.float32, validation=None, epochs=1), tmp_path / "run"
     hotloop.fit(task, run=path, plan=PLANS["1f1b"].with_axes(split="last"), progress=False)  # hardly the fastest
