@@ -179,7 +179,9 @@ def test_unasked_they_are_captured_otherwise(name: str) -> None:
     assert laid_otherwise(seeing(NETWORKS[name]))
 
 
-@pytest.mark.parametrize(("name", "plan"), [("patches", STEP), ("patches", PACKAGE), ("mixing", PACKAGE)])
+@pytest.mark.parametrize(
+    ("name", "plan"), [pytest.param("patches", STEP, marks=pytest.mark.more), ("patches", PACKAGE), ("mixing", PACKAGE)]
+)
 def test_a_compiled_step_goes_by_it(name: str, plan: Plan) -> None:
     found = prove(seeing(NETWORKS[name]), plan)
     assert found.parity in ("fp32-equivalent", "bitwise"), found.reason

@@ -36,7 +36,11 @@ class Edged(nn.Module):
         return self.out(self.conv(self.edges(x)).relu().mean((2, 3)))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("plan", [Plan(compile="forward"), STEP, PACKAGE], ids=lambda plan: plan.compile)
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(Plan(compile="forward"), marks=pytest.mark.more), STEP, PACKAGE],
+    ids=lambda plan: plan.compile,
+)
 def test_a_compiled_step_reads_a_result_where_it_lies(plan: Plan) -> None:
     found = prove(seeing(Edged), plan)
     assert found.parity in ("fp32-equivalent", "bitwise"), found.reason

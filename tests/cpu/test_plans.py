@@ -40,7 +40,7 @@ RUNS += [(name, COMPILED["step"]) for name in FAMILIES] + [("cnn", COMPILED["for
 RUNS += [("mlp", Plan(compile="step", optimizer="fused"))]
 RUNS += [(name, Plan(accumulation=3)) for name in ("mlp", "residual", "lstm", "gpt")]
 RUNS += [("mlp", Plan(accumulation=3, compile=how)) for how in ("forward", "step")]
-MORE = {(name, COMPILED["step"]) for name in ("gpt", "residual", "vae")} | {
+MORE = {(name, COMPILED["step"]) for name in ("gpt", "lstm", "residual", "vae")} | {
     ("mlp", Plan(accumulation=3, compile="forward"))
 }
 """What takes long to compile, and shows of further families what others show too."""
@@ -119,7 +119,7 @@ def test_switching_plans_twice_keeps_order_and_result() -> None:
     assert_equal_within_rounding(state, baseline("cnn"))
 
 
-@pytest.mark.parametrize("name", ["cnn", "batchnorm"])
+@pytest.mark.parametrize("name", ["cnn", pytest.param("batchnorm", marks=pytest.mark.more)])
 def test_what_follows_a_convolution_is_compiled_in_any_layout(name: str) -> None:
     """Where channels come last those of a convolution's result do, and a flattening copies."""
     task = another_family(name)

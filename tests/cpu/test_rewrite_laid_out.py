@@ -59,6 +59,7 @@ def test_before_a_dense_layer_it_is_laid_as_the_convolution_lays(laid: list[tupl
     assert laid and set(map(repr, laid)) == {repr((True, [3, 0, 2, 1]))}
 
 
+@pytest.mark.more
 def test_an_image_in_the_usual_order_leaves_it_alone(laid: list[tuple[bool, Any]]) -> None:
     layers = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)  # one channel: both orders are the same
     assert_trains_as_eagerly(convolving(*layers, channels=1))

@@ -204,7 +204,9 @@ def test_each_way_to_share_a_step_says_what_it_can(profiles: dict[str, list[Prof
     assert "the ranks average their weights every 4 steps" in local.notes[-1]
 
 
-def test_from_python_and_by_the_command(tmp_path: Path, run_cli: RunCli) -> None:
+def test_from_python_and_by_the_command(tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up = Runner.warm_up
+    monkeypatch.setattr(Runner, "warm_up", lambda self: warm_up(self, 0.05))
     found = hotloop.profile(slow_data(), plan=PLAN, steps=STEPS, progress=False)
     assert found.plan == "parallel=data ranks=2" and found.slowest == SLOW and found.bound == "waiting"
     (tmp_path / "task.py").write_text(FILE)
