@@ -119,6 +119,13 @@ WRITERS: dict[str, Callable[[], nn.Module]] = {
         "MixtralConfig", "MixtralForCausalLM", **_writing(num_local_experts=4, num_experts_per_tok=2, **_GROUPED)
     ),
     "olmoe": lambda: _made("OlmoeConfig", "OlmoeForCausalLM", **_writing(num_experts=8, num_experts_per_tok=2)),
+    "opt": lambda: _made(
+        "OPTConfig",
+        "OPTForCausalLM",
+        **dict(vocab_size=WORDS, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, ffn_dim=512),
+        **dict(max_position_embeddings=LENGTH, word_embed_proj_dim=128, pad_token_id=0),
+        **_NO_ENDS,
+    ),
     "qwen": lambda: _made("Qwen3Config", "Qwen3ForCausalLM", **_writing(**_GROUPED)),
     "t5": lambda: _made(
         "T5Config",
@@ -151,6 +158,12 @@ SEEING: dict[str, Callable[[], nn.Module]] = {
         "ResNetForImageClassification",
         **dict(embedding_size=32, hidden_sizes=[32, 64, 128, 256], layer_type="basic", num_labels=CLASSES),
     ),
+    "swin": lambda: _made(
+        "SwinConfig",
+        "SwinForImageClassification",
+        **dict(image_size=64, patch_size=2, embed_dim=48, depths=[2, 2], num_heads=[3, 6], window_size=8),
+        num_labels=CLASSES,
+    ),
     "vit": lambda: _made(
         "ViTConfig",
         "ViTForImageClassification",
@@ -161,6 +174,8 @@ SEEING: dict[str, Callable[[], nn.Module]] = {
 """Images float32 (B, 3, 64, 64), labels int64 (B,)."""
 
 TIMM: dict[str, Callable[[], nn.Module]] = {
+    "edgenext": lambda: _of_timm("edgenext_xx_small"),
+    "efficientnet": lambda: _of_timm("efficientnet_lite0"),
     "mixer": lambda: _of_timm("mixer_s32_224", img_size=64),
     "regnet": lambda: _of_timm("regnety_002"),
     "ghostnet": lambda: _of_timm("ghostnet_050"),

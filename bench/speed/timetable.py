@@ -8,6 +8,9 @@ from collections.abc import Mapping
 _MOST = 1.5
 """Times its share that a workload's session may take of what others have left over."""
 
+_ROOM = 1.3
+"""Times what the searches to come are reckoned at that a session leaves to them: a machine may be slower than usual."""
+
 
 class Timetable:
     """Of one bench, from now on.
@@ -42,12 +45,12 @@ class Timetable:
     def session_s(self, workload: str) -> float:
         """Seconds that its session may take now."""
         own_s = self._windows_s[workload]
-        left_s = self._left_s(self._order[self._order.index(workload) + 1 :])
+        left_s = self._left_s(self._order[self._order.index(workload) + 1 :], _ROOM)
         return own_s if left_s is None else max(0.0, min(left_s, _MOST * own_s))
 
-    def _left_s(self, later: list[str]) -> float | None:
+    def _left_s(self, later: list[str], room: float = 1.0) -> float | None:
         """Until the end, without what such workloads' sessions, and the searches that are still to come, are reckoned at."""
         if self._until is None:
             return None
-        kept_s = sum(self._windows_s[name] for name in later) + sum(self._searches_s.values())
+        kept_s = sum(self._windows_s[name] for name in later) + room * sum(self._searches_s.values())
         return self._until - time.monotonic() - kept_s

@@ -51,7 +51,7 @@ WORKLOADS = {
     for one in (
         Workload("W1", "small CNN, batch 8", "fashion", 8, budget_s=130, search_s=60),
         Workload("W2", "small CNN, batch 128", "fashion", 128, budget_s=135, search_s=60),
-        Workload("W3", "tutorial CNN, batch 128", "fashion", 128, budget_s=165, search_s=210),
+        Workload("W3", "tutorial CNN, batch 128", "fashion", 128, budget_s=165, search_s=150),
         Workload("W4", "MLP 784-128-10, batch 64", "fashion", 64, budget_s=125, search_s=45),
         Workload("W5", "MLP 784-2048-2048-10, batch 128", "fashion", 128, budget_s=140, search_s=60),
         Workload(

@@ -97,6 +97,12 @@ def test_searches_that_fit_beside_everybodys_windows_are_made_and_others_left_ou
     assert not free.left_out and free.search_s("W6", OURS) is None and free.session_s("W6") == 50
 
 
+def test_a_session_leaves_to_the_searches_to_come_what_they_take_on_a_slower_machine() -> None:
+    table = Timetable(200, {"W1": 50, "W5": 60}, {("W5", OURS): 60.0})
+    assert table.session_s("W1") == pytest.approx(200 - 60 - 1.3 * 60, abs=1)
+    assert table.search_s("W5", OURS) == pytest.approx(200 - 60, abs=1)
+
+
 def test_some_windows_are_measured_where_starting_took_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "_ENDING_S", 100.0)
     told: list[str] = []
