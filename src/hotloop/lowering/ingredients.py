@@ -173,9 +173,8 @@ def _check_output(task: Task, roles: Roles, model: nn.Module) -> None:
         )
     try:
         output = _run_once(task, model, peek(roles))
-    except (
-        TaskError
-    ):  # the first step says what is wrong, and where; or nothing is, but that the model takes no batch as small
+    except TaskError:
+        # The first step says what is wrong, and where; or nothing is, but that the model takes no batch as small.
         return
     if not isinstance(output, Tensor) or output.ndim < 2:
         raise TaskError(
