@@ -211,7 +211,8 @@ def _promising(
 def _unsettled(facts: TaskFacts, plan: Plan) -> str:
     """Why compiled plans are neither raced nor proven beside an eager one; empty where they may be."""
     if not facts.exact:
-        return "its data has an order of its own, so nothing compiled can be proven"
+        reason = facts.inexact[0] if facts.inexact else "its data has an order of its own"
+        return f"{reason}, so nothing compiled can be proven"
     saving = [axis for axis in ("accumulation", "precision") if getattr(plan, axis) != getattr(BASELINE, axis)]
     if not saving:
         return ""

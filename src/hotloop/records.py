@@ -66,7 +66,9 @@ class TaskFacts(Record):
         batches: in an epoch.
         inputs: shapes of one sample's tensors.
         data: its form: `Table`, `Samples` or `Stream`.
-        exact: whether order and draws follow from the seed alone.
+        exact: whether a resumed run equals an uninterrupted run bit by bit: order and draws follow from the seed alone, and
+            all that training changes is saved.
+        inexact: why `exact` is False, one line for each reason; empty for data with an order of its own.
         order: hash of what decides the order of the data and which of it is held out.
         fingerprint: hash of the source, of what model and optimizer show of themselves, and of the sizes above, whatever
             the seed.
@@ -93,6 +95,7 @@ class TaskFacts(Record):
     inputs: list[list[int]]
     data: str
     exact: bool
+    inexact: list[str] = []
     order: str = ""
     fingerprint: str
     optimizer: str = ""

@@ -173,6 +173,16 @@ class Run:
             self.record = record
             write_atomic(self.path / "run.json", record.model_dump_json(indent=2))
 
+    def note_inexact(self, reason: str) -> bool:
+        """Records why a resumed run may differ from an uninterrupted run; False if the reason was recorded before."""
+        facts = self.record.facts
+        if reason in facts.inexact:
+            return False
+        facts = facts.model_copy(update={"exact": False, "inexact": [*facts.inexact, reason]})
+        self.keep(record=self.record.model_copy(update={"facts": facts}))
+        self.log("inexact", reason=reason)
+        return True
+
     def log(self, event: str, **fields: Any) -> None:
         """Adds a line to the journal, durably."""
         line = _as_line({"event": event, "time": round(time.time(), 3), **fields})

@@ -116,6 +116,8 @@ def _start(
     ranks.begin(str(path.absolute()))
     if task.roles.note:
         say(task.roles.note)
+    for reason in record.facts.inexact:
+        say(reason)
     noting = partial(remember_steps, facts, wanted, say=say)
     return handle, _train(handle, task, lambda: program, noting, False, until, callbacks, say)
 
@@ -199,6 +201,8 @@ def _go_on(
         f"{name} {then[name]} then, {now} now" for name, now in versions().items() if then.get(name, now) != now
     ]:
         say(f"{', '.join(other)}: the result may differ in its last bits")
+    for reason in handle.record.facts.inexact:
+        say(reason)
     done = handle.epochs[-1]["step"] if handle.epochs else 0
     loaded = loaded or Loaded(before, handle.record.source, files_of(handle.source))
     facts = known_by(loaded, task, wanted)

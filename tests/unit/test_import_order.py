@@ -66,6 +66,7 @@ ORDER = (
     "objective",
     "task_fields",
     "task",
+    "exactness",
     "sources",
     "taskfile",
     "state",

@@ -14,6 +14,7 @@ from hotloop.data.roles import Roles
 from hotloop.data.source import Stream, Table
 from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import TaskError, calling
+from hotloop.exactness import inexact_reasons
 from hotloop.lowering.fingerprint import fingerprint
 from hotloop.lowering.ingredients import Ingredients, count_parameters, counts_samples, input_shapes
 from hotloop.lowering.step import needs_closure
@@ -43,9 +44,11 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
     }
     counted = {"counts_samples": counts_samples(parts)}  # whatever the labels are: it makes another step
     optimizer = _trial(parts.task, model)
+    inexact = inexact_reasons(parts.task, model, optimizer)
     dimensions = {value.ndim for value in model.parameters()}
     return TaskFacts(
-        **known,
+        **known | {"exact": roles.exact and not inexact},
+        inexact=inexact,
         fingerprint=fingerprint(parts.task, model, optimizer, batch, known | counted, source_digest),
         **_of_optimizer(optimizer, model),
         images=not (dimensions | {value.ndim for value in tensors(inputs_of(batch))}).isdisjoint(_IMAGES),

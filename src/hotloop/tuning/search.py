@@ -109,7 +109,7 @@ class Search:
 
     def _run(self) -> str:
         if not self.facts.exact:
-            return self._left(_OF_ITS_OWN)
+            return self._left(self.facts.inexact[0] if self.facts.inexact else _OF_ITS_OWN)
         if self.time_limit_s is None and hopeless(self.facts.steps):
             return self._left(why_in_vain(self.facts.steps))
         (step_s, copying_s), device = self._glance(), self.baseline.device
