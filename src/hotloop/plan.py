@@ -97,8 +97,10 @@ class Plan(BaseModel):
         engine: what computes the step. `eager`: PyTorch, operation by operation. `arrays`: written out in array
             operations on NumPy or CuPy, without autograd, for models of known layers.
         device: where it runs, as torch names it: `cpu`, `cuda:0`, `mps`, `xpu:0`.
-        precision: the number format of the arithmetic. `tf32`: matrix products of fp32 numbers with 10 bits of mantissa
-            (NVIDIA); `bf16` and `fp16`: autocast, `fp16` with a scaled loss. Parameters and updates stay fp32.
+        precision: the number format of the arithmetic. `default`: torch's settings as they are when a run begins, by
+            default fp32, and TF32 in convolutions on CUDA; `fp32`: fp32 whatever the settings say; `tf32`: products of
+            fp32 numbers with 10 bits of mantissa (NVIDIA); `bf16` and `fp16`: autocast, `fp16` with a scaled loss.
+            Parameters and updates stay fp32.
         layout: the order of the dimensions of images and their weights in memory.
         residency: where the training data lies. `stream`: as it was given, arrays in memory, data sets loaded sample
             by sample; `host`: read once into memory; `device`: the same on the device, batches cut there.
@@ -146,7 +148,7 @@ class Plan(BaseModel):
 
     engine: Literal["eager", "arrays"] = "eager"
     device: str = "cpu"
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    precision: Literal["default", "fp32", "tf32", "bf16", "fp16"] = "default"
     layout: Literal["contiguous", "channels_last"] = "contiguous"
     residency: Literal["stream", "host", "device"] = "stream"
     compile: Literal["none", "forward", "step", "package"] = "none"
@@ -228,7 +230,7 @@ class Plan(BaseModel):
 
 
 BASELINE = Plan()
-"""Eager fp32 on the CPU, as a textbook would write it."""
+"""Eager on the CPU under torch's own settings, as a textbook would write it."""
 
 
 def _not_toml(source: str, why: str) -> PlanError:

@@ -119,6 +119,8 @@ class RunRecord(Record):
         source: how to load the Task from the folder; None for a Task made in Python, which only Python can give again.
         overrides: Task fields set by the command, such as `epochs`.
         checkpoint_every: `auto`, a number of steps, or seconds as `90s`.
+        switches: torch's switches of the format in which products are computed, as the process had them when the run
+            began, such as `cudnn.conv: tf32`; empty in runs of versions that recorded none.
     """
 
     version: int = 1
@@ -130,6 +132,7 @@ class RunRecord(Record):
     classes: list[str] = []
     note: str = ""
     checkpoint_every: str = "auto"
+    switches: dict[str, str] = {}
     versions: dict[str, str]
 
 

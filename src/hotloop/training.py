@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hotloop.arithmetic import other_settings
 from hotloop.asynchronous.employing import alone, employed
 from hotloop.asynchronous.recipe import Recipe
+from hotloop.choosing import placed
 from hotloop.continuing import check_overrides
 from hotloop.data.feed import peek
 from hotloop.data.tree import inputs_of
@@ -22,6 +25,7 @@ from hotloop.loop import train_loop
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.order import closed_unless_done
+from hotloop.lowering.switches import read, running_under
 from hotloop.lowering.telling import During, Say
 from hotloop.pacing import Cadence, seconds
 from hotloop.parallel.joining import Joined
@@ -108,6 +112,7 @@ def _start(
         classes=list(task.classes or task.roles.classes),
         note=task.roles.note,
         checkpoint_every=checkpoint_every,
+        switches=read(),
         versions=versions(),
     )
     made = (path, record, program.parts.plan)
@@ -205,11 +210,24 @@ def _go_on(
         say(reason)
     done = handle.epochs[-1]["step"] if handle.epochs else 0
     loaded = loaded or Loaded(before, handle.record.source, files_of(handle.source))
-    facts = known_by(loaded, task, wanted)
-    lowered = partial(lowered_by_memory, loaded, task, wanted, say, during, facts)
-    first = partial(lowered, done=done, until=until, callbacks=callbacks)
-    noting = partial(remember_steps, facts, wanted, say=say)
-    return handle, _train(handle, task, first, noting, True, until, callbacks, say)
+    with _under_its_switches(handle, wanted, say):
+        facts = known_by(loaded, task, wanted)
+        lowered = partial(lowered_by_memory, loaded, task, wanted, say, during, facts)
+        first = partial(lowered, done=done, until=until, callbacks=callbacks)
+        noting = partial(remember_steps, facts, wanted, say=say)
+        return handle, _train(handle, task, first, noting, True, until, callbacks, say)
+
+
+@contextmanager
+def _under_its_switches(handle: Run, wanted: Wanted, say: Say) -> Iterator[None]:
+    """Has torch's switches as they were when the run began, for its steps and for its evaluations."""
+    now, device = read(), placed(wanted.plan).device.partition(":")[0]
+    then = now | handle.record.switches
+    handle.record = handle.record.model_copy(update={"switches": then})
+    if line := other_settings(then, now, device):
+        say(line)
+    with running_under(then, device):
+        yield
 
 
 def _last_epoch(handle: Run, task: Task, final: dict[str, Any]) -> int:
@@ -242,7 +260,7 @@ def _train(
         def relower() -> Program:
             return ready.pop() if ready else lower(task, alone(plan) if plan.parallel == "async" else plan)
 
-        changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every")}
+        changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every", "switches")}
         handle.keep(plan=plan, record=before.record.model_copy(update=changed))
         handle.task = task
         return train_loop(

@@ -9,6 +9,7 @@ import torch
 from hotloop.asynchronous.recipe import Recipe
 from hotloop.asynchronous.replica import Replica
 from hotloop.errors import HotloopError, TrainingError, blame
+from hotloop.lowering.switches import running_under
 from hotloop.parallel.crew import Answer, Ready
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
@@ -30,7 +31,9 @@ class Host:
         if self._plan.threads is None:
             torch.set_num_threads(max(1, torch.get_num_threads() // self._workers))
         try:
-            self._replica = Replica(self._recipe.task(), self._plan)
+            task = self._recipe.task()  # its file may set other switches than the run has
+            with running_under(self._recipe.switches, torch.device(self._plan.device).type):
+                self._replica = Replica(task, self._plan)
         except Exception as error:
             return _told(error)
         return Ready()

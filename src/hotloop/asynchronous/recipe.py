@@ -9,7 +9,9 @@ from typing import Any
 
 import cloudpickle
 
+from hotloop.arithmetic import Switches
 from hotloop.errors import TaskError, blame
+from hotloop.lowering.switches import read
 from hotloop.records import SourceRecord
 from hotloop.task import Task, overridden
 from hotloop.taskfile import load_from_run
@@ -23,12 +25,14 @@ class Recipe:
         source, record: the copy of the Task's source in a run's folder, and what to load of it; or
         pickled: a Task made in Python, functions and classes of `__main__` and of notebooks by value.
         overrides: fields of the Task set by the command.
+        switches: torch's, of the format in which products are computed, as the process has them that makes the recipe.
     """
 
     source: Path | None = None
     record: SourceRecord | None = None
     pickled: bytes = b""
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    switches: Switches = field(default_factory=read)
 
     @classmethod
     def of(cls, task: Task, source: Path, record: SourceRecord | None, overrides: Mapping[str, Any]) -> Recipe:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hotloop.arithmetic import Switches
 from hotloop.data.checks import check_labels
 from hotloop.data.feed import peek
 from hotloop.data.roles import Roles
@@ -39,6 +40,7 @@ class Ingredients:
         build_optimizer: `model` -> the optimizer.
         scaled: whether the loss is scaled before backward, as fp16 needs.
         around: contexts that each training step runs in.
+        switches: torch's, of the format in which products are computed, as the step has them.
         say: shows a line to the user at once, while something takes long.
         during: shows that it does, and how far it is.
         world: the ranks that share the training.
@@ -57,6 +59,7 @@ class Ingredients:
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     scaled: bool = False
     around: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+    switches: Switches = field(default_factory=dict)
     say: Say = lambda line: None
     during: During = SILENT
     world: World = ALONE
