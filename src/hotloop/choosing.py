@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from hotloop.arithmetic import REDUCED
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
 from hotloop.feasible import Refused, check, refused, settings
 from hotloop.hardware import Device, Hardware
@@ -132,7 +133,7 @@ def _weighed(
     """The best choice that isn't compiled; or the same compiled, where that pays, is faster indeed, and proven."""
     eager = [choice for choice in choices if choice.plan.compile == wanted.plan.compile]
     program, plan = _first_lowered(task, eager, say, during)
-    allowed = accepted(wanted.plan.model_fields_set)
+    allowed = accepted(wanted.plan)
     ways, instead = _untried(choices, plan, facts, wanted, memory, say)
     if not ways or facts.steps is None:
         return program, plan
@@ -174,7 +175,7 @@ def _untried(
     """The ways to compile an eager plan that the choices allow; see `_promising`."""
     others = [one.plan for one in choices if one.plan.compile != plan.compile]
     compiled = [one for one in others if one.with_axes(compile=plan.compile) == plan]
-    allowed = accepted(wanted.plan.model_fields_set)
+    allowed = accepted(wanted.plan)
     steps = None if facts.steps is None else facts.steps + memory.to_come(facts.steps)
     return _promising(_ways(compiled, facts, wanted), plan, steps, allowed, memory, say)
 
@@ -213,11 +214,14 @@ def _unsettled(facts: TaskFacts, plan: Plan) -> str:
     if not facts.exact:
         reason = facts.inexact[0] if facts.inexact else "its data has an order of its own"
         return f"{reason}, so nothing compiled can be proven"
-    saving = [axis for axis in ("accumulation", "precision") if getattr(plan, axis) != getattr(BASELINE, axis)]
+    saving = [
+        *(["accumulation"] if plan.accumulation != BASELINE.accumulation else []),
+        *(["precision"] if plan.precision in REDUCED else []),
+    ]
     if not saving:
         return ""
     return (
-        "compiled plans race beside whole batches in fp32, for which there may be no memory where"
+        "compiled plans race beside whole batches of the baseline's precision, for which there may be no memory where"
         f" {' and '.join(saving)} is set; train --tune races them all the same"
     )
 

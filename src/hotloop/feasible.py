@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from hotloop.amounts import digits
+from hotloop.arithmetic import REDUCED
 from hotloop.case import Case, Rule, Violation
 from hotloop.errors import DeviceError, PlanError, RoomError
 from hotloop.feasible_ranks import RULES_OF_RANKS
@@ -125,7 +126,7 @@ def _written_out(case: Case) -> Iterator[Violation]:
         return
     for axis, reason in _OF_TORCH.items():
         plain = getattr(BASELINE, axis)
-        if getattr(plan, axis) != plain:
+        if getattr(plan, axis) not in (plain, "fp32"):  # which are the model's own numbers
             value = "none" if plain is None else plain
             yield Violation((axis, "engine"), reason, f"use {axis}={value}, or engine=eager")
     if device.kind not in ("cpu", "cuda"):
@@ -165,7 +166,7 @@ def _apart(case: Case) -> Iterator[Violation]:
     kinds = {name.partition(":")[0] for name in (case.device.name, *plan.placement.values())}
     if plan.precision in ("bf16", "fp16") and len(kinds) > 1:
         reason = f"autocast would have to be the same on {' and '.join(sorted(kinds))}"
-        yield Violation(("precision", "placement"), reason, "use precision=fp32, or devices of one kind")
+        yield Violation(("precision", "placement"), reason, "use precision=default or precision=fp32, or devices of one kind")
     if case.facts.closure:
         reason = f"{case.facts.optimizer} takes all parameters for one vector, which is on one device"
         yield Violation(("placement",), reason, "use placement=none, or another optimizer")
@@ -177,10 +178,10 @@ def _apart(case: Case) -> Iterator[Violation]:
 def _arithmetic(case: Case) -> Iterator[Violation]:
     """Formats that the device has no instructions for."""
     plan, device, axes = case.plan, case.device, ("precision", "device")
-    fix = "use precision=fp32"
+    fix = "use precision=default or precision=fp32"
     if plan.precision == "fp16" and device.kind == "cpu":
         yield Violation(axes, "on a CPU there is no loss scaling, and no fp16 arithmetic that would be faster", fix)
-    elif plan.precision != "fp32" and plan.precision not in device.precisions:
+    elif plan.precision in REDUCED and plan.precision not in device.precisions:
         yield Violation(axes, _LACKING[plan.precision].format(device=device.name), fix)
 
 

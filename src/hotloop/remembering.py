@@ -88,13 +88,13 @@ def _recalled(loaded: Loaded, wanted: Wanted, facts: TaskFacts, say: Say, done: 
         steps = max(0, trained(*where) - done)
         memory = replace(memory, steps=steps, spend=lambda: _said(note_trained(*where, 0), say))
     to_come = 0 if facts.steps is None else memory.to_come(facts.steps)
-    allowed = accepted(wanted.plan.model_fields_set)
+    allowed = accepted(wanted.plan)
     return kept, replace(memory, in_vain=in_vain(kept, facts.steps, allowed, to_come))
 
 
 def _fastest(kept: list[Kept], wanted: Wanted, facts: TaskFacts, memory: Memory = NOTHING_KEPT) -> Plan | None:
     to_come = 0 if facts.steps is None else memory.to_come(facts.steps)
-    found = best(kept, facts.steps, accepted(wanted.plan.model_fields_set), to_come)
+    found = best(kept, facts.steps, accepted(wanted.plan), to_come)
     return None if found is None else found.timing.as_plan
 
 

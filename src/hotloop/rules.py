@@ -172,8 +172,8 @@ def _reasons(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[str]:
     if "precision" not in kept:
         device = device_of(plan, hardware)
         tf32 = device is not None and device.kind == "cuda" and facts.convolutions
-        loop = "; torch by itself computes convolutions in tf32 here, as precision=tf32 does" if tf32 else ""
-        yield f"precision=fp32: a reduced precision changes the result, so it has to be asked for{loop}"
+        loop = ", which compute convolutions in tf32 here, where precision=fp32 computes in fp32" if tf32 else ""
+        yield f"precision=default: torch's own settings{loop}; fewer bits change the result, so they have to be asked for"
     if "compile" not in kept and not _long(facts):
         run = "a stream doesn't say how many steps there are" if facts.steps is None else f"{facts.steps:,} steps"
         yield f"compile=none: a compilation is tried from {COMPILED_FROM_STEPS:,} steps on ({run})"

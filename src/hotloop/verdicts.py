@@ -85,6 +85,8 @@ class Parity(Record):
         states: from how many states of the baseline's path single steps were compared.
         free_steps: steps of the free run that came after; 0 if it wasn't reached.
         errors: worst first.
+        arithmetic: the format of the fewest bits in which each class of operators computes products: `matmul`, `conv`, `rnn`.
+        reductions: what of that has fewer bits than the baseline's, in words.
         first: the first tensor that went wrong, and at which step; None where nothing did.
         convergence: where it was asked for.
         seconds: what the proof took.
@@ -99,6 +101,8 @@ class Parity(Record):
     states: int
     free_steps: int = 0
     errors: list[TensorError] = Field(default_factory=list)
+    arithmetic: dict[str, str] = Field(default_factory=dict)
+    reductions: list[str] = Field(default_factory=list)
     first: str | None = None
     convergence: Convergence | None = None
     seconds: float = 0.0

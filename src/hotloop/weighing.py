@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hotloop.amounts import milliseconds
+from hotloop.arithmetic import REDUCED
 from hotloop.data.feed import Treatment, open_feed
 from hotloop.data.roles import Roles
 from hotloop.errors import blame
@@ -194,9 +195,9 @@ class Memory:
         return ""
 
 
-def accepted(fixed: Collection[str]) -> tuple[str, ...]:
-    """Classes of parity that may be chosen; a reduced precision only where the user set it."""
-    return (*TRUSTED, "reduced-precision") if "precision" in fixed else TRUSTED
+def accepted(asked: Plan) -> tuple[str, ...]:
+    """Classes of parity that may be chosen; a reduced precision only where the user's plan asks for it."""
+    return (*TRUSTED, "reduced-precision") if asked.precision in REDUCED else TRUSTED
 
 
 def hoped(

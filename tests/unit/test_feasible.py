@@ -104,7 +104,7 @@ REFUSED = {
     "modules apart with LBFGS": (GPU, LBFGS, APART, ("LBFGS", "one device", "another optimizer")),
     "more pieces than samples": (CPU, {}, {"accumulation": 65}, ("batch of 64", "65 pieces", "accumulation=64")),
     "arrays in reduced precision": (
-        CPU_BF16, {}, {"engine": "arrays", "precision": "bf16"}, ("the model's own numbers", "precision=fp32"),
+        CPU_BF16, {}, {"engine": "arrays", "precision": "bf16"}, ("the model's own numbers", "precision=default"),
     ),
     "arrays compiled": (CPU, {}, {"engine": "arrays", "compile": "step"}, ("torch's operations", "compile=none")),
     "arrays in a graph": (GPU, {}, {**GRAPHS, "engine": "arrays"}, ("torch's operations", "graphs=none")),

@@ -74,8 +74,8 @@ def test_it_is_frozen() -> None:
         BASELINE.device = "cuda"  # type: ignore[misc]
 
 
-def test_the_baseline_is_eager_fp32_on_the_cpu() -> None:
-    assert (BASELINE.engine, BASELINE.precision, BASELINE.device) == ("eager", "fp32", "cpu")
+def test_the_baseline_is_eager_on_the_cpu_under_the_settings_of_torch() -> None:
+    assert (BASELINE.engine, BASELINE.precision, BASELINE.device) == ("eager", "default", "cpu")
 
 
 @pytest.mark.parametrize("make", [Plan, BASELINE.with_axes], ids=["new", "changed"])

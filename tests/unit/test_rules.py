@@ -64,7 +64,7 @@ def test_every_choice_can_be_run_and_the_last_is_the_baseline(name: str) -> None
     assert len({choice.plan for choice in choices}) == len(choices)
     for choice in choices:
         assert violations(choice.plan, facts(**task), machine) == []
-        assert (choice.plan.precision, choice.plan.graphs) == ("fp32", "none")
+        assert (choice.plan.precision, choice.plan.graphs) == ("default", "none")
 
 
 def test_each_axis_that_auto_changed_has_its_reason() -> None:

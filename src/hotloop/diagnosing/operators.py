@@ -141,7 +141,7 @@ def unsupported(step: Step) -> Iterator[Remedy]:
             gain=step.share(spent - least / _REACHED),
             evidence=f"operations on {dtype} take {spent:.2f} ms of each step of {step.ms:.2f} ms; in float32 their "
             f"arithmetic takes {least:.2f} ms at this machine's limit",
-            axes={"precision": "fp32"},
+            axes={"precision": "default"},
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from hotloop.data.tree import batch_length, tensors
 from hotloop.errors import PlanError, blame
@@ -120,6 +121,11 @@ class CompiledStep(EagerStep):
             self.draws_by_words = bool(found.get("draw_by_words"))
             times = ", ".join(f"{name} {count}" for name, count in found.items() if count)
             self._tell("rewrote", f"rewrote the step: {times}")
+
+    @property
+    def graph(self) -> GraphModule | None:
+        """What was captured and rewritten of it."""
+        return None if self._captured is None else self._captured.graph
 
     @property
     def _alone(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from hotloop.data.cut import Cut
 from hotloop.data.feed import Feed, TableFeed
@@ -88,6 +89,11 @@ class Program:
         return self._step.ran
 
     @property
+    def captured(self) -> GraphModule | None:
+        """The graph of the step that was compiled or recorded; None where it runs operation by operation."""
+        return self._step.graph
+
+    @property
     def looking_s(self) -> float:
         """Seconds in each epoch of seeing whether callbacks have changed what was compiled; see `look_again`."""
         return self._step.look_s if self.watched else 0.0
@@ -118,7 +124,7 @@ class Program:
         self._step.draws.begin_span()
         samples = 0
         try:
-            with self._around():
+            with self.around():
                 taken = self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
                 for done, size in self._step.run(taken, start):
                     number += done
@@ -148,14 +154,14 @@ class Program:
         """
         self.model.train()
         self._step.draws.begin_span()
-        with preserved(*self.devices), self._around():
+        with preserved(*self.devices), self.around():
             batch = to_device(batch, self.device)
             loss = self._step(batch, batch_length(batch), self.position.step)
         self.position = Position(self.position.step + 1, self.position.epoch, self.position.batch + 1)
         return loss
 
     @contextmanager
-    def _around(self) -> Iterator[None]:
+    def around(self) -> Iterator[None]:
         """The contexts that training steps run in."""
         with ExitStack() as stack:
             for context in self.parts.around:
@@ -166,7 +172,7 @@ class Program:
         """Sets what belongs to the process as the plan has it, for a clock that begins after it; whether its memory was
         another plan's before, which the first step finds given back, or has to give back."""
         before = keeps()
-        with self._around():
+        with self.around():
             return keeps() != before
 
     def prepare(self, batch: Any, samples: int) -> None:
@@ -177,7 +183,7 @@ class Program:
         """
         before = self.state()
         self.model.train()
-        with self._around():
+        with self.around():
             self._step.make_ready(batch, samples)
         self.restore(before)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -282,6 +283,11 @@ class EagerStep:
         elif self.schedule is not None and not self._each_step:
             self.schedule.step()
         self.reset_sums()
+
+    @property
+    def graph(self) -> GraphModule | None:
+        """What was captured of it; None where it runs operation by operation."""
+        return None
 
     @property
     def _clips(self) -> bool:

@@ -73,7 +73,10 @@ def _agreeing(switches: Switches, device: str) -> tuple[dict[str, str], str]:
     own, other = ("cuda.matmul", "mkldnn.matmul") if device == "cuda" else ("mkldnn.matmul", "cuda.matmul")
     level = "medium" if (switches[own], switches[other]) == ("tf32", "bf16") else _LEVELS[switches[own]]
     at_level = _AT_LEVEL[level]
-    return {**switches, other: at_level if other == "mkldnn.matmul" else {"bf16": "tf32"}.get(at_level, at_level)}, level
+    return {
+        **switches,
+        other: at_level if other == "mkldnn.matmul" else {"bf16": "tf32"}.get(at_level, at_level),
+    }, level
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hotloop.arithmetic import REDUCED, coarsest
 from hotloop.errors import HotloopError, MemoryExhausted, blame, out_of_memory, told
 from hotloop.lowering import Program, lower
 from hotloop.parity.accounts import Account, Evidence
@@ -18,7 +19,7 @@ from hotloop.parity.judging import judged
 from hotloop.parity.needs import lacking
 from hotloop.parity.own_draws import look_at_draws, look_at_words
 from hotloop.parity.running import NUDGES, Freely, run_freely, steps_of
-from hotloop.parity.witnesses import Truth, Witness, baselines, peers
+from hotloop.parity.witnesses import Truth, Witness, baselines, in_formats_of, peers
 from hotloop.plan import Plan
 from hotloop.probe import check_device
 from hotloop.rng import preserved
@@ -46,7 +47,7 @@ def prove(task: Task, plan: Plan, *, progress: Progress = lambda done, total: No
 
 
 def prove_plans(task: Task, plans: Sequence[Plan], *, progress: Progress = lambda done, total: None) -> list[Parity]:
-    """Compares plans with the baseline, those of one device and precision together; see `prove_programs`.
+    """Compares plans with the baseline, those of one device and reduced precision together; see `prove_programs`.
 
     One that can't be run, or for which there is no memory, is unproven.
     """
@@ -54,7 +55,8 @@ def prove_plans(task: Task, plans: Sequence[Plan], *, progress: Progress = lambd
     groups: dict[tuple[str, str], list[Program]] = {}
     for plan in dict.fromkeys(plans):
         try:
-            groups.setdefault((plan.device, plan.precision), []).append(lower(task, plan))
+            asked = plan.precision if plan.precision in REDUCED else "none"
+            groups.setdefault((plan.device, asked), []).append(lower(task, plan))
         except Exception as error:
             why, passing = told(error)
             if not (passing or isinstance(error, HotloopError)):
@@ -73,11 +75,12 @@ def prove_plans(task: Task, plans: Sequence[Plan], *, progress: Progress = lambd
 def prove_programs(
     task: Task, programs: Sequence[Program], *, progress: Progress = lambda done, total: None
 ) -> list[Parity]:
-    """Compares Programs of one Task, on one device and in one precision, with the baseline there.
+    """Compares Programs of one Task, on one device and in one reduced precision or none, with the baseline there.
 
     From States along the baseline's path each takes one step, with the same batch and the same draws, and so does the
     baseline in float64. Losses, gradients, updates, the optimizer's state and buffers may be off from the truth by a
     small multiple of what several baselines are that differ harmlessly. A free run across the end of an epoch follows.
+    What computes products in fewer bits than the baseline is no better than `reduced-precision`, however small its errors.
     Their States are put back afterwards. Where there is no memory for all of that, they are unproven.
 
     Raises:
@@ -118,7 +121,7 @@ def _drawing_alike(task: Task, programs: Sequence[Program]) -> list[tuple[Follow
 def _cut_alike(task: Task, programs: Sequence[Program]) -> list[tuple[Followed, list[Program]]]:
     """Programs that cut batches into as many pieces, and what these draw."""
     plans = [program.parts.plan for program in programs]
-    cut = {plan.accumulation for plan in plans if plan.precision == "fp32"} - {1}
+    cut = {plan.accumulation for plan in plans if plan.precision not in REDUCED} - {1}
     if not cut or not task.roles.exact:
         return [(None, list(programs))]
     baseline = lower(task, Plan(device=plans[0].device, workers=0))
@@ -141,18 +144,37 @@ def _proven(task: Task, programs: Sequence[Program], draws: Followed, progress: 
     found = _compared(task, programs, draws, progress, brief=True)
     # More baselines can only allow more, so what passes beside one passes beside all of them.
     left = [number for number, parity in enumerate(found) if parity.parity == "broken"]
-    if left:
-        again = _compared(task, [programs[number] for number in left], draws, progress, brief=False)
-        for number, parity in zip(left, again, strict=True):
+    plain = [number for number in left if not _reduces_unasked(programs[number], found[number])]
+    for numbers in [*([plain] if plain else []), *([number] for number in left if number not in plain)]:
+        again = _compared(
+            task, [programs[number] for number in numbers], draws, progress, brief=False, of=found[numbers[0]]
+        )
+        for number, parity in zip(numbers, again, strict=True):
             seconds = (found[number].seconds or 0.0) + (parity.seconds or 0.0)
             found[number] = parity.model_copy(update={"seconds": seconds})
     return found
 
 
+def _reduces_unasked(program: Program, found: Parity) -> bool:
+    """Whether a plan computes in fewer bits than the baseline, though it doesn't say so."""
+    return bool(found.reductions) and program.parts.plan.precision not in REDUCED
+
+
 def _compared(
-    task: Task, programs: Sequence[Program], draws: Followed, progress: Progress, *, brief: bool
+    task: Task,
+    programs: Sequence[Program],
+    draws: Followed,
+    progress: Progress,
+    *,
+    brief: bool,
+    of: Parity | None = None,
 ) -> list[Parity]:
-    """As `prove_programs` does; `brief` beside few baselines, which allows less."""
+    """As `prove_programs` does; `brief` beside few baselines, which allows less.
+
+    Args:
+        of: what was found of the first beside few baselines. Where that one computes in fewer bits than the baseline
+            without being asked to, it is the only one, and it is held against the baseline in the same formats.
+    """
     began = time.monotonic()
     plans = [program.parts.plan for program in programs]
     before = [program.state() for program in programs]
@@ -173,7 +195,12 @@ def _compared(
             if out_of_memory(error):
                 raise
             return all_unproven(f"the model can't be turned into float64: {blame(error)}")
-        witnesses, reduced = baselines(task, plans[0].device, few=brief), peers(task, plans[0], few=brief)
+        witnesses = baselines(task, plans[0].device, few=brief)
+        plain = witnesses[0].program
+        reduced = peers(task, plans[0], plain, few=brief)
+        asked = bool(reduced)
+        if of is not None and _reduces_unasked(programs[0], of):
+            reduced = in_formats_of(programs[0], plain, coarsest(of.arithmetic))
         whole = [truth.program, *(witness.program for witness in [*witnesses, *reduced])]
         try:
             with nullcontext() if draws is None else draws.followed(whole):
@@ -189,7 +216,7 @@ def _compared(
                 witness.program.close()
             for program, state in zip(programs, before, strict=True):
                 program.restore(state)
-    evidence.followed = "" if draws is None else draws.told
+    evidence.followed, evidence.asked = "" if draws is None else draws.told, asked
     for program, account in zip(programs, evidence.candidates, strict=True):
         if truth.watch.draws and program.parts.elsewhere:
             account.unproven = "it draws random numbers on several devices, so they are other ones than the baseline's"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hotloop.arithmetic import Arithmetic, reductions
 from hotloop.parity.seen import Key
 from hotloop.state import State
 
@@ -22,6 +23,7 @@ class Account:
         failed: what a step raised, and which; nothing is asked of it from then on.
         drawn: whether its random numbers were looked at in themselves, and `draws` what is wrong with them.
         unproven: why it can't be compared, though others can; `short_of_memory` says that it lacked memory.
+        arithmetic: the products of its step, as seen in the first one; None where they couldn't be seen.
         looked_in_vain: at how many states more nudges were asked for because of it, and didn't explain it.
     """
 
@@ -35,6 +37,7 @@ class Account:
     draws: str | None = None
     unproven: str | None = None
     short_of_memory: bool = False
+    arithmetic: Arithmetic | None = None
     looked_in_vain: int = 0
 
     @property
@@ -58,7 +61,8 @@ class Evidence:
 
     Attributes:
         baselines: those that differ harmlessly.
-        peers: the eager step in the candidates' reduced precision, and variants of it; empty for fp32.
+        peers: the eager step in the candidates' reduced precision, and variants of it; empty where they reduce nothing.
+        asked: whether the candidates' plan asks for that precision.
         steps: the number of the step at each state, from 0.
         rounding: the worst error at each state of those that candidates are judged by.
         closer: the same, with more nudges where a candidate was far off.
@@ -76,6 +80,14 @@ class Evidence:
     followed: str = ""
     unproven: str | None = None
     closer: list[Errors] = field(default_factory=list)
+    asked: bool = False
+
+    def reductions(self, account: Account) -> list[str]:
+        """What a candidate computes in fewer bits than the baseline, one line for each class of operators."""
+        baseline = self.baselines[0].arithmetic if self.baselines else None
+        if account.arithmetic is None or baseline is None:
+            return []
+        return reductions(account.arithmetic, baseline)
 
     @property
     def judges(self) -> list[Account]:

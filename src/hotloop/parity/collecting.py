@@ -10,8 +10,11 @@ from dataclasses import replace
 
 import torch
 
+from hotloop.arithmetic import Arithmetic
 from hotloop.errors import blame, out_of_memory, told
 from hotloop.lowering import Program
+from hotloop.lowering.products import Products, products_of
+from hotloop.lowering.switches import read
 from hotloop.parity.accounts import Account, Errors, Evidence
 from hotloop.parity.path import Stop, of_the_baseline, stops
 from hotloop.parity.seen import UNIT, Key, Seen, errors, missing, one_step, scales
@@ -39,6 +42,9 @@ _HARMLESS, _ALIKE_IN_PRECISION = 1e-4, 1.0
 """By how much of the loss a harmless change is off from float64 at most; samples in another order may be none, as where
 each is mixed with the one before it."""
 
+_UNITS_OFF = 8.0
+"""Times the rounding of the baseline's own format that its loss may be off, where torch's settings reduce its precision."""
+
 
 class Collector:
     """Takes the same step with everyone, state by state; a witness alone stays alone.
@@ -61,6 +67,8 @@ class Collector:
         self.witnesses, self.peers = list(witnesses), list(peers)
         self.walker = witnesses[0].program
         self._looked = 0
+        self._coarse = _UNITS_OFF * max((one.unit for one in witnesses), default=0.0)
+        self._harmless = max(_HARMLESS, self._coarse)
         accounts = [Account(program.parts.plan.brief()) for program in candidates]
         self.evidence = Evidence(_active(witnesses), _active(peers), accounts, self.walker.state())
 
@@ -83,7 +91,8 @@ class Collector:
         evidence = self.evidence
         # First: what the Task keeps for later steps is the baseline's then. Other witnesses may step with the same Program.
         nudged_too = self._nudging is not None and self._nudging.program is self.walker and len(self.candidates) > 1
-        plain, after = self._baseline(stop, number, lent=len(self.witnesses) == 1 and not nudged_too)
+        lent = len(self.witnesses) == 1 and not nudged_too
+        plain, after = _noting(self.walker, self.witnesses[0].account, lambda: self._baseline(stop, number, lent=lent))
         try:
             true = self.truth.step(stop.state, stop.batch)
         except Exception as error:
@@ -96,14 +105,14 @@ class Collector:
             self.witnesses.append(in_another_order(self.walker))
         sizes = scales(true, stop.state)
         found = errors(plain, true, sizes)
-        if _off(found) > _ALIKE:
+        if _off(found) > max(_ALIKE, self._coarse):
             # Two steps may have been alike by chance.
             return self._unrepeatable(stop) or (
                 f"the baseline's loss is off by {found[_LOSS]:.0%} in float64, so they compute different things"
             )
         self.witnesses[0].account.errors.append(found)
         for witness in self.witnesses[1:]:
-            self._listen(witness, _HARMLESS, stop, number, (true, sizes), lent=True)
+            self._listen(witness, self._harmless, stop, number, (true, sizes), lent=True)
         heard = [self._listen(peer, _ALIKE_IN_PRECISION, stop, number, (true, sizes)) for peer in self.peers]
         evidence.baselines, evidence.peers = _active(self.witnesses), _active(self.peers)
         if self.peers and not evidence.peers:
@@ -153,7 +162,7 @@ class Collector:
         true, sizes, eager, expected = known
         ran = program.compiled_steps
         try:
-            seen, after = one_step(program, stop.state, stop.batch, lent=True)
+            seen, after = _noting(program, account, lambda: one_step(program, stop.state, stop.batch, lent=True))
         except Exception as error:
             if out_of_memory(error):
                 account.unproven = f"there was no memory for its step in the proof ({blame(error)})"
@@ -185,7 +194,7 @@ class Collector:
             return
         self._looked, rounding = len(self.evidence.rounding), self.evidence.closer[-1]
         if nudging not in self.witnesses + self.peers:  # as one of those it was asked already
-            most = _ALIKE_IN_PRECISION if self.peers else _HARMLESS
+            most = _ALIKE_IN_PRECISION if self.peers else self._harmless
             if self._listen(nudging, most, stop, self._looked, (true, sizes), lent=True) is None:
                 return
         first = 1000 * stop.state.position.step
@@ -207,7 +216,9 @@ class Collector:
         assert self._nudging is not None
         try:
             state = nudged(stop.state, number, unit)
-            return errors(one_step(self._nudging.program, state, stop.batch, lent=True)[0], true, sizes)
+            with self._nudging.around():
+                seen = one_step(self._nudging.program, state, stop.batch, lent=True)[0]
+            return errors(seen, true, sizes)
         except Exception as error:
             if out_of_memory(error):
                 raise
@@ -229,6 +240,31 @@ class Collector:
             "the step is too random to compare: run twice from the same State, with the generators of Python, NumPy and"
             f" torch seeded alike, the baseline gives another {paths[0].strip('/')}"
         )
+
+
+Step = Callable[[], tuple[Seen, State]]
+
+
+def _noting(program: Program, account: Account, step: Step) -> tuple[Seen, State]:
+    """Takes a step; the first one that an account is of also tells which products it computes, and in which formats."""
+    if account.arithmetic is not None or account.errors:
+        return step()
+    pieces, captured = program.parts.plan.accumulation, program.captured
+    if captured is not None:
+        with program.around():
+            account.arithmetic = Arithmetic(products_of(captured, read()), pieces)
+        return step()
+    try:
+        with Products() as products:
+            found = step()
+    except (
+        Exception
+    ) as error:  # torch shows some operations to no mode: without it, the step says what is wrong with it
+        if out_of_memory(error):
+            raise
+        return step()
+    account.arithmetic = Arithmetic(products.counts, pieces)
+    return found
 
 
 _LOSS = ("loss", "loss")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from hotloop.lowering.accumulation import bounds
 from hotloop.lowering.ingredients import counts_samples
 from hotloop.lowering.rewrites.draw_by_words import ByWords
 from hotloop.parallel.draws import Batchwise, Drawing, Drawn, Watching, along
+from hotloop.parity.witnesses import within
 from hotloop.rng import Streams, generator_states, preserved
 
 _FEW, _MORE = 2, 3
@@ -118,19 +119,6 @@ class _Noting(TorchDispatchMode):
         if (drawing := Drawing.of(function, args, kwargs or {})) is not None:
             self.drawings.append(drawing)
         return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def within(programs: Sequence[Program], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Has the steps of these Programs run in one more context each."""
-    before = [(program, program.parts) for program in {id(program): program for program in programs}.values()]
-    try:
-        for program, parts in before:
-            program.parts = replace(parts, around=(*parts.around, context))
-        yield
-    finally:
-        for program, parts in before:
-            program.parts = parts
 
 
 class Words:

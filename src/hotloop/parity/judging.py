@@ -26,7 +26,7 @@ _JUMP = 8.0
 FREELY = 8.0
 """Times the drift of the harmless baselines that a free run may end away from theirs."""
 
-REDUCED = 8.0
+IN_PRECISION = 8.0
 """In place of the last two in a reduced precision, where rounding itself is large."""
 
 SHOWN = 50
@@ -42,11 +42,16 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
     if account.draws:
         return {"parity": "broken", "reason": f"its {account.draws}", "first": account.draws.partition(" (")[0]}
     of_fp32 = [] if evidence.peers else evidence.rounding
-    known = {"errors": typical(account, evidence.baselines, of_fp32)[:SHOWN]}
+    reduced = evidence.reductions(account)
+    known: dict[str, Any] = {"errors": typical(account, evidence.baselines, of_fp32)[:SHOWN], "reductions": reduced}
+    if account.arithmetic is not None:
+        known["arithmetic"] = account.arithmetic.lowest
     table = typical(account, evidence.judges, evidence.rounding)
     if (wrong := _wrong(account, evidence, table)) is not None:
+        if reduced:
+            wrong["reason"] += f"; {_fewer_bits(evidence, reduced)}"
         return known | wrong
-    far = None if free is None else free.beyond(REDUCED if evidence.peers else FREELY)
+    far = None if free is None else free.beyond(IN_PRECISION if evidence.peers else FREELY)
     if free is not None and (free.other or far):
         return known | {"parity": "broken", **_drifted(free, far)}
     if free is not None and free.count is not None:
@@ -54,7 +59,7 @@ def judged(account: Account, evidence: Evidence, free: Freely | None) -> dict[st
         return known | {"parity": "unproven", "reason": reason}
     if (reason := _incomparable(account, evidence, table)) is not None:
         return known | {"parity": "unproven", "reason": reason}
-    bitwise = not evidence.followed and account.differs is None and (free is None or free.bitwise)
+    bitwise = not reduced and not evidence.followed and account.differs is None and (free is None or free.bitwise)
     return known | _fine(account, table, bitwise, evidence, 0 if free is None else free.steps)
 
 
@@ -87,6 +92,8 @@ def _incomparable(account: Account, evidence: Evidence, table: Sequence[TensorEr
 def _fine(
     account: Account, table: Sequence[TensorError], bitwise: bool, evidence: Evidence, free_steps: int
 ) -> dict[str, Any]:
+    """The class of a candidate in which nothing is wrong."""
+    reduced = evidence.reductions(account)
     largest, states = max((one.ratio for one in table), default=0.0), len(evidence.steps)
     compared = f"{states} single steps" if states >= STATES else f"all {states} single steps of the training"
     if bitwise:
@@ -95,11 +102,19 @@ def _fine(
     if evidence.peers:
         of_fp32 = max((one.ratio for one in typical(account, evidence.baselines, [])), default=0.0)
         beside = (
-            "and larger than those of fp32" if of_fp32 > TYPICAL else "and no larger than fp32's own, as it happens"
+            "and larger than the baseline's"
+            if of_fp32 > TYPICAL
+            else "and no larger than the baseline's, as it happens"
         )
         reason = (
-            f"it rounds to fewer bits, as it was asked to: in {compared} its errors are at most {max(largest, 0.1):.1f}"
-            f" times those of the eager step in that precision (allowed: {TYPICAL:g}), {beside}"
+            f"{_fewer_bits(evidence, reduced)}: in {compared} its errors are at most {max(largest, 0.1):.1f} times those of"
+            f" the eager step in that precision (allowed: {TYPICAL:g}), {beside}"
+        )
+        return {"parity": "reduced-precision", "reason": reason}
+    if reduced:
+        reason = (
+            f"{_fewer_bits(evidence, reduced)}: in {compared} its errors are at most {max(largest, 0.1):.1f} times what"
+            f" harmless changes of the baseline come to (allowed: {TYPICAL:g})"
         )
         return {"parity": "reduced-precision", "reason": reason}
     reason = (
@@ -113,10 +128,16 @@ def _fine(
     return {"parity": "fp32-equivalent", "reason": reason}
 
 
+def _fewer_bits(evidence: Evidence, reduced: Sequence[str]) -> str:
+    """What a plan computes in fewer bits than the baseline, and whether it was asked to."""
+    asked = "as it was asked to" if evidence.asked else "which its plan doesn't ask for"
+    return f"{' and '.join(reduced) or 'it rounds to fewer bits'}, {asked}"
+
+
 def _wrong(account: Account, evidence: Evidence, table: Sequence[TensorError]) -> dict[str, Any] | None:
     """The class `broken`, with the first tensor and step that went wrong."""
     off = {(one.what, one.name) for one in table if one.ratio > TYPICAL}
-    limit = REDUCED if evidence.peers else ANYWHERE
+    limit = IN_PRECISION if evidence.peers else ANYWHERE
     for step, errors, floor in zip(
         evidence.steps, account.errors, floors(evidence.rounding, evidence.closer), strict=True
     ):

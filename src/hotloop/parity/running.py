@@ -168,7 +168,9 @@ def _farther(known: _Known, start: State, witnesses: Sequence[Witness], steps: i
     least = _rounded(known.expected.state, steps)
     for number in range(_MORE):
         state = nudged(start, number + len(known.near), FARTHER * nudging.unit)
-        found = _apart(_ended(nudging.program, state, steps).state, known.expected.state)
+        with nudging.around():
+            ended = _ended(nudging.program, state, steps)
+        found = _apart(ended.state, known.expected.state)
         near = {what: statistics.median_low([one.get(what, 0.0) for one in known.near]) for what in found}
         may = {what: of_rounding(size, max(near[what], least.get(what, 0.0))) for what, size in found.items()}
         known = replace(known, rounding=_largest(known.rounding, may))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hotloop.arithmetic import REDUCED, coarsest, format_of
 from hotloop.data.tree import batch_length, map_tensors, tensors
 from hotloop.lowering import Program, lower
 from hotloop.lowering.exact import ExactStep, lower_exactly
 from hotloop.lowering.facts import facts_of, normalises
+from hotloop.lowering.switches import read, running_under
 from hotloop.parity.accounts import Account
 from hotloop.parity.seen import UNIT, Seen, is_real, one_step
 from hotloop.plan import Plan
@@ -23,7 +26,7 @@ from hotloop.rng import generator_for
 from hotloop.state import State
 from hotloop.task import Task
 
-_UNITS = {"fp32": 2 * UNIT, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+_UNITS = {"fp64": 2 * UNIT, "fp32": 2 * UNIT, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-3}
 """By how much a parameter may be off without being another number in that precision."""
 
 
@@ -105,16 +108,73 @@ def baselines(task: Task, device: str, *, few: bool) -> list[Witness]:
     return found
 
 
-def peers(task: Task, plan: Plan, *, few: bool) -> list[Witness]:
-    """The eager step in a plan's reduced precision, and variants of it, as few as there can be if `few`; none for fp32."""
-    if plan.precision == "fp32":
+def peers(task: Task, plan: Plan, baseline: Program, *, few: bool) -> list[Witness]:
+    """The eager step in a plan's reduced precision, and variants of it, as few as there can be if `few`.
+
+    None for a plan that asks for no reduced precision, or for the one that the baseline has by torch's settings.
+    """
+    if plan.precision not in REDUCED:
         return []
-    return _plain(task, Plan(device=plan.device, precision=plan.precision, workers=0), few)
+    found = _plain(task, Plan(device=plan.device, precision=plan.precision, workers=0), few)
+    same = plan.precision == "tf32" and found[0].program.parts.switches == baseline.parts.switches
+    return [] if same else found
+
+
+def in_formats_of(candidate: Program, baseline: Program, format_: str) -> list[Witness]:
+    """The baseline under the candidate's switches, and in its dtype of fewest bits: peers of a plan that nobody asked to
+    reduce the precision."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}.get(format_)
+    kind, unit = baseline.device.type, _UNITS[format_]
+    with candidate.around():
+        switches = read()
+
+    @contextmanager
+    def reduced() -> Iterator[None]:
+        with (
+            running_under(switches, kind),
+            nullcontext() if dtype is None else torch.autocast(kind, dtype, cache_enabled=False),
+        ):
+            yield
+
+    around = partial(within, [baseline], reduced)
+    return [
+        Witness("eager", baseline, around=around),
+        Witness("nudged", baseline, around=around, state=lambda state, number: nudged(state, number, unit), unit=unit),
+    ]
+
+
+@contextmanager
+def within(programs: Sequence[Program], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Has the steps of these Programs run in one more context each."""
+    before = [(program, program.parts) for program in {id(program): program for program in programs}.values()]
+    try:
+        for program, parts in before:
+            program.parts = replace(parts, around=(*parts.around, context))
+        yield
+    finally:
+        for program, parts in before:
+            program.parts = parts
+
+
+def _unit(program: Program) -> float:
+    """By how much parameters may be off without being other numbers in the format of the fewest bits that is computed in."""
+    parts = program.parts
+    half = parts.plan.precision if parts.plan.precision in ("bf16", "fp16") else None
+    if half is not None:
+        return _UNITS[half]
+    facts = facts_of(parts)
+    operators = {"matmul": True, "conv": facts.convolutions, "rnn": facts.recurrent}
+    formats = {
+        operator: format_of(operator, "float32", parts.device.type, parts.switches) or "fp32"
+        for operator, there in operators.items()
+        if there
+    }
+    return _UNITS[coarsest(formats)]
 
 
 def _plain(task: Task, plan: Plan, few: bool) -> list[Witness]:
     program = lower(task, plan)
-    unit = _UNITS[plan.precision]
+    unit = _unit(program)
     found = [
         Witness("eager", program),
         Witness("nudged", program, state=lambda state, number: nudged(state, number, unit), unit=unit),

@@ -13,7 +13,7 @@ _SHOWN = 8
 _MEANING = {
     "bitwise": "the same result to the last bit",
     "fp32-equivalent": "the same result but for rounding",
-    "reduced-precision": "another result, within what the precision that it asks for comes to",
+    "reduced-precision": "another result, computed in fewer bits than the baseline's",
     "unproven": "nobody can tell by comparing steps",
     "broken": "another result",
 }

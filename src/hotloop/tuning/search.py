@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from hotloop.arithmetic import REDUCED
 from hotloop.errors import PlanError
 from hotloop.hardware import Hardware
 from hotloop.lowering import Program
@@ -72,8 +73,8 @@ class Search:
     """One search for one Task on one device.
 
     Attributes:
-        baseline: eager fp32 on the device; `base` is it with the axes that the user set.
-        fixed: those axes, which stay. With a precision among them, a plan that has it is accepted for what it is.
+        baseline: eager on the device under torch's settings; `base` is it with the axes that the user set.
+        fixed: those axes, which stay. With a reduced precision among them, a plan that has it is accepted for what it is.
         rules: the best plan by the rules alone that compiles nothing, which a run without a search takes.
         deadline: no race, compilation or proof is begun that should take longer.
         failed: plans by name that failed in an earlier race, and why; they aren't tried again.
@@ -375,7 +376,7 @@ class Search:
     def _proven(self, budget: Budget) -> str:
         """The first of the plans that finish earlier than the baseline, best first, whose proof pays and succeeds."""
         self.held.give_up([one.name for one in self.timings.values() if one.verdict != "faster"])
-        accepted = (*TRUSTED, "reduced-precision") if "precision" in self.fixed else TRUSTED
+        accepted = (*TRUSTED, "reduced-precision") if self.base.precision in REDUCED else TRUSTED
         proofs = Proofs(self.baseline, budget, accepted, self._parity, self.timings[BASELINE], self.facts.steps)
         try:
             winner = proofs.first(self._faster())
