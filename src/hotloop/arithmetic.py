@@ -55,6 +55,12 @@ def format_of(operator: str, dtype: str, device: str, switches: Switches) -> str
     return "fp8" if dtype.startswith("float8") else _FORMAT_OF.get(dtype)
 
 
+def reduced_by(switches: Switches, device: str) -> dict[str, str]:
+    """The format of each class of operators that computes products of float32 in fewer bits on such a kind of device."""
+    formats = {operator: format_of(operator, "float32", device, switches) for operator in OPERATORS}
+    return {operator: each for operator, each in formats.items() if each and _finer("fp32", each)}
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """What was seen of a step's products.

@@ -166,7 +166,9 @@ def _apart(case: Case) -> Iterator[Violation]:
     kinds = {name.partition(":")[0] for name in (case.device.name, *plan.placement.values())}
     if plan.precision in ("bf16", "fp16") and len(kinds) > 1:
         reason = f"autocast would have to be the same on {' and '.join(sorted(kinds))}"
-        yield Violation(("precision", "placement"), reason, "use precision=default or precision=fp32, or devices of one kind")
+        yield Violation(
+            ("precision", "placement"), reason, "use precision=default or precision=fp32, or devices of one kind"
+        )
     if case.facts.closure:
         reason = f"{case.facts.optimizer} takes all parameters for one vector, which is on one device"
         yield Violation(("placement",), reason, "use placement=none, or another optimizer")

@@ -331,6 +331,8 @@ class Profile(Record):
         bound: with `bound_evidence`, sentences with the numbers behind it.
         identities: shapes of matrices that rows are taken of, `3000x3000`, of which there are none but identity matrices.
         functions: each at its first line, of a script that has no steps; ms, and those of its lines, are of the whole run.
+        reduced: the format of fewer bits in which products of float32 are computed by torch's settings, such as `tf32`, by
+            class of operators: `matmul`, `conv`, `rnn`; empty where all are in fp32.
         flops, bytes: of a step; `limit_ms` is the least that this machine's measured limits allow for them.
         peak_memory_bytes: of the device, or of the process on the CPU.
         ranks: that share the step, by number; none of one process. All else but `samples_per_step` is the first one's own.
@@ -366,6 +368,7 @@ class Profile(Record):
     threads: Threads | None = None
     paging: Paging | None = None
     limits: Limits = Field(default_factory=Limits)
+    reduced: dict[str, str] = Field(default_factory=dict)
     overhead: Overhead | None = None
     flops: float | None = None
     bytes: float | None = None

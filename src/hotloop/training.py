@@ -25,7 +25,6 @@ from hotloop.loop import train_loop
 from hotloop.lowering import Program, lower
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.order import closed_unless_done
-from hotloop.lowering.switches import read, running_under
 from hotloop.lowering.telling import During, Say
 from hotloop.pacing import Cadence, seconds
 from hotloop.parallel.joining import Joined
@@ -38,6 +37,7 @@ from hotloop.report.curves import draw_curves
 from hotloop.run import Following, Run
 from hotloop.setting import versions
 from hotloop.steering import Ended, Steering
+from hotloop.switches import read, running_under
 from hotloop.taking_part import taking_part
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded, files_of, load_from_run

@@ -23,6 +23,7 @@ from hotloop.tuning.search import BASELINE, Search
 from hotloop.verdicts import Parity, Timing, Verdict
 from hotloop.wanted import Wanted
 from tests.cpu import programs
+from tests.cpu.families import family
 from tests.cpu.pretended_races import STEP_MS, Doubtful, Races, proving, searching, told
 from tests.cpu.programs import a_task
 
@@ -171,10 +172,28 @@ def test_where_a_proof_fails_the_plan_is_unproven(
 
 
 def test_a_reduced_precision_that_was_asked_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)  # this CPU may have no such instructions
+    base, hardware = placed(Plan(precision="bf16"), "cpu"), told(family("cnn"))[1]
+    able = replace(hardware.devices[0], precisions=("fp32", "bf16", "fp64"))
     looked = searching(
-        monkeypatch, Races(optimizer__fused=1.3), prove=proving("reduced-precision"), fixed={"precision"}
+        monkeypatch,
+        Races(optimizer__fused=1.3),
+        prove=proving("reduced-precision"),
+        fixed={"precision"},
+        base=base,
+        hardware=replace(hardware, compiler=None, devices=(able,)),
     )
-    assert looked.run() == "optimizer=fused"
+    assert looked.run() == "precision=bf16 optimizer=fused"
+
+
+@pytest.mark.parametrize("precision", ["default", "fp32"])
+def test_one_that_was_not_asked_for_is_not_though_the_precision_is_named(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    base = placed(Plan(precision=precision), "cpu")
+    proof = proving("reduced-precision")
+    looked = searching(monkeypatch, Races(optimizer__fused=1.3), prove=proof, fixed={"precision"}, base=base)
+    assert looked.run() == BASELINE
 
 
 def test_a_plan_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

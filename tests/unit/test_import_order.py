@@ -64,6 +64,7 @@ ORDER = (
     "data/__init__",
     "foreign",
     "onlooker",
+    "switches",
     "objective",
     "task_fields",
     "task",

@@ -9,11 +9,11 @@ import torch
 from hotloop.asynchronous.recipe import Recipe
 from hotloop.asynchronous.replica import Replica
 from hotloop.errors import HotloopError, TrainingError, blame
-from hotloop.lowering.switches import running_under
 from hotloop.parallel.crew import Answer, Ready
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
 from hotloop.plan import Plan
+from hotloop.switches import running_under
 
 
 class Host:

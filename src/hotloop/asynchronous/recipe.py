@@ -11,8 +11,8 @@ import cloudpickle
 
 from hotloop.arithmetic import Switches
 from hotloop.errors import TaskError, blame
-from hotloop.lowering.switches import read
 from hotloop.records import SourceRecord
+from hotloop.switches import read
 from hotloop.task import Task, overridden
 from hotloop.taskfile import load_from_run
 

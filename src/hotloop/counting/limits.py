@@ -6,9 +6,12 @@ Communications of the ACM 52(4), 2009: arithmetic and memory traffic go on at th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from hotloop.arithmetic import operator_of
 from hotloop.counting.calls import Counts
 from hotloop.hardware import Device
-from hotloop.profiles import Limits
+from hotloop.profiles import Limits, OperatorTime
 
 _PRECISIONS = {
     "float32": "fp32",
@@ -41,6 +44,16 @@ def precision_of(dtype: str, *, tf32: bool = False) -> str:
     """
     precision = _PRECISIONS.get(dtype.removeprefix("torch."), "")
     return "tf32" if tf32 and precision == "fp32" else precision
+
+
+def precision_in(one: OperatorTime, reduced: Mapping[str, str]) -> str:
+    """The precision of `Limits.flop_per_s` in which an operator of a profile computes; empty where there is none.
+
+    Args:
+        reduced: what the profile says of products of float32.
+    """
+    precision, operator = precision_of(one.dtype), operator_of(one.name.rpartition("::")[2])
+    return reduced.get(operator or "", precision) if precision == "fp32" else precision
 
 
 def least_ms(counts: Counts, limits: Limits, precision: str) -> float | None:

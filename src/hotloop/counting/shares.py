@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hotloop.counting.calls import Counts
-from hotloop.counting.limits import least_ms, precision_of
-from hotloop.profiles import Limits, ModuleTime, OperatorTime, Profile
+from hotloop.counting.limits import least_ms, precision_in
+from hotloop.profiles import ModuleTime, OperatorTime, Profile
 
 
 def with_limit_shares(profile: Profile) -> Profile:
@@ -12,18 +12,16 @@ def with_limit_shares(profile: Profile) -> Profile:
 
     A module's least time is the sum of its operators', since these run one after the other.
     """
-    least = [
-        (one.module, _least(one, profile.limits)) for one in profile.operators if one.phase in ("forward", "backward")
-    ]
+    least = [(one.module, _least(one, profile)) for one in profile.operators if one.phase in ("forward", "backward")]
     known = [(module, ms) for module, ms in least if ms is not None]
     shared = [one.model_copy(update={"limit_share": _share(one, known)}) for one in profile.modules]
     return profile.model_copy(update={"modules": shared})
 
 
-def _least(one: OperatorTime, limits: Limits) -> float | None:
+def _least(one: OperatorTime, profile: Profile) -> float | None:
     if one.flops is None:
         return None
-    return least_ms(Counts(one.flops, one.bytes), limits, precision_of(one.dtype))
+    return least_ms(Counts(one.flops, one.bytes), profile.limits, precision_in(one, profile.reduced))
 
 
 def _share(module: ModuleTime, known: list[tuple[str, float]]) -> float | None:

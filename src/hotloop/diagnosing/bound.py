@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hotloop.amounts import milliseconds
-from hotloop.counting import precision_of
+from hotloop.counting import precision_in
 from hotloop.diagnosing.sharing import behind
 from hotloop.diagnosing.step import COMPUTING, Step, is_product, least_of, percent
 from hotloop.profiles import Bound, OperatorTime
@@ -34,7 +34,7 @@ def times(step: Step) -> dict[Bound, float]:
 def _kind(step: Step, one: OperatorTime) -> Bound:
     """Which side of the roofline an operator is on; without counts, products calculate and all else moves numbers."""
     limits = step.profile.limits
-    rate = limits.flop_per_s.get(precision_of(one.dtype))
+    rate = limits.flop_per_s.get(precision_in(one, step.profile.reduced))
     if one.flops is None or one.bytes is None or not rate or not limits.bytes_per_s:
         return "arithmetic" if is_product(one) else "memory bandwidth"
     return "arithmetic" if one.flops / rate > one.bytes / limits.bytes_per_s else "memory bandwidth"

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import TypeVar
 
-from hotloop.counting import Counts, least_ms, precision_of
+from hotloop.counting import Counts, least_ms, precision_in
 from hotloop.profiles import LineTime, LoaderUse, OperatorTime, Phase, Profile, Remedy
 
 Key = TypeVar("Key")
@@ -263,7 +263,7 @@ def least_of(one: OperatorTime, profile: Profile) -> float:
     """Milliseconds below which this machine can't do an operator's work; 0 where that isn't known."""
     if one.flops is None and one.bytes is None:
         return 0.0
-    return least_ms(Counts(one.flops or 0.0, one.bytes), profile.limits, precision_of(one.dtype)) or 0.0
+    return least_ms(Counts(one.flops or 0.0, one.bytes), profile.limits, precision_in(one, profile.reduced)) or 0.0
 
 
 def elements(shape: str) -> int:

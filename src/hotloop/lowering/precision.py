@@ -12,7 +12,7 @@ from torch import nn
 
 from hotloop.arithmetic import IEEE, own_settings
 from hotloop.lowering.ingredients import Ingredients
-from hotloop.lowering.switches import read, running_under
+from hotloop.switches import read, running_under
 from hotloop.task import Computed
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from hotloop.arithmetic import FORMATS, Switches, format_of, operator_of
-from hotloop.lowering.switches import read
 from hotloop.onlooker import Onlooker
+from hotloop.switches import read
 
 Counts = Counter[tuple[str, str]]
 """How many products there are of a class of operators and a format."""

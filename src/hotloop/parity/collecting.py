@@ -14,12 +14,12 @@ from hotloop.arithmetic import Arithmetic
 from hotloop.errors import blame, out_of_memory, told
 from hotloop.lowering import Program
 from hotloop.lowering.products import Products, products_of
-from hotloop.lowering.switches import read
 from hotloop.parity.accounts import Account, Errors, Evidence
 from hotloop.parity.path import Stop, of_the_baseline, stops
 from hotloop.parity.seen import UNIT, Key, Seen, errors, missing, one_step, scales
 from hotloop.parity.witnesses import FARTHER, Truth, Witness, in_another_order, nudged, of_rounding
 from hotloop.state import State, differences
+from hotloop.switches import read
 
 _SUSPICIOUS = 8.0
 """Times what rounding did at a state: from here on, more nudges there tell whether it could do that too."""

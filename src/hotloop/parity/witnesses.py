@@ -18,12 +18,12 @@ from hotloop.data.tree import batch_length, map_tensors, tensors
 from hotloop.lowering import Program, lower
 from hotloop.lowering.exact import ExactStep, lower_exactly
 from hotloop.lowering.facts import facts_of, normalises
-from hotloop.lowering.switches import read, running_under
 from hotloop.parity.accounts import Account
 from hotloop.parity.seen import UNIT, Seen, is_real, one_step
 from hotloop.plan import Plan
 from hotloop.rng import generator_for
 from hotloop.state import State
+from hotloop.switches import read, running_under
 from hotloop.task import Task
 
 _UNITS = {"fp64": 2 * UNIT, "fp32": 2 * UNIT, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-3}

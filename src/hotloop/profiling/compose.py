@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
+from hotloop.arithmetic import reduced_by
 from hotloop.diagnosing.updating import joined
 from hotloop.measuring.statistics import ratio_of
 from hotloop.profiles import (
@@ -80,6 +81,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         apart=_apart(facts, measured, usual, step_ms),
         threads=Threads.model_validate(facts.threads | {"where": facts.threads_set_at}) if facts.threads else None,
         paging=_paging(clean),
+        reduced=reduced_by(facts.switches, facts.device.partition(":")[0]),
         overhead=_overhead(warm(measured), usual),
         peak_memory_bytes=facts.peak_memory_bytes,
         trace=facts.trace,

@@ -57,6 +57,7 @@ class Facts:
         between_ms: time of what isn't done in every step, in those that went by between the ones that are kept.
         modules, operators, lines, functions, loaders, optimizers, habits: records, dumped.
         collections: habits as well, of garbage.
+        switches: torch's, of the format in which products of float32 are computed.
         threads_set_at: the line at which the script says how many threads torch has; empty if it doesn't.
         seldom: optimizers that step beside the one that ends a step, each with the flag of a step that has it.
         children: processes of Python that it started.
@@ -97,6 +98,7 @@ class Facts:
     trace: str | None = None
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    switches: dict[str, str] = field(default_factory=dict)
     children: int = 0
     closed: str = ""
 

@@ -12,6 +12,7 @@ from hotloop.profiling.loaders import Loaders
 from hotloop.profiling.optimizers import Optimizers
 from hotloop.profiling.pauses import Pauses
 from hotloop.profiling.usage import compile_seconds, held_memory
+from hotloop.switches import read
 
 
 def gathered(
@@ -31,5 +32,6 @@ def gathered(
             setattr(facts, field, values)
     facts.identities = identities_among(facts.operators)
     facts.threads, facts.peak_memory_bytes = course.cores.record(), held_memory(facts.device, peak=True)
+    facts.switches = read()
     facts.compile_s, facts.versions = compile_seconds(), {"torch": torch.__version__}
     return facts

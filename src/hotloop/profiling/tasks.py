@@ -138,6 +138,7 @@ def _profile(
         watch.remove()
         runner.put_back()
     facts = _told(watch.facts, program, known=compilations.model is not None)
+    facts.switches = dict(program.parts.switches)
     measured = [] if world.alone else settled(facts, spent, relayed=program.parts.relayed)
     plan = program.parts.plan
     profile = profile_of(facts, source, plan=plan.brief())
