@@ -54,7 +54,7 @@ def fit(
     Args:
         run: a new folder for the run; default `runs/<name>-<date>-<time>`.
         resume: go on with the run in that folder, exactly where it stopped.
-        plan: how to run it: a `Plan`, a TOML file, `baseline` (eager fp32), `arrays`, or `auto`, which is the default:
+        plan: how to run it: a `Plan`, a TOML file, `baseline` (eager), `arrays`, or `auto`, which is the default:
             what `tune` found and remembered for a Task in a file, else what the rules say. To resume with, the run's
             own. One for several ranks starts them as forks of this process, see docs/parallel.md.
         device: where, whatever the plan says, such as `cpu` or `cuda`; default this machine's accelerator, else the CPU.
@@ -190,7 +190,7 @@ def evaluate(
 ) -> Evaluation:
     """Loss and metrics of a run's trained model; for a classification also its confusions and worst mistakes.
 
-    Computed in eager fp32, whatever the plan that the run was trained with.
+    Computed eagerly under torch's settings in this process, whatever the plan that the run was trained with.
 
     Args:
         on: `test`, `validation` or `train`; default `test`, or `validation` without test data. Choosing a network by

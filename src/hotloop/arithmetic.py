@@ -118,10 +118,15 @@ def reductions(plan: Arithmetic, baseline: Arithmetic) -> list[str]:
 def _more_of_them(plan: Arithmetic, baseline: Arithmetic) -> Iterator[str]:
     """Where the baseline mixes dtypes, as by an autocast of the Task's own."""
     mine, theirs = plan.halves(), baseline.halves()
-    for limit, count in mine.items():
+    for limit, count in reversed(mine.items()):
         if count > theirs[limit] and any(_finer(each, limit) for _, each in baseline.counts):
-            yield f"{count:g} products of a step run in {limit} or less, {theirs[limit]:g} of the baseline's"
+            yield f"{count:g} products of a step run in {limit}, {theirs[limit]:g} of the baseline's"
             return
+
+
+def written(switches: Switches) -> str:
+    """The switches that aren't as torch begins, in one text; empty where all are."""
+    return ", ".join(f"{name}={kind}" for name, kind in sorted(switches.items()) if kind != TORCH_DEFAULTS[name])
 
 
 def own_settings(switches: Switches, device: str) -> str:

@@ -28,6 +28,9 @@ from hotloop.verdicts import TRUSTED, Timing, Verdict
 
 _DEPENDS_ON = ("hotloop", "torch", "nvidia_driver", "compiler", "allocator")
 
+_UNLESS_USUAL = ("switches",)
+"""The same, where they aren't as torch begins."""
+
 _CLOCK_S = 2.0
 """By how much times of files may be coarser than the clock."""
 
@@ -235,7 +238,9 @@ def _steps_file(where: dict[str, Any], device: str) -> Path:
 
 
 def _about(fingerprint: str, machine: str, versions: Mapping[str, str]) -> dict[str, Any]:
-    return {"task": fingerprint, "machine": machine, "versions": {name: versions.get(name) for name in _DEPENDS_ON}}
+    known = {name: versions.get(name) for name in _DEPENDS_ON}
+    known |= {name: versions[name] for name in _UNLESS_USUAL if name in versions}
+    return {"task": fingerprint, "machine": machine, "versions": known}
 
 
 def _place(where: dict[str, Any]) -> Path:

@@ -161,7 +161,7 @@ def _by_rules(facts: TaskFacts, hardware: Hardware, base: Plan, start: Plan) -> 
 
 
 def _about(facts: TaskFacts, base: Plan, start: Plan) -> dict[str, Any]:
-    axes = start.model_dump(include=base.model_fields_set | {"device"})
+    axes = start.model_dump(include=base.model_fields_set | {"device", "precision"})
     return earlier.about(facts.fingerprint, machine_name(), speed_versions(), axes)
 
 

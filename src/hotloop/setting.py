@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from hotloop import __version__
+from hotloop.arithmetic import written
 from hotloop.probe import allocator, devices, machine
+from hotloop.switches import read
 
 
 def versions() -> dict[str, str]:
@@ -34,7 +36,8 @@ def machine_name() -> str:
 
 def speed_versions() -> dict[str, str]:
     """Versions of what speed depends on: the above, the C++ compiler, the driver of NVIDIA's GPUs and an allocator that
-    can be told, where there are any."""
+    can be told, where there are any; and torch's switches of precision that aren't as torch begins."""
     driver = machine.nvidia()[1] if any(name.startswith("cuda") for name in devices()) else None
     found = {"compiler": machine.compiler_build(), "nvidia_driver": driver, "allocator": allocator.in_use()}
+    found["switches"] = written(read()) or None
     return versions() | {name: version for name, version in found.items() if version is not None}

@@ -37,7 +37,7 @@ class TensorError(Record):
         what: `loss`, `gradient`, `update` (a parameter after the step minus before), `optimizer`, `buffer`, `average`.
         name: of the parameter or buffer.
         error: the median over the states, as a share of the tensor's size.
-        floor: the worst of the fp32 baselines that differ harmlessly, measured the same way.
+        floor: the worst of the baselines that differ harmlessly, measured the same way.
         ratio: error over floor; at most 1 or so where the plan is as true as the baseline.
     """
 

@@ -39,7 +39,7 @@ You write what to train, as a Task in a Python file; hotloop decides how to run 
   hotloop train task.py --epochs 3 --run runs/first
   hotloop plan task.py                          how --plan auto would run it here, and why
   hotloop race task.py                          which plan finishes this run first
-  hotloop check task.py                         does that give the same result as eager fp32?
+  hotloop check task.py                         does that give the same result as the baseline?
   hotloop tune task.py                          find the fastest plan that does, and remember it
   hotloop profile task.py                       where a step's time goes, and what would help
   hotloop profile train.py -- --lr 0.1          the same for any PyTorch script with its own arguments

@@ -46,7 +46,7 @@ def check(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Check whether a plan gives the same result as the baseline (eager fp32), and say why.
+    """Check whether a plan gives the same result as the baseline (eager, under torch's own settings), and say why.
 
     \b
     hotloop check examples/fashion.py --plan mine.toml
@@ -55,7 +55,7 @@ def check(
 
     Single steps from at least 16 states, or all of a shorter training, are compared with the same steps in float64, then
     some steps on end. What rounding alone comes to is measured on baselines that differ harmlessly. The classes, from the best on: bitwise,
-    fp32-equivalent, reduced-precision (as asked for), unproven, broken.
+    fp32-equivalent, reduced-precision (products of fewer bits than the baseline's), unproven, broken.
 
     Exit code 1 for a plan that is broken, or where a training of --converge fails. Ctrl-C during those trainings
     shows what was found until then.

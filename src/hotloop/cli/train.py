@@ -50,7 +50,7 @@ def train(
     plan: Annotated[
         str | None,
         typer.Option(
-            help="How to run it: auto, baseline (eager fp32), arrays or a TOML file.",
+            help="How to run it: auto, baseline (eager), arrays or a TOML file.",
             show_default="auto, with --set the baseline, or the run's own",
         ),
     ] = None,
@@ -87,7 +87,7 @@ def train(
     hotloop train --resume runs/first
     hotloop train examples/fashion.py --stop-after 11h      stops cleanly, resumable
     hotloop train examples/fashion.py -p width=0.5          sets a parameter of the file's task(width=...)
-    hotloop train examples/fashion.py --plan baseline       eager fp32, as a textbook would write it
+    hotloop train examples/fashion.py --plan baseline       eager, as a textbook would write it
     hotloop train examples/fashion.py --set compile=step    the same, with one axis of the plan set
     hotloop train examples/fashion.py --tune                hotloop tune and hotloop train in one
     hotloop train examples/fashion.py --ranks 2             two processes share each batch

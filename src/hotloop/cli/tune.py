@@ -32,8 +32,8 @@ def tune(
     hotloop tune examples/fashion.py --set threads=1     with an axis set, as in hotloop train
     hotloop train examples/fashion.py                    then uses what was found
 
-    Changes of single axes are raced against eager fp32, those that pay are put together, compiled where the run is
-    long enough, and proven (see hotloop check). It never ends with a plan that is slower than eager fp32.
+    Changes of single axes are raced against the eager baseline, those that pay are put together, compiled where the run is
+    long enough, and proven (see hotloop check). It never ends with a plan that is slower than that.
     """
     given = pairs(param or [])
     on_top = axes(settings, device=device)

@@ -90,7 +90,7 @@ class Ingredients:
 
     @classmethod
     def of(cls, task: Task, plan: Plan) -> Ingredients:
-        """The Task as it stands: eager, fp32, on the CPU."""
+        """The Task as it stands: eager, on the CPU."""
         roles = task.roles
         _check_loss(task)
         model = built_model(task)
