@@ -28,15 +28,15 @@ from hotloop.turns import evaluated, scalars_of
 
 
 class Computed(NamedTuple):
-    """What one forward pass gives: the loss, what the model put out (None in the `step` form), further scalars.
-
-    `turns` says that the step yielded losses for several optimizers; they are without gradients then.
-    """
+    """What one forward pass gives: the loss, what the model put out (None in the `step` form), further scalars."""
 
     loss: Tensor
     output: Any
     scalars: dict[str, Tensor]
-    turns: bool = False
+
+
+class Yielded(Computed):
+    """The same of a step that yields losses for several optimizers: their sum, without a gradient."""
 
 
 class Parameters(list):
@@ -203,7 +203,10 @@ class Task:
         parameters = Parameters(model)
         if not parameters:
             raise TaskError("the model has no trainable parameter", expected="one or more", fix="check requires_grad")
-        return checked_optimizer(calling("the optimizer factory", self.optimizer, parameters))
+        optimizer = checked_optimizer(calling("the optimizer factory", self.optimizer, parameters))
+        if inspect.isgeneratorfunction(self.step) and not isinstance(optimizer, NamedOptimizers):
+            raise one_for_a_generator()
+        return optimizer
 
     def build_schedule(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int | None) -> Any:
         """The learning-rate scheduler, or None."""
@@ -228,7 +231,7 @@ class Task:
                 result = self.step(model, batch)
                 if isinstance(result, Generator):
                     loss, scalars = evaluated(result)
-                    return Computed(loss, None, scalars, turns=True)
+                    return Yielded(loss, None, scalars)
                 return Computed(*_loss_and_scalars(result))
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise DataError(
@@ -303,6 +306,15 @@ def _loss_and_scalars(result: Any) -> tuple[Any, None, dict[str, Tensor]]:
     if type(result) is not dict:  # a library's own output, which holds much more than figures
         others = {name: value for name, value in others.items() if isinstance(value, Tensor) and not value.ndim}
     return result["loss"], None, scalars_of(others)
+
+
+def one_for_a_generator() -> TaskError:
+    """The error for a step that yields losses where there is one optimizer."""
+    return TaskError(
+        "step is a generator, and the Task has one optimizer",
+        expected="a step that returns the loss",
+        fix="return it, or let optimizer= return a dict of name -> optimizer and yield (name, loss)",
+    )
 
 
 def _needs_two(function: Callable[..., Any]) -> bool:

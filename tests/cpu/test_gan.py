@@ -441,6 +441,9 @@ MISTAKES: dict[str, tuple[Any, Any, str]] = {
     "no generator": (lambda m, b: m.d(b[0]).mean(), adams, r"step returned a Tensor, and .* the optimizers 'd', 'g'"),
     "a mapping": (lambda m, b: {"loss": m.d(b[0]).mean()}, adams, r"step returned a dict"),
     "one optimizer": (alternate, Adam, r"step is a generator, and the Task has one optimizer"),
+    "one optimizer, wrapped": (
+        lambda m, b: alternate(m, b), Adam, r"step is a generator, and the Task has one optimizer"
+    ),
     "overlap": (alternate, overlapping, r"'d' and 'g' both hold a parameter of shape"),
     "independent": (yielding(d_loss, lambda m, b: ("g", m.d(b[0]).mean())), adams, r"'g' depends on no parameter"),
     "detached": (yielding(lambda m, b: ("d", m.d(b[0]).mean().detach())), adams, r"'d' depends on no parameter"),

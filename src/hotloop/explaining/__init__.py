@@ -30,7 +30,7 @@ from hotloop.explaining.written import written_out
 from hotloop.explanations import Explanation, Layer, Matrix
 from hotloop.lowering.ingredients import built_model
 from hotloop.rng import Streams, preserved
-from hotloop.task import Task
+from hotloop.task import Task, Yielded
 
 FORMULAS: Mapping[str, Formula] = MappingProxyType(
     {
@@ -73,7 +73,7 @@ def explain(task: Task, *, batch_size: int | None = None) -> Explanation:
         recorder = Recorder(model, FORMULAS.__contains__)
         with recorder.watching():
             computed = calling("the forward pass", task.compute, model, batch)
-        if computed.turns:
+        if isinstance(computed, Yielded):
             raise TaskError(
                 "step yields losses for several optimizers, and explain follows one loss",
                 fix="explain a Task of one of the networks",

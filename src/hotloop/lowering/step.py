@@ -22,7 +22,7 @@ from hotloop.objective import weighted
 from hotloop.rng import StepDraws
 from hotloop.schedules import schedules_of
 from hotloop.state import State, capture_optimizer, copy_into
-from hotloop.task import Computed
+from hotloop.task import Computed, Yielded, one_for_a_generator
 
 
 class EagerStep:
@@ -232,12 +232,8 @@ class EagerStep:
         """The first forward pass: what would train, but on something wrong, is refused."""
         with refusing_broadcasts():
             computed = self._compute(batch)
-        if computed.turns:
-            raise TaskError(
-                "step is a generator, and the Task has one optimizer",
-                expected="a step that returns the loss",
-                fix="return it, or let optimizer= return a dict of name -> optimizer and yield (name, loss)",
-            )
+        if isinstance(computed, Yielded):
+            raise one_for_a_generator()
         self._check_loss(computed.loss)
         return computed
 
