@@ -221,6 +221,7 @@ def export(
     weights: Weights = "best",
     prepare: bool = True,
     batch_size: int | None = None,
+    inputs: Any = None,
     say: Say = warnings.warn,
 ) -> Exported:
     """Writes the trained model of a run to a file for use without hotloop.
@@ -232,6 +233,8 @@ def export(
             takes; `.pt` and `.safetensors` hold the `state_dict`.
         prepare: put the Task's `prepare` into a `.pt2` or `.onnx` file; otherwise it takes prepared inputs.
         batch_size: the only number of samples that a `.pt2` or `.onnx` file takes; default any.
+        inputs: samples to try the file on, as `predict` takes them; default those of the training data, which a
+            generator that takes noise can't use.
         task, weights, say: see `load_model`.
 
     Raises:
@@ -241,7 +244,7 @@ def export(
     owner = task_of(handle, task)
     chosen = choose_weights(handle, weights, say)
     model = trained_model(owner, chosen.state, torch.device("cpu"))
-    options: dict[str, Any] = dict(prepare=prepare, batch_size=batch_size, versions=versions())
+    options: dict[str, Any] = dict(prepare=prepare, batch_size=batch_size, inputs=inputs, versions=versions())
     return export_weights(owner, model, chosen, Path(to), run=str(handle.path), **options)
 
 

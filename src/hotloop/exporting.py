@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hotloop.errors import ExportError, blame, calling
+from hotloop.data.tree import tensors
+from hotloop.errors import ExportError, HotloopError, blame, calling
 from hotloop.files import write_atomic
 from hotloop.formats import FORMATS, Format, Graph, Runner, Subject, names_of
-from hotloop.inference import Chosen, first_inputs, preparation
+from hotloop.inference import Chosen, first_inputs, preparation, samples_of
 from hotloop.records import Exported, Port
 from hotloop.rng import preserved
 from hotloop.task import Task
@@ -39,9 +40,13 @@ def export_weights(
     run: str,
     prepare: bool = True,
     batch_size: int | None = None,
+    inputs: Any = None,
     versions: Mapping[str, str],
 ) -> Exported:
     """Writes a model that has the chosen weights to `path`, in the format of its suffix.
+
+    Args:
+        inputs: samples that the file is tried on, as `predict` takes them; None for those of the training data.
 
     Raises:
         ExportError: no such format, the model can't be captured, or what was written answers differently; then there is
@@ -54,12 +59,12 @@ def export_weights(
             f"batch_size={batch_size}", expected="1 or more", fix="leave it out for any number of samples"
         )
     with preserved(), torch.no_grad(), _quiet():
-        subject = _subject(task, model, prepare and graph, batch_size if graph else None)
+        subject = _subject(task, model, prepare and graph, batch_size if graph else None, inputs)
         content = form.write(subject)
         loaded = _loaded(form, content, subject, path.name)
         sizes = _TRIED if subject.batch_size is None else (subject.batch_size,)
         differences = [_difference(subject, loaded, size, path.name) for size in sizes]
-        inputs, outputs = _ports(subject) if graph else ([], [])
+        takes, gives = _ports(subject) if graph else ([], [])
     write_atomic(path, content)
     return Exported(
         run=run,
@@ -69,8 +74,8 @@ def export_weights(
         weights=chosen.weights,
         epoch=chosen.epoch,
         prepare=subject.prepare is not None if graph and preparation(task) is not None else None,
-        inputs=inputs,
-        outputs=outputs,
+        inputs=takes,
+        outputs=gives,
         batch_sizes=list(sizes),
         difference=max(found for found, _ in differences),
         tolerance=max(allowed for _, allowed in differences),
@@ -89,11 +94,25 @@ def _format(path: Path) -> Format:
     return found
 
 
-def _subject(task: Task, model: nn.Module, with_prepare: bool, batch_size: int | None) -> Subject:
-    inputs, prepare = first_inputs(task, max(_TRIED)), preparation(task)
+def _subject(task: Task, model: nn.Module, with_prepare: bool, batch_size: int | None, given: Any) -> Subject:
+    prepare = preparation(task)
+    inputs = first_inputs(task, max(_TRIED)) if given is None else samples_of(task, given, max(_TRIED))
     if prepare is not None and not with_prepare:
         inputs, prepare = calling("prepare", prepare, inputs), None
-    return Subject(task, model, prepare, inputs, batch_size)
+    subject = Subject(task, model, prepare, inputs, batch_size)
+    try:
+        subject.whole(*subject.example)
+    except HotloopError:
+        raise
+    except Exception as error:
+        whose = "the training data's inputs" if given is None else "these inputs"
+        shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors(inputs))
+        raise ExportError(
+            f"the model can't take {whose}, of shape {shapes}: {blame(error)}",
+            expected="samples to try the file on, as predict takes them",
+            fix="give some by --inputs samples.npy (inputs=samples)",
+        ) from error
+    return subject
 
 
 def _loaded(form: Format, content: bytes, subject: Subject, name: str) -> Runner:

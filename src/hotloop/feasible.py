@@ -174,6 +174,27 @@ def _apart(case: Case) -> Iterator[Violation]:
         yield Violation(("placement",), reason, "use placement=none, or another optimizer")
 
 
+# --- several optimizers
+
+
+_IN_ONE_UPDATE = ("engine", "compile", "rewrites", "graphs", "accumulation", "parallel")
+"""Axes whose steps compute all gradients before one update."""
+
+
+def _in_turns(case: Case) -> Iterator[Violation]:
+    if not case.facts.optimizers:
+        return
+    names = ", ".join(map(repr, case.facts.optimizers))
+    reason = f"the step updates the optimizers {names} in turn, which is run eagerly, by one process, on whole batches"
+    for axis in _IN_ONE_UPDATE:
+        plain = getattr(BASELINE, axis)
+        if getattr(case.plan, axis) != plain:
+            yield Violation((axis,), reason, f"use {axis}={plain}")
+    if case.plan.precision == "fp16":
+        reason = f"fp16 scales one loss, and the step has one for each of the optimizers {names}"
+        yield Violation(("precision",), reason, "use precision=bf16 or precision=fp32")
+
+
 # --- precision, layout
 
 
@@ -336,6 +357,7 @@ RULES: tuple[Rule, ...] = (
     *RULES_OF_RANKS,
     _written_out,
     _apart,
+    _in_turns,
     _arithmetic,
     _images,
     _resident,

@@ -96,6 +96,12 @@ def first_inputs(task: Task, samples: int) -> Any:
     return inputs_of(peek(raw, samples))
 
 
+def samples_of(task: Task, x: Any, most: int) -> Any:
+    """The first of the samples that a user gave as `predict` takes them: arrays, or a file of them."""
+    columns = _from_file(task, Path(x)) if isinstance(x, str | Path) else columns_of(x)
+    return cut(columns, 0, min(most, samples_in(columns)))
+
+
 def output_of(task: Task, model: nn.Module, inputs: Any) -> Tensor | dict[str, Tensor]:
     """What the model says of prepared inputs, as one tensor, or as tensors by name.
 

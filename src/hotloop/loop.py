@@ -15,6 +15,7 @@ from hotloop.errors import HotloopError, lost_workers_told
 from hotloop.evaluation import evaluate
 from hotloop.interrupts import REASONS, Interrupts, Stopped
 from hotloop.lowering import Program
+from hotloop.lowering.step import means_of
 from hotloop.pacing import Cadence, Pace
 from hotloop.parallel.agreeing import check_in_step
 from hotloop.parallel.waiting import Waits
@@ -228,12 +229,10 @@ class _Loop:
                 validation = self._evaluated(source, "validation")
             except Stopped:
                 return False
-        weight = sums["weight"] or 1.0
-        train = {name: value / weight for name, value in sums.items() if name not in ("weight", "samples")}
         record = EpochRecord(
             epoch=position.epoch + 1,
             step=position.step,
-            train=train,
+            train=means_of(sums),
             validation=validation,
             learning_rate=self.learning_rate,
             samples=int(sums["samples"]),

@@ -72,7 +72,8 @@ class TaskFacts(Record):
         order: hash of what decides the order of the data and which of it is held out.
         fingerprint: hash of the source, of what model and optimizer show of themselves, and of the sizes above, whatever
             the seed.
-        optimizer: its class.
+        optimizer: its class; of several, each with its name.
+        optimizers: the names of several optimizers, which the step updates in turn; empty for one.
         implementations: those of `forloop`, `foreach` and `fused` that the optimizer can be switched to.
         one_operation: whether the update is a single one for each parameter, as that of SGD without momentum and decay.
         not_fused: why the optimizer's fused form can't update this model; empty if it can, or there is none.
@@ -99,6 +100,7 @@ class TaskFacts(Record):
     order: str = ""
     fingerprint: str
     optimizer: str = ""
+    optimizers: list[str] = []
     implementations: list[str] = []
     one_operation: bool = False
     not_fused: str = ""

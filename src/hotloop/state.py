@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.errors import CheckpointError
+from hotloop.named_optimizers import NamedOptimizers, described
 
 _NOT_OF_THE_STATE = {"params", "param_names", "foreach", "fused", "capturable"}
 """Of an optimizer's groups: how they compute, which is the Plan's affair, and what is kept by name elsewhere."""
@@ -38,7 +39,8 @@ class State:
     Attributes:
         parameters, buffers: the model's; buffers include those that its `state_dict` leaves out.
         extra: what modules give as `get_extra_state`, by module name.
-        optimizer: `{"name": class, "state": {parameter: {key: value}}, "groups": [{..., "params": [names]}]}`.
+        optimizer: `{"name": class, "state": {parameter: {key: value}}, "groups": [{..., "params": [names]}]}`; of several
+            optimizers `{"name", "groups", "members": {name: such a dict}}`.
         schedule: the learning-rate scheduler's `state_dict`.
         average: exponential average of the parameters.
         loss: buffers of a loss that is a module.
@@ -193,6 +195,10 @@ def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
     """An optimizer's state by qualified parameter name, on the CPU: copies, unless `lent`."""
+    if isinstance(optimizer, NamedOptimizers):
+        members = {name: capture_optimizer(one, model, lent=lent) for name, one in optimizer.members.items()}
+        groups = [{"params": names} for names in capture_groups(optimizer, model)]
+        return {"name": described(optimizer), "groups": groups, "members": members}
     names = {id(value): name for name, value in model.named_parameters()}
     groups = [
         {key: on_host(value, lent=lent) for key, value in group.items() if key not in _NOT_OF_THE_STATE}
@@ -211,15 +217,19 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, len
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
     """Puts an optimizer's state back, bit by bit; `load_state_dict` would cast it to the parameters' dtype."""
-    names = {id(value): name for name, value in model.named_parameters()}
-    groups = saved["groups"]
-    now = capture_groups(optimizer, model)
-    if saved["name"] != type(optimizer).__name__:
+    if saved["name"] != described(optimizer):
         raise CheckpointError(
-            f"the checkpoint is of another optimizer: {saved['name']}, where the Task has {type(optimizer).__name__}",
+            f"the checkpoint is of another optimizer: {saved['name']}, where the Task has {described(optimizer)}",
             expected="the same optimizer",
             fix="use the Task that the run was started with",
         )
+    if isinstance(optimizer, NamedOptimizers):
+        for name, member in optimizer.members.items():
+            restore_optimizer(member, model, saved["members"][name])
+        return
+    names = {id(value): name for name, value in model.named_parameters()}
+    groups = saved["groups"]
+    now = capture_groups(optimizer, model)
     if [group["params"] for group in groups] != now:
         raise CheckpointError(
             f"the checkpoint is of another optimizer: its groups hold {[len(group['params']) for group in groups]}"

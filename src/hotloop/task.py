@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -19,9 +19,12 @@ from hotloop.data.roles import Roles, assign_roles
 from hotloop.data.tree import inputs_of
 from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.foreign import call_arguments, default_device, restart_names
+from hotloop.named_optimizers import NamedOptimizers, checked_optimizer
 from hotloop.objective import Objective
 from hotloop.rng import Streams
+from hotloop.schedules import checked_schedule
 from hotloop.task_fields import check_fields
+from hotloop.turns import evaluated, scalars_of
 
 
 class Computed(NamedTuple):
@@ -30,6 +33,10 @@ class Computed(NamedTuple):
     loss: Tensor
     output: Any
     scalars: dict[str, Tensor]
+
+
+class Yielded(Computed):
+    """The same of a step that yields losses for several optimizers: their sum, without a gradient."""
 
 
 class Parameters(list):
@@ -62,14 +69,17 @@ class Task:
     Args:
         model: builds the `nn.Module`, a new one at each call, with the random generators seeded; or a module, which
             is copied and stays as it is.
-        optimizer: gets a list of the trainable parameters (see `Parameters`), returns a `torch.optim.Optimizer`.
+        optimizer: gets a list of the trainable parameters (see `Parameters`), returns a `torch.optim.Optimizer`; or a
+            dict of name -> optimizer, each over parameters of its own, which `step` then updates in turn.
         data: `(x, y)` or `(x1, x2, ..., y)` arrays or tensors; a dict of arrays; a list of samples; a map-style or
             iterable data set; a DataLoader; or a built-in `Bundle`, which brings its own validation, test and
             `prepare`. NumPy's float64 becomes float32. A data set of Hugging Face gives tensors unless it has a format.
         loss: `loss(output, target) -> 0-dim tensor`, a mean over the batch, for data of the form `(inputs..., target)`.
         step: `step(model, batch) -> loss`, instead of `loss`, for any other form. It may return a mapping with `loss`
             and further scalars, which are averaged and reported. Evaluation calls it too, in evaluation mode and
-            without gradients (`torch.enable_grad()` brings them back where the loss itself takes some).
+            without gradients (`torch.enable_grad()` brings them back where the loss itself takes some). With several
+            optimizers `step` is a generator: for each `yield name, loss` the parameters of that optimizer are updated
+            by the loss before `step` goes on.
         validation: data of the same kind, or a share (0.1) or number (5000) of samples split off `data` by seed.
             It steers: early stop, best checkpoint.
         test: read once, at the end.
@@ -77,7 +87,8 @@ class Task:
         epochs: passes over the data.
         seed: everything random follows from it.
         schedule: `schedule(optimizer)` or `schedule(optimizer, total)` -> a torch learning-rate scheduler, where
-            `total` counts its steps over the whole run.
+            `total` counts its steps over the whole run. With several optimizers `optimizer` is the dict, and a dict of
+            schedulers may be returned.
         schedule_every: when the scheduler steps.
         clip_norm: gradients are scaled down to at most this total 2-norm.
         clip_value: each gradient element is cut to this magnitude.
@@ -103,7 +114,7 @@ class Task:
     """
 
     model: Callable[[], nn.Module] | nn.Module
-    optimizer: Callable[[Parameters], torch.optim.Optimizer]
+    optimizer: Callable[[Parameters], torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]]
     data: Any
     loss: Callable[[Any, Any], Tensor] | None = None
     step: Callable[[nn.Module, Any], Any] | None = None
@@ -192,21 +203,18 @@ class Task:
         parameters = Parameters(model)
         if not parameters:
             raise TaskError("the model has no trainable parameter", expected="one or more", fix="check requires_grad")
-        optimizer = calling("the optimizer factory", self.optimizer, parameters)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TaskError(
-                f"the optimizer factory returned {kind(optimizer)}",
-                expected="a torch.optim.Optimizer",
-                fix="return the optimizer from it",
-            )
+        optimizer = checked_optimizer(calling("the optimizer factory", self.optimizer, parameters))
+        if inspect.isgeneratorfunction(self.step) and not isinstance(optimizer, NamedOptimizers):
+            raise one_for_a_generator()
         return optimizer
 
     def build_schedule(self, optimizer: torch.optim.Optimizer, steps_per_epoch: int | None) -> Any:
         """The learning-rate scheduler, or None."""
         if self.schedule is None:
             return None
+        scheduled = optimizer.members if isinstance(optimizer, NamedOptimizers) else optimizer
         if not _needs_two(self.schedule):
-            return _scheduler(calling("the schedule factory", self.schedule, optimizer))
+            return checked_schedule(calling("the schedule factory", self.schedule, scheduled))
         if self.schedule_every == "step" and steps_per_epoch is None:
             raise TaskError(
                 "the schedule asks for the number of steps, but the data is a stream of unknown length",
@@ -214,13 +222,17 @@ class Task:
                 fix="name the number of steps yourself",
             )
         total = self.epochs * (steps_per_epoch or 1) if self.schedule_every == "step" else self.epochs
-        return _scheduler(calling("the schedule factory", self.schedule, optimizer, total))
+        return checked_schedule(calling("the schedule factory", self.schedule, scheduled, total))
 
     def compute(self, model: nn.Module, batch: Any) -> Computed:
         """One forward pass: the loss of `batch`, in whichever of the two forms the Task has."""
         if self.step is not None:
             with default_device(model):
-                return Computed(*_loss_and_scalars(self.step(model, batch)))
+                result = self.step(model, batch)
+                if isinstance(result, Generator):
+                    loss, scalars = evaluated(result)
+                    return Yielded(loss, None, scalars)
+                return Computed(*_loss_and_scalars(result))
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise DataError(
                 f"a batch is {kind(batch)}, and the Task has a loss(output, target)",
@@ -293,26 +305,15 @@ def _loss_and_scalars(result: Any) -> tuple[Any, None, dict[str, Tensor]]:
     others = {name: value for name, value in result.items() if name != "loss"}
     if type(result) is not dict:  # a library's own output, which holds much more than figures
         others = {name: value for name, value in others.items() if isinstance(value, Tensor) and not value.ndim}
-    scalars = {name: torch.as_tensor(value) for name, value in others.items()}
-    for name, value in scalars.items():
-        if value.ndim:
-            raise TaskError(
-                f"step returned {name!r} of shape {tuple(value.shape)}", expected="single numbers beside the loss"
-            )
-        if name in ("weight", "samples"):
-            fix = f"call it otherwise, such as 'mean_{name}'"
-            raise TaskError(f"step returned {name!r}, which hotloop counts itself", expected="another name", fix=fix)
-    return result["loss"], None, scalars
+    return result["loss"], None, scalars_of(others)
 
 
-def _scheduler(made: Any) -> Any:
-    """What a schedule factory returned."""
-    if callable(getattr(made, "step", None)):
-        return made
-    raise TaskError(
-        f"the schedule factory returned {kind(made)}",
-        expected="a torch.optim.lr_scheduler.LRScheduler",
-        fix="return the scheduler from it",
+def one_for_a_generator() -> TaskError:
+    """The error for a step that yields losses where there is one optimizer."""
+    return TaskError(
+        "step is a generator, and the Task has one optimizer",
+        expected="a step that returns the loss",
+        fix="return it, or let optimizer= return a dict of name -> optimizer and yield (name, loss)",
     )
 
 

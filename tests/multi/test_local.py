@@ -30,7 +30,7 @@ RATE, MOMENTUM = 0.7, 0.9
 
 
 def tokens_in_fp64() -> hotloop.Task:
-    return tokens(torch.float64)
+    return replace(tokens(torch.float64), average=0.9)
 
 
 def line(**fields: Any) -> hotloop.Task:

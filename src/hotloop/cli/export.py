@@ -24,6 +24,10 @@ def export(
         int | None,
         typer.Option(help="The only number of samples that the file takes at a time.", show_default="any number"),
     ] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(help="A .npy or .npz file of samples to try the file on.", show_default="the training data"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a trained network to a file that needs no hotloop.
@@ -42,7 +46,9 @@ def export(
     if not as_json:
         say("writing, reading back and comparing ...")
     with stdout_for(as_json):
-        done = api.export(run, to, weights=weights.value, prepare=not without_prepare, batch_size=batch_size, say=say)
+        done = api.export(
+            run, to, weights=weights.value, prepare=not without_prepare, batch_size=batch_size, inputs=inputs, say=say
+        )
     if as_json:
         print_json(done.model_dump())
         return

@@ -30,7 +30,7 @@ from hotloop.explaining.written import written_out
 from hotloop.explanations import Explanation, Layer, Matrix
 from hotloop.lowering.ingredients import built_model
 from hotloop.rng import Streams, preserved
-from hotloop.task import Task
+from hotloop.task import Task, Yielded
 
 FORMULAS: Mapping[str, Formula] = MappingProxyType(
     {
@@ -72,7 +72,13 @@ def explain(task: Task, *, batch_size: int | None = None) -> Explanation:
         Streams(task.seed).reseed("explain")
         recorder = Recorder(model, FORMULAS.__contains__)
         with recorder.watching():
-            loss = calling("the forward pass", task.compute, model, batch).loss
+            computed = calling("the forward pass", task.compute, model, batch)
+        if isinstance(computed, Yielded):
+            raise TaskError(
+                "step yields losses for several optimizers, and explain follows one loss",
+                fix="explain a Task of one of the networks",
+            )
+        loss = computed.loss
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             raise TaskError("the loss is no single number with a gradient", expected="a 0-dim tensor made by the model")
         calling("the backward pass", loss.backward)

@@ -19,6 +19,7 @@ from hotloop.lowering.fingerprint import fingerprint
 from hotloop.lowering.ingredients import Ingredients, count_parameters, counts_samples, input_shapes
 from hotloop.lowering.step import needs_closure
 from hotloop.lowering.update import gapless
+from hotloop.named_optimizers import NamedOptimizers, checked_optimizer, described, members_of
 from hotloop.records import TaskFacts
 from hotloop.task import Parameters, Task
 
@@ -81,11 +82,12 @@ def _of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[st
     unfit = _not_fused(model) if "fused" in switches else ""
     able = ["forloop", *switches] if switches else []
     return {
-        "optimizer": type(optimizer).__name__,
+        "optimizer": described(optimizer),
+        "optimizers": list(optimizer.members) if isinstance(optimizer, NamedOptimizers) else [],
         "implementations": [name for name in able if name != "fused" or not unfit],
         "one_operation": _is_plain(optimizer),
         "not_fused": unfit,
-        "closure": needs_closure(optimizer),
+        "closure": any(map(needs_closure, members_of(optimizer))),
     }
 
 
@@ -115,10 +117,9 @@ def _not_fused(model: nn.Module) -> str:
 def _trial(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer to look at, over stand-ins for the parameters: a factory may put hooks on what it is given."""
     try:
-        optimizer = calling("the optimizer factory", task.optimizer, _stand_ins(model))
+        return checked_optimizer(calling("the optimizer factory", task.optimizer, _stand_ins(model)))
     except TaskError:  # it compares them with those of the model
         return task.build_optimizer(model)
-    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else task.build_optimizer(model)
 
 
 def _stand_ins(model: nn.Module) -> Parameters:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from hotloop.data.roles import Roles
 from hotloop.data.tree import tensors
+from hotloop.named_optimizers import members_of
 from hotloop.sources import versions_of
 from hotloop.task import Task
 
@@ -81,7 +82,7 @@ def _of_optimizer(optimizer: Optimizer) -> list[Any]:
         | {"params": len(group["params"])}
         for group in optimizer.param_groups
     ]
-    return [_named(type(optimizer)), groups]
+    return [*(_named(type(member)) for member in members_of(optimizer)), groups]
 
 
 def _of_function(function: Any) -> Any:
@@ -91,7 +92,7 @@ def _of_function(function: Any) -> Any:
 
 
 def _packages(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    kinds = {*map(type, model.modules()), type(optimizer)}
+    kinds = {*map(type, model.modules()), *map(type, members_of(optimizer))}
     return {kind.__module__.partition(".")[0] for kind in kinds}
 
 

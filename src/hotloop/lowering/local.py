@@ -37,7 +37,7 @@ class LocalStep(SharedStep):
         learning = {name: value for name, value in parts.model.named_parameters() if value.requires_grad}
         if parts.plan.outer == "nesterov":
             self.outer = {name: torch.zeros_like(value) for name, value in learning.items()}
-        self._average = Average(parts.world, parts.meter, list(learning.values()), list(self.outer.values()))
+        self._meeting = Average(parts.world, parts.meter, list(learning.values()), list(self.outer.values()))
         self._apart = False
         self._counted: Any = 0  # what the rank's losses did since the ranks last met
         self._begin()
@@ -76,7 +76,7 @@ class LocalStep(SharedStep):
     def meet(self) -> None:
         """Averages, unless nothing was done since the last time."""
         if self._apart:
-            self._average.take(self._counted, self._others())
+            self._meeting.take(self._counted, self._others())
             self._settle(self.totals())
             self._begin()
 
@@ -108,7 +108,7 @@ class LocalStep(SharedStep):
 
     def rebind(self) -> None:
         self._settle(self.sums)
-        self._average.begin()
+        self._meeting.begin()
         self._begin()
 
     def _settle(self, whole: dict[str, Any]) -> None:

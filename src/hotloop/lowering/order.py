@@ -17,6 +17,7 @@ from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.allocator import with_allocator
+from hotloop.lowering.alternating import AlternatingStep
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.hooked import check_whole_gradients
 from hotloop.lowering.ingredients import Ingredients, placed
@@ -30,6 +31,7 @@ from hotloop.lowering.step import EagerStep
 from hotloop.lowering.telling import During, Say, in_lines
 from hotloop.lowering.threads import repeatable, with_threads
 from hotloop.lowering.update import with_implementation
+from hotloop.named_optimizers import NamedOptimizers
 from hotloop.parallel.server import Policy
 from hotloop.parallel.world import World
 from hotloop.plan import BASELINE, Plan
@@ -135,7 +137,9 @@ def _step(parts: Ingredients) -> EagerStep:
         from hotloop.lowering.compiled import CompiledStep
 
         return CompiledStep(parts)
-    return EagerStep(parts)
+    optimizer = parts.build_optimizer(parts.model)
+    made = replace(parts, build_optimizer=lambda model: optimizer)
+    return AlternatingStep(made) if isinstance(optimizer, NamedOptimizers) else EagerStep(made)
 
 
 def _ranked(parts: Ingredients) -> EagerStep:

@@ -22,6 +22,7 @@ from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
 from hotloop.parallel.waiting import Spent
 from hotloop.rng import preserved
+from hotloop.schedules import schedules_of, state_of
 from hotloop.state import (
     Position,
     State,
@@ -264,7 +265,7 @@ class Program:
         own = replace(
             self._weights(lent=lent),
             optimizer=self._step.optimizer_state(lent=lent),
-            schedule=host_copy(_schedule_state(self._step.schedule)),
+            schedule=host_copy(state_of(self._step.schedule)),
             sums=_plain_counts(host_copy(self._step.totals())),
             scaler={} if self._step.scaler is None else self._step.scaler.state_dict(),
             outer=on_host(self._step.outer, lent=lent),
@@ -316,8 +317,8 @@ class Program:
 
     def schedule_left(self) -> int | None:
         """Steps that the learning-rate schedule can still take, or epochs if it goes by these; None if it has no end."""
-        total = getattr(self._step.schedule, "total_steps", None)
-        return None if total is None else total - self._step.schedule.last_epoch
+        bounded = [one for one in schedules_of(self._step.schedule) if getattr(one, "total_steps", None) is not None]
+        return min((one.total_steps - one.last_epoch for one in bounded), default=None)
 
     def steps_left(self) -> int | None:
         """Training steps that the learning-rate schedule allows from here; None if it has no end, or an epoch none."""
@@ -340,17 +341,11 @@ def _rows_of(feed: Feed) -> Any:
     return None
 
 
-def _schedule_state(schedule: Any) -> dict[str, Any]:
-    """A scheduler's state without its functions, which are the Task's; empty without a scheduler."""
-    saved = schedule.state_dict() if schedule is not None else {}
-    return {key: value for key, value in saved.items() if not callable(value)}
-
-
 def _restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
-    now = _schedule_state(schedule)
+    now = state_of(schedule)
     missing = [key for key in now.keys() - saved.keys() if not key.startswith("_")]  # torch adds private ones
     if missing or (saved and schedule is None):
-        what = f"a {type(schedule).__name__}" if schedule is not None else "none"
+        what = " and ".join(f"a {type(one).__name__}" for one in schedules_of(schedule)) or "none"
         raise CheckpointError(
             f"the checkpoint is of another learning-rate schedule: the Task has {what}",
             expected=f"the one with {', '.join(sorted(saved))}" if saved else "none",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.subnormals import swept
 from hotloop.objective import weighted
 from hotloop.rng import StepDraws
+from hotloop.schedules import schedules_of
 from hotloop.state import State, capture_optimizer, copy_into
-from hotloop.task import Computed
+from hotloop.task import Computed, Yielded, one_for_a_generator
 
 
 class EagerStep:
@@ -212,9 +213,11 @@ class EagerStep:
         """From now on, operation by operation, so that hooks of modules see what happens."""
 
     def step_schedule(self) -> None:
-        """Steps a scheduler that steps by step."""
+        """Steps the schedulers that step by step."""
         if self.schedule is not None and self._each_step:
-            self.schedule.step()
+            for schedule in schedules_of(self.schedule):
+                if not isinstance(schedule, ReduceLROnPlateau):
+                    schedule.step()
 
     def _clear_gradients(self) -> None:
         """Of all that backward fills, whether the optimizer holds it or not; torch's `zero_grad` takes 14 us more."""
@@ -228,17 +231,10 @@ class EagerStep:
 
     def _compute_first(self, batch: Any) -> Computed:
         """The first forward pass: what would train, but on something wrong, is refused."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Using a target size")
-            try:
-                computed = self._compute(batch)
-            except UserWarning as warning:
-                target, output, *_ = re.findall(r"\[([\d, ]*)\]", str(warning))
-                raise TaskError(
-                    f"the loss got outputs of shape ({output}) and targets of shape ({target})",
-                    expected="equal shapes: torch would compare each output with each target",
-                    fix="reshape one of them, such as y[:, None] or model(x).flatten()",
-                ) from warning
+        with refusing_broadcasts():
+            computed = self._compute(batch)
+        if isinstance(computed, Yielded):
+            raise one_for_a_generator()
         self._check_loss(computed.loss)
         return computed
 
@@ -271,17 +267,18 @@ class EagerStep:
         self.sums = {"loss": torch.zeros((), dtype=wide, device=device), "weight": 0, "samples": 0}
 
     def end_epoch(self, figure: float | None) -> None:
-        """Steps a scheduler that steps by epoch; `figure` is the monitored one, which plateau schedulers watch."""
-        if isinstance(self.schedule, ReduceLROnPlateau):
-            if figure is None:
-                raise TaskError(
-                    "end_epoch() without a figure, and the schedule is a ReduceLROnPlateau",
-                    expected="the figure that it watches",
-                    fix="call end_epoch(loss)",
-                )
-            self.schedule.step(figure)
-        elif self.schedule is not None and not self._each_step:
-            self.schedule.step()
+        """Steps the schedulers that step by epoch; `figure` is the monitored one, which plateau schedulers watch."""
+        for schedule in schedules_of(self.schedule):
+            if isinstance(schedule, ReduceLROnPlateau):
+                if figure is None:
+                    raise TaskError(
+                        "end_epoch() without a figure, and the schedule is a ReduceLROnPlateau",
+                        expected="the figure that it watches",
+                        fix="call end_epoch(loss)",
+                    )
+                schedule.step(figure)
+            elif not self._each_step:
+                schedule.step()
         self.reset_sums()
 
     @property
@@ -295,7 +292,9 @@ class EagerStep:
 
     @property
     def _each_step(self) -> bool:
-        return self.parts.task.schedule_every == "step" and not isinstance(self.schedule, ReduceLROnPlateau)
+        """Whether a scheduler steps by step."""
+        by_epoch = all(isinstance(one, ReduceLROnPlateau) for one in schedules_of(self.schedule))
+        return self.parts.task.schedule_every == "step" and not by_epoch
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
@@ -331,6 +330,36 @@ class EagerStep:
                 expected="parameters of the model alone",
                 fix="make it part of the module that the model factory returns, and load weights without assign=True",
             )
+
+
+@contextmanager
+def refusing_broadcasts() -> Iterator[None]:
+    """Turns torch's warning of outputs and targets that broadcast into an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Using a target size")
+        try:
+            yield
+        except UserWarning as warning:
+            target, output, *_ = re.findall(r"\[([\d, ]*)\]", str(warning))
+            raise TaskError(
+                f"the loss got outputs of shape ({output}) and targets of shape ({target})",
+                expected="equal shapes: torch would compare each output with each target",
+                fix="reshape one of them, such as y[:, None] or model(x).flatten()",
+            ) from warning
+
+
+OF_WEIGHT = "weight of "
+"""In the name of a sum: what the batches counted that had the figure named after it, where some have not."""
+
+
+def means_of(sums: Mapping[str, float]) -> dict[str, float]:
+    """The epoch's loss and further figures: each the mean over the batches that had it."""
+    whole = sums["weight"] or 1.0
+    return {
+        name: value / (sums.get(OF_WEIGHT + name, whole) or 1.0)
+        for name, value in sums.items()
+        if name not in ("weight", "samples") and not name.startswith(OF_WEIGHT)
+    }
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

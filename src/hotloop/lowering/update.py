@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.named_optimizers import members_of
 
 _FLAGS = {
     "forloop": {"foreach": False, "fused": False},
@@ -26,10 +27,11 @@ def with_implementation(parts: Ingredients) -> Ingredients:
 
     def switched(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = build(model)
-        for group in optimizer.param_groups:
-            group.update({key: value for key, value in flags.items() if key in group})
-        if flags["fused"]:
-            _mend_fused(optimizer, parts)
+        for member in members_of(optimizer):
+            for group in member.param_groups:
+                group.update({key: value for key, value in flags.items() if key in group})
+            if flags["fused"]:
+                _mend_fused(member, parts)
         return optimizer
 
     return replace(parts, build_optimizer=switched)

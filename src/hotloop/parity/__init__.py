@@ -12,6 +12,7 @@ import torch
 from hotloop.arithmetic import REDUCED, coarsest
 from hotloop.errors import HotloopError, MemoryExhausted, blame, out_of_memory, told
 from hotloop.lowering import Program, lower
+from hotloop.named_optimizers import NamedOptimizers
 from hotloop.parity.accounts import Account, Evidence
 from hotloop.parity.collecting import Collector
 from hotloop.parity.draws import Pieces, Words, look
@@ -86,6 +87,9 @@ def prove_programs(
     Raises:
         HotloopError: a step of the baseline itself can't be run, and so the training can't.
     """
+    if any(isinstance(program.optimizer, NamedOptimizers) for program in programs):
+        why = "the step updates several optimizers in turn, and the proof follows one update in a step"
+        return [_unproven(program.parts.plan, why, False) for program in programs]
     if why := lacking(programs):
         return [_unproven(program.parts.plan, why, True) for program in programs]
     found: dict[int, Parity] = {}

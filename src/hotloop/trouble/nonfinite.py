@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hotloop.errors import HotloopError, NonFiniteError, blame
 from hotloop.lowering import Program
+from hotloop.named_optimizers import holder_of
 from hotloop.state import Position
 from hotloop.trouble.place import saved, step_under_way
 from hotloop.trouble.samples import bad_rows, blamed_samples, parts_of
@@ -143,9 +144,10 @@ class _Replay:
             return given, self._slower() or _LOSS
         if (name := _bad_parameter(program.model)) is None:
             return "the loss is finite but what it counts is not", "check what the Task's weight(batch) returns"
-        rate, optimizer = program.optimizer.param_groups[0]["lr"], type(program.optimizer).__name__
+        holder = holder_of(program.optimizer, dict(program.model.named_parameters())[name])
+        rate = holder.param_groups[0]["lr"]
         return (
-            f"the update by {optimizer} made parameter {name!r} NaN or infinite, from finite gradients",
+            f"the update by {type(holder).__name__} made parameter {name!r} NaN or infinite, from finite gradients",
             f"lower the learning rate (now {float(rate):g}), or raise the optimizer's eps",
         )
 

@@ -1,0 +1,98 @@
+"""Several optimizers of one Task, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hotloop.errors import TaskError, kind
+
+
+class NamedOptimizers(Optimizer):
+    """Optimizers over disjoint parameters of one model; together they have the groups and the state of one optimizer.
+
+    Attributes:
+        members: name -> optimizer, each of which updates its own parameters alone.
+    """
+
+    def __init__(self, members: Mapping[str, Optimizer]) -> None:  # torch's own would make further groups
+        self.members = dict(members)
+        self.defaults: dict[str, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for member in self.members.values() for group in member.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """A new dict at each call, of the members' own values."""
+        return {holder: values for member in self.members.values() for holder, values in member.state.items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for member in self.members.values():
+            member.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("each of the optimizers takes its own steps")
+
+
+def members_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that update parameters: those of a `NamedOptimizers`, or the one."""
+    return list(optimizer.members.values()) if isinstance(optimizer, NamedOptimizers) else [optimizer]
+
+
+def holder_of(optimizer: Optimizer, parameter: Tensor) -> Optimizer:
+    """The optimizer that updates a parameter; the first where none does."""
+    members = members_of(optimizer)
+    held = (one for one in members for group in one.param_groups if any(v is parameter for v in group["params"]))
+    return next(held, members[0])
+
+
+def described(optimizer: Optimizer) -> str:
+    """`Adam`, or `Adam 'critic' and SGD 'generator'`."""
+    if isinstance(optimizer, NamedOptimizers):
+        return " and ".join(f"{type(member).__name__} {name!r}" for name, member in optimizer.members.items())
+    return type(optimizer).__name__
+
+
+def checked_optimizer(made: Any) -> Optimizer:
+    """What an optimizer factory returned, as one optimizer.
+
+    Raises:
+        TaskError: `made` is neither an optimizer nor a dict of optimizers by name, each over parameters of its own.
+    """
+    if isinstance(made, Optimizer):
+        return made
+    if not isinstance(made, Mapping):
+        raise TaskError(
+            f"the optimizer factory returned {kind(made)}",
+            expected="a torch.optim.Optimizer, or a dict of name -> optimizer",
+            fix="return the optimizer from it",
+        )
+    if not made:
+        raise TaskError("the optimizer factory returned an empty dict", expected="name -> torch.optim.Optimizer")
+    for name, member in made.items():
+        if not isinstance(name, str) or not isinstance(member, Optimizer) or isinstance(member, NamedOptimizers):
+            raise TaskError(
+                f"the optimizer factory returned a dict with {name!r}: {kind(member)}",
+                expected="a dict of name -> torch.optim.Optimizer",
+            )
+    _check_apart(made)
+    return NamedOptimizers(made)
+
+
+def _check_apart(members: Mapping[str, Optimizer]) -> None:
+    holders: dict[int, str] = {}
+    for name, member in members.items():
+        values: list[Tensor] = [value for group in member.param_groups for value in group["params"]]
+        for value in values:
+            other = holders.setdefault(id(value), name)
+            if other != name:
+                raise TaskError(
+                    f"the optimizers {other!r} and {name!r} both hold a parameter of shape {tuple(value.shape)}",
+                    expected="parameters of its own for each optimizer",
+                    fix="choose them by name, such as p.where(lambda name, value: name.startswith('generator.'))",
+                )

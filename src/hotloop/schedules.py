@@ -1,0 +1,146 @@
+"""Learning-rate schedulers of a Task: one, or several by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from hotloop.errors import TaskError, calling, kind
+
+_MARK = -987654321
+"""A number of steps that no scheduler takes."""
+
+
+class NamedSchedules:
+    """Schedulers by name, such as one for each of several optimizers.
+
+    Attributes:
+        members: name -> scheduler.
+    """
+
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        self.members = dict(members)
+
+    def step(self) -> None:
+        for member in self.members.values():
+            member.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: state_of(member) for name, member in self.members.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for name, member in self.members.items():
+            member.load_state_dict(saved[name])
+
+
+def schedules_of(schedule: Any) -> list[Any]:
+    """The schedulers that step: those of a `NamedSchedules`, the one, or none."""
+    if isinstance(schedule, NamedSchedules):
+        return list(schedule.members.values())
+    return [] if schedule is None else [schedule]
+
+
+def state_of(schedule: Any) -> dict[str, Any]:
+    """A scheduler's state without its functions, which are the Task's; empty without a scheduler."""
+    return {} if schedule is None else _without_functions(calling("the schedule's state_dict", schedule.state_dict))
+
+
+def _without_functions(tree: Any) -> Any:
+    if isinstance(tree, Counter):  # as MultiStepLR has it
+        return tree
+    if isinstance(tree, dict):
+        return {key: _without_functions(value) for key, value in tree.items() if not _are_functions(value)}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(_without_functions, tree)) if type(tree) in (list, tuple) else tree
+    return tree
+
+
+def _are_functions(value: Any) -> bool:
+    return bool(value) and all(map(callable, value)) if isinstance(value, list | tuple) else callable(value)
+
+
+def checked_schedule(made: Any) -> Any:
+    """What a schedule factory returned, as one scheduler.
+
+    Raises:
+        TaskError: `made` is no scheduler, or has another one inside whose state it does not give in its own.
+    """
+    members = made if isinstance(made, Mapping) and made else {"": made}
+    for name, member in members.items():
+        methods = ("step", "state_dict", "load_state_dict")
+        if not isinstance(name, str) or not all(callable(getattr(member, method, None)) for method in methods):
+            raise TaskError(
+                f"the schedule factory returned {kind(made)}"
+                + f" with {name!r}: {kind(member)}" * (member is not made),
+                expected="a torch.optim.lr_scheduler.LRScheduler",
+                fix="return the scheduler from it",
+            )
+        _check_inner(member)
+        _check_storable(member)
+    return NamedSchedules(made) if isinstance(made, Mapping) else made
+
+
+def _check_inner(schedule: Any) -> None:
+    for path, inner in _inner(schedule, type(schedule).__name__, {id(schedule)}):
+        if not _is_saved(inner, schedule):
+            raise TaskError(
+                f"the schedule's state_dict() leaves out that of the {type(inner).__name__} in {path}, so a resumed run"
+                " would have other learning rates",
+                expected="a scheduler whose state_dict() and load_state_dict() save and load that state too",
+                fix="chain them by torch's SequentialLR or ChainedScheduler, or define both methods",
+            )
+
+
+def _check_storable(schedule: Any) -> None:
+    for value in _leaves(state_of(schedule)):
+        if not (value is None or isinstance(value, bool | int | float | str | Tensor | np.generic)):
+            raise TaskError(
+                f"the state_dict() of the schedule ({type(schedule).__name__}) has {kind(value)} in it, which no"
+                " checkpoint can hold",
+                expected="numbers, texts, tensors, and lists, tuples or dicts of them",
+                fix="define state_dict() and load_state_dict() so that they save and load its numbers",
+            )
+
+
+def _inner(holder: Any, path: str, seen: set[int]) -> Iterator[tuple[str, LRScheduler]]:
+    """The schedulers that another has in its attributes, in lists, tuples and dicts of them, and so on inward."""
+    if isinstance(holder, list | tuple):
+        items = [(f"{path}[{place}]", value) for place, value in enumerate(holder)]
+    elif isinstance(holder, dict):
+        items = [(f"{path}[{key!r}]", value) for key, value in holder.items()]
+    else:
+        items = [(f"{path}.{name}", value) for name, value in getattr(holder, "__dict__", {}).items()]
+    for where, value in items:
+        if id(value) in seen or not isinstance(value, LRScheduler | list | tuple | dict):
+            continue
+        seen.add(id(value))
+        if isinstance(value, LRScheduler):
+            yield where, value
+        yield from _inner(value, where, seen)
+
+
+def _is_saved(inner: LRScheduler, schedule: Any) -> bool:
+    """Whether the outer scheduler's state changes with the inner one's number of steps."""
+    before = dict(vars(inner))
+    inner.last_epoch = _MARK
+    try:
+        return any(value is _MARK for value in _leaves(calling("the schedule's state_dict", schedule.state_dict)))
+    finally:
+        vars(inner).clear()
+        vars(inner).update(before)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree

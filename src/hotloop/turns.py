@@ -1,0 +1,114 @@
+"""The losses that a `step` yields, one for each update of one of several optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotloop.errors import TaskError, kind
+
+_FORM = "(name, loss) or (name, loss, {'figure': value}), with the name of an optimizer"
+
+
+class Turn(NamedTuple):
+    """What a step yields for one update: the optimizer's name, the loss (0-dim) and further figures."""
+
+    name: str
+    loss: Tensor
+    scalars: dict[str, Tensor]
+
+
+class Turns:
+    """Runs a step's generator from one yielded loss to the next, and sums up what it yields and returns."""
+
+    def __init__(self, generator: Generator[Any, Any, Any]) -> None:
+        self._generator = generator
+        self._losses: dict[str, list[Tensor]] = {}
+        self._scalars: dict[str, list[Tensor]] = {}
+
+    def __iter__(self) -> Iterator[Turn]:
+        while True:
+            try:
+                yielded = next(self._generator)
+            except StopIteration as end:
+                self._note(scalars_of({} if end.value is None else end.value))
+                return
+            turn = _turn(yielded)
+            yield turn
+            self._losses.setdefault(turn.name, []).append(turn.loss.detach())
+            self._note(turn.scalars)
+
+    def _note(self, scalars: Mapping[str, Tensor]) -> None:
+        for name, value in scalars.items():
+            self._scalars.setdefault(name, []).append(value.detach())
+
+    def figures(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The batch's loss, and its figures: for each optimizer `<name>_loss`, the mean of its losses, beside all others.
+
+        The loss is the sum of the means.
+
+        Raises:
+            TaskError: there is no loss, or a figure of the step's own is called like one of these.
+        """
+        if not self._losses:
+            raise TaskError("step yielded no loss", expected=_FORM, fix="yield one for each update")
+        losses = {f"{name}_loss": _mean(values) for name, values in self._losses.items()}
+        for name in losses.keys() & self._scalars.keys():
+            raise TaskError(f"step gave {name!r}, which hotloop reports itself", expected="another name")
+        others = {name: _mean(values) for name, values in self._scalars.items()}
+        return sum(losses.values(), start=torch.zeros_like(next(iter(losses.values())))), losses | others
+
+
+def evaluated(generator: Generator[Any, Any, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same without updates. Gradients are on, since a loss may have the gradient of another loss in it."""
+    turns = Turns(generator)
+    with torch.enable_grad(), closing(generator):
+        for _ in turns:
+            pass
+    return turns.figures()
+
+
+def scalars_of(figures: Any) -> dict[str, Tensor]:
+    """Figures beside the loss, as 0-dim tensors.
+
+    Raises:
+        TaskError: they are not a mapping of single numbers, or have a name that hotloop uses itself.
+    """
+    if not isinstance(figures, Mapping):
+        raise TaskError(f"step gave {kind(figures)} beside the losses", expected="a dict of name -> number")
+    scalars = {name: torch.as_tensor(value) for name, value in figures.items()}
+    for name, value in scalars.items():
+        if value.ndim:
+            raise TaskError(
+                f"step returned {name!r} of shape {tuple(value.shape)}", expected="single numbers beside the loss"
+            )
+        if name in ("loss", "weight", "samples"):
+            fix = f"call it otherwise, such as 'mean_{name}'"
+            raise TaskError(f"step returned {name!r}, which hotloop counts itself", expected="another name", fix=fix)
+    return scalars
+
+
+def _turn(yielded: Any) -> Turn:
+    if not isinstance(yielded, tuple) or len(yielded) not in (2, 3) or not isinstance(yielded[0], str):
+        what = f"({', '.join(map(kind, yielded))})" if isinstance(yielded, tuple) else kind(yielded)
+        raise TaskError(f"step yielded {what}", expected=_FORM)
+    name, loss, *more = yielded
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise TaskError(
+            f"the loss yielded for {name!r} is "
+            + (f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind(loss)),
+            expected="a 0-dim tensor to differentiate",
+            fix="yield the mean over the batch",
+        )
+    return Turn(name, loss, scalars_of(more[0]) if more else {})
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    if len(values) == 1:
+        return values[0]
+    whole = torch.stack(values)
+    return whole.mean(dtype=None if whole.is_floating_point() else torch.get_default_dtype())
