@@ -156,9 +156,11 @@ def check_plans(plans: Sequence[str]) -> None:
         if base_of(plan) not in (*SEARCHING, "baseline") or bare:
             raise PlanError(f"--plans {plan}", expected=f"{EXPECTED}, separated by /")
         Wanted.of("baseline", axes_of(plan))
-    if axes_of(plans[0]).get("precision", "fp32") != "fp32":
+    if axes_of(plans[0]).get("precision", "default") not in ("default", "fp32"):
         fix = f"put another before it, as in auto/{plans[0]}"
-        raise PlanError(f"--plans {plans[0]}", expected="first what others are compared with, in fp32", fix=fix)
+        raise PlanError(
+            f"--plans {plans[0]}", expected="first what others are compared with, in no reduced precision", fix=fix
+        )
 
 
 def check_kind(device: str) -> None:

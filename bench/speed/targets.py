@@ -92,7 +92,7 @@ def _on_gpu(found: Summary) -> Iterator[Target]:
         epoch_s = 1e-3 * steps * line.step_ms if line is not None and line.step_ms else None
         yield Target(f"{workload}, an epoch of {steps} steps", goal_s, epoch_s, "s", most=True)
     for workload in ("W6", "W7", "W9"):
-        yield Target(f"{workload}, step over {TUTORIAL}, in fp32", 1.5, _step(found, TUTORIAL)(workload))
+        yield Target(f"{workload}, step over {TUTORIAL}, in default precision", 1.5, _step(found, TUTORIAL)(workload))
         yield _with_fewer_bits(found, workload)
 
 

@@ -136,7 +136,7 @@ def test_what_may_take_fewer_bits_has_a_lane_and_a_target_of_its_own(own: dict[s
     found = summary([row("W6", tutorial=4e-3, hotloop=1e-3, **own)], limits, {}, OURS)
     on_gpu = {one.where: one.verdict for one in targets(found, "cuda")}
     assert on_gpu["W6, step over tutorial, bf16 allowed"] == verdict
-    assert on_gpu["W6, step over tutorial, in fp32"] == "met"
+    assert on_gpu["W6, step over tutorial, in default precision"] == "met"
     assert "It is no limit" not in markdown(found), "which is one in fp32"
     share = [f"reaches {2.5e-4 / step_s:.0%} of that" for step_s in own.values()]
     assert [text for text in share if f"in bf16 it allows 0.25 ms: {OURS}:{REDUCED} {text}" in markdown(found)] == share
