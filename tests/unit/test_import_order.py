@@ -64,6 +64,7 @@ ORDER = (
     "foreign",
     "onlooker",
     "objective",
+    "copies",
     "named_optimizers",
     "schedules",
     "turns",
