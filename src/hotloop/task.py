@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Mapping
@@ -12,8 +11,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer
 
+from hotloop.copies import copied
 from hotloop.data.augment import Draws
 from hotloop.data.roles import Roles, assign_roles
 from hotloop.data.tree import inputs_of
@@ -178,7 +177,8 @@ class Task:
         Streams(self.seed).reseed("model")
         restart_names()
         if isinstance(self.model, nn.Module):
-            return calling("copying the model", _copied, self.model)
+            _check_memory(self.model)
+            return _copied(self.model)
         with default_device(None):
             model = calling("the model factory", self.model)
         if not isinstance(model, nn.Module):
@@ -187,6 +187,7 @@ class Task:
                 expected="a torch.nn.Module",
                 fix="return the model from it",
             )
+        _check_memory(model)
         trained = {name: part for name, part in model.named_modules() if not name or _is_trained(part)}
         for name, part in trained.items():
             if (before := self._built.get(id(part))) is not None and before() is part:
@@ -269,11 +270,21 @@ def _is_trained(part: nn.Module) -> bool:
     return any(value is not None and value.requires_grad for value in part._parameters.values())
 
 
+def _check_memory(model: nn.Module) -> None:
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if value.is_meta:
+            raise TaskError(
+                f"the model's {name!r} is on the meta device, where tensors have a shape and no numbers",
+                expected="parameters and buffers with memory",
+                fix="build it outside of torch.device('meta'), or call to_empty(device='cpu') and initialise it",
+            )
+
+
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy that shares nothing; torch itself can't copy buffers that are still to come into being.
+    """A copy that shares nothing.
 
     Raises:
-        TaskError: a parameter has a hook, which no copy has.
+        TaskError: a parameter has a hook, which no copy has, or the model can't be copied.
     """
     if (name := hooked_parameter(model)) is not None:
         raise TaskError(
@@ -281,8 +292,7 @@ def _copied(model: nn.Module) -> nn.Module:
             expected="a function that builds the model",
             fix="hang the hook up in that function",
         )
-    unborn = [value for value in model.buffers() if isinstance(value, UninitializedBuffer)]
-    return copy.deepcopy(model, {id(value): UninitializedBuffer(dtype=value.dtype) for value in unborn})  # type: ignore[call-arg]
+    return copied(model)
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:

@@ -287,7 +287,10 @@ def test_schedules_move_their_own_optimizers() -> None:
     ("other", "said"),
     [
         (task(optimizer=plain), "Adam 'd' and Adam 'g', where the Task has SGD 'd' and RMSprop 'g'"),
-        (task(optimizer=lambda p: {"g": adams(p)["g"], "d": adams(p)["d"]}), "where the Task has Adam 'g' and Adam 'd'"),
+        (
+            task(optimizer=lambda p: {"g": adams(p)["g"], "d": adams(p)["d"]}),
+            "where the Task has Adam 'g' and Adam 'd'",
+        ),
         (task(lambda model, batch: model.d(batch[0]).mean(), Adam), "Adam 'd' and Adam 'g', where the Task has Adam"),
     ],
     ids=["kinds", "names", "one"],
@@ -442,7 +445,9 @@ MISTAKES: dict[str, tuple[Any, Any, str]] = {
     "a mapping": (lambda m, b: {"loss": m.d(b[0]).mean()}, adams, r"step returned a dict"),
     "one optimizer": (alternate, Adam, r"step is a generator, and the Task has one optimizer"),
     "one optimizer, wrapped": (
-        lambda m, b: alternate(m, b), Adam, r"step is a generator, and the Task has one optimizer"
+        lambda m, b: alternate(m, b),
+        Adam,
+        r"step is a generator, and the Task has one optimizer",
     ),
     "overlap": (alternate, overlapping, r"'d' and 'g' both hold a parameter of shape"),
     "independent": (yielding(d_loss, lambda m, b: ("g", m.d(b[0]).mean())), adams, r"'g' depends on no parameter"),

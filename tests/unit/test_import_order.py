@@ -66,6 +66,7 @@ ORDER = (
     "onlooker",
     "switches",
     "objective",
+    "copies",
     "named_optimizers",
     "schedules",
     "turns",

@@ -13,6 +13,11 @@ from hotloop.errors import DataError
 _AT_ONCE = 1 << 20
 """Numbers that are summed up at once: torch makes a copy in float64 of what it sums up so."""
 
+_INSTEAD = (
+    "remove those samples; or put a number in place of what is missing (nan_to_num) and a mask beside it, as data=(x, y,"
+    " mask), for a step(model, batch) that leaves it out of the loss"
+)
+
 
 def check_finite(columns: Any, name: str, *, prepared: bool = False) -> None:
     """Raises DataError naming the first sample of `columns` that holds NaN or infinity."""
@@ -29,7 +34,7 @@ def check_finite(columns: Any, name: str, *, prepared: bool = False) -> None:
                 f"{label} has NaN or infinity{' after prepare' if prepared else ''} in {int(bad.sum())} of {len(bad)}"
                 f" samples, first in sample {first}",
                 expected="finite numbers",
-                fix="check what prepare makes of them" if prepared else "remove or replace those samples",
+                fix="check what prepare makes of them" if prepared else _INSTEAD,
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hotloop.copies import NotCopiedError, copied
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.grouped import in_float64
@@ -123,6 +123,8 @@ def check_pieces(
     except PlanError:
         raise
     except Exception as error:
+        if isinstance(error, NotCopiedError):
+            raise PlanError(f"{asked} can't be checked: {error.given}", fix=instead) from error
         if whole:
             what = f"{asked} fails in a piece of a batch ({blame(error)})"
             raise not_in_pieces(what, instead, _norms(parts)) from error
@@ -184,7 +186,7 @@ _SLACK = 1e4
 
 
 def _gradients(parts: Ingredients, batch: Any, samples: int, pieces: int, wide: bool) -> dict[str, Tensor]:
-    model = copy.deepcopy(parts.model).train()
+    model = copied(parts.model).train()
     if wide:
         model = model.double()
         batch = map_tensors(lambda value: value.double() if value.is_floating_point() else value, batch)

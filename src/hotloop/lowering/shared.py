@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction as _OfPython
 from torch.overrides import TorchFunctionMode
 
+from hotloop.copies import copied
 from hotloop.data.feed import peek
 from hotloop.data.order import part
 from hotloop.data.tree import to_device
@@ -194,7 +194,7 @@ class _Seen:
 
 
 def _watched(parts: Ingredients, samples: int) -> _Seen:
-    model = copy.deepcopy(parts.model).train()
+    model = copied(parts.model).train()
     batch = to_device(peek(parts.roles, samples), parts.device)
     streams = Streams(parts.task.seed, parts.device)
     streams.reseed("look")

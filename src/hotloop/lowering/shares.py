@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hotloop.copies import copied
 from hotloop.data.feed import Treatment, open_feed
 from hotloop.data.rows import others_in
 from hotloop.data.tree import map_tensors
@@ -120,7 +121,7 @@ def _gradients(
         if not weight and any(weights):
             continue
         # Each has its own, since a forward pass may change a model, a loss or a batch.
-        model, compute = copy.deepcopy(parts.model).train(), _with_a_copy_of_the_loss(parts)
+        model, compute = copied(parts.model).train(), _with_a_copy_of_the_loss(parts)
         rows = map_tensors(torch.clone, batch)
         for_all = partial(WholeDraws, draws, samples, number, len(shares)) if whole else _nothing
         Streams(parts.task.seed, parts.device).reseed("look")

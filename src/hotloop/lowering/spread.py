@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotloop.copies import copied
 from hotloop.data.feed import peek
 from hotloop.data.tree import to_device
-from hotloop.errors import PlanError, blame, calling
+from hotloop.errors import PlanError, blame
 from hotloop.lowering.columns import Found, splittable
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
@@ -70,7 +70,7 @@ def _found(parts: Ingredients) -> Found:
     if parts.task.average is not None:
         raise PlanError("parallel=tensor with an average of the weights", fix="use parallel=data, or leave average out")
     with preserved(parts.device):
-        model = calling("copying the model", copy.deepcopy, parts.model)
+        model = copied(parts.model)
         found = splittable(model, parts.world.ranks)
     if not found.groups:
         raise PlanError(
@@ -108,8 +108,8 @@ def _try(parts: Ingredients, found: Found) -> None:
     """
     names = ", ".join(repr(group.rows) for group in found.groups[:_SHOWN])
     with preserved(parts.device):
-        expected = _gradients(parts, copy.deepcopy(parts.model))
-        model = copy.deepcopy(parts.model)
+        expected = _gradients(parts, copied(parts.model))
+        model = copied(parts.model)
         try:
             _split(model, found, parts.device)
             with spreading.as_one(parts.device):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hotloop.copies import copied
 from hotloop.errors import calling
 from hotloop.parallel.summing import Own, Whole
 from hotloop.parallel.waiting import Meter
@@ -79,7 +78,7 @@ class Towers(Own):
 
 
 def _on_host(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).to("cpu")
+    return copied(model).to("cpu")
 
 
 def _sizes(pairs: list[_Pair]) -> list[int]:

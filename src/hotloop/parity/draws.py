@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hotloop.copies import copied
 from hotloop.data.feed import peek
 from hotloop.data.tree import to_device
 from hotloop.lowering import Program
@@ -97,7 +97,7 @@ class _Seen:
 def _seen(program: Program, samples: int) -> _Seen:
     """What a copy of the model draws from torch's generator, what of it can be repeated, and whether others are asked."""
     parts = program.parts
-    model = copy.deepcopy(parts.model).train()
+    model = copied(parts.model).train()
     batch = to_device(peek(parts.roles, samples), parts.device)
     Streams(parts.task.seed, parts.device).reseed("look")
     before = generator_states()

@@ -10,9 +10,12 @@ from hotloop.errors import NonFiniteError
 from hotloop.evaluation import evaluate
 from hotloop.lowering import Program
 from hotloop.task import Computed
+from hotloop.trouble.empty_means import INSTEAD, empty_mean
 from hotloop.trouble.place import saved
 from hotloop.trouble.samples import bad_rows, parts_of
 from hotloop.trouble.watch import Event, Watch
+
+_LOOK = "look for statistics kept for evaluation mode, and for a log, sqrt or division by 0"
 
 
 def nonfinite_figure(
@@ -41,9 +44,10 @@ def nonfinite_figure(
     with finder.watch.listening():
         evaluate(program, source, finder)
     sums = program.read_sums()
+    advice = INSTEAD if finder.empty else _LOOK
     return NonFiniteError(
         f"{after} though the training loss is {sums['loss'] / (sums['weight'] or 1):.4g}: {finder.found}",
-        fix=f"look for statistics kept for evaluation mode, and for a log, sqrt or division by 0; {saved(saved_step)}",
+        fix=f"{advice}; {saved(saved_step)}",
     )
 
 
@@ -51,7 +55,8 @@ class _Finder:
     """Sees each batch of an evaluation, and notes the first whose loss is not finite."""
 
     def __init__(self, program: Program) -> None:
-        self.watch = Watch(program.model)
+        self.watch, self._program = Watch(program.model), program
+        self.empty = ""
         self.found = "evaluating once more gave finite losses"
         self._done = False
         self._samples = 0
@@ -62,7 +67,9 @@ class _Finder:
             self._done = True
             self.watch.note_batch(batch)
             event = self.watch.first(loss_finite=False)
-            self.found = self._told(event, batch) if event else "the loss itself, from finite outputs"
+            self.empty = "" if event else empty_mean(self._program, batch)
+            where = f"it has {self.empty}, in a batch" if self.empty else "the loss itself, from finite outputs"
+            self.found = self._told(event, batch) if event else where
         elif finite:
             self.watch.settle()
         self.watch.begin()

@@ -15,6 +15,7 @@ from hotloop.errors import HotloopError, NonFiniteError, blame
 from hotloop.lowering import Program
 from hotloop.named_optimizers import holder_of
 from hotloop.state import Position
+from hotloop.trouble.empty_means import INSTEAD, empty_mean
 from hotloop.trouble.place import saved, step_under_way
 from hotloop.trouble.samples import bad_rows, blamed_samples, parts_of
 from hotloop.trouble.watch import Event, Watch
@@ -140,6 +141,8 @@ class _Replay:
         task, state = program.parts.task, "NaN" if math.isnan(loss) else "infinite"
         if not math.isfinite(loss):
             known = type(task.loss).__name__ if isinstance(task.loss, nn.Module) else getattr(task.loss, "__name__", "")
+            if empty := empty_mean(program, batch):
+                return f"the loss became {state}: it has {empty}, in this batch", INSTEAD
             given = f"the loss itself{f' ({known})' if known else ''} became {state}; no output of a module is to blame"
             return given, self._slower() or _LOSS
         if (name := _bad_parameter(program.model)) is None:

@@ -1,0 +1,54 @@
+"""A loss that is a mean over nothing, as where all targets of a batch are left out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hotloop.data.tree import to_device
+from hotloop.lowering import Program
+from hotloop.rng import preserved
+
+INSTEAD = (
+    "make the loss 0 in such a batch, as by (losses * mask).sum() / mask.sum().clamp(min=1), and give the Task a"
+    " weight(batch) that counts its targets"
+)
+_CROSS_ENTROPIES = ("nll_loss_forward", "nll_loss2d_forward")
+
+
+def empty_mean(program: Program, batch: Any) -> str:
+    """What in the loss of a batch is a mean over nothing; empty if nothing is, or the loss can't be computed again."""
+    watch = _Watch()
+    try:
+        with preserved(*program.devices), torch.no_grad(), watch:
+            program.parts.task.compute(program.model, to_device(batch, program.device))
+    except Exception:
+        pass  # the step itself ran; what it does with the weights that it left is of no matter here
+    return watch.found
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the last operation that divides by a count of 0."""
+
+    found = ""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        value = result[0] if isinstance(result, tuple | list) and result else result
+        if isinstance(value, Tensor) and not value.ndim and value.is_floating_point() and math.isnan(float(value)):
+            self.found = self._told(name, args, result) or self.found
+        return result
+
+    def _told(self, name: str, args: Any, result: Any) -> str:
+        if name in _CROSS_ENTROPIES:
+            return "a cross entropy of which all targets are ignored" * (not float(result[1]))
+        if name == "div":
+            return "a division by a sum that is 0, as of a mask that leaves out all" * (not float(args[1]))
+        inputs = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
+        return "a mean over no element" * any(value.ndim and not value.numel() for value in inputs)
