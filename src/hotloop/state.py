@@ -46,6 +46,9 @@ class State:
         scaler: scale of the loss, and steps since it changed, where fp16 needs one.
         outer: momentum by parameter name, of ranks that take steps towards their average.
         position: where in the data.
+        drawn: whether a step has drawn from Python's or NumPy's generator; None as `in_eval`.
+        trainable: `requires_grad` of each parameter by name; empty in checkpoints that don't have it.
+        in_eval: names of the modules that stay in evaluation mode while the model trains; None as `trainable`.
     """
 
     parameters: dict[str, Tensor]
@@ -59,6 +62,9 @@ class State:
     scaler: dict[str, Any] = field(default_factory=dict)
     outer: dict[str, Tensor] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
+    trainable: dict[str, bool] = field(default_factory=dict)
+    in_eval: list[str] | None = None
+    drawn: bool | None = None
 
     def nbytes(self) -> int:
         tree = [self.parameters, self.buffers, self.extra, self.optimizer, self.average, self.loss]
@@ -126,10 +132,12 @@ def on_host(value: Any, *, lent: bool) -> Any:
 
 
 def capture_model(model: nn.Module, *, lent: bool = False) -> dict[str, dict[str, Any]]:
-    """Parameters, buffers and extra state of a module, on the CPU: copies, unless `lent`."""
+    """Parameters, buffers, extra state and `requires_grad` of a module, on the CPU: copies, unless `lent`."""
     extra = {name: module.get_extra_state() for name, module in _with_extra_state(model)}
-    found = {"parameters": dict(model.named_parameters()), "buffers": dict(model.named_buffers()), "extra": extra}
-    return on_host(found, lent=lent)
+    parameters = dict(model.named_parameters())
+    trainable = {name: value.requires_grad for name, value in parameters.items()}
+    found = {"parameters": parameters, "buffers": dict(model.named_buffers()), "extra": extra}
+    return on_host(found, lent=lent) | {"trainable": trainable}
 
 
 @torch.no_grad()
@@ -145,6 +153,8 @@ def restore_model(model: nn.Module, state: State) -> None:
     for name, module in _with_extra_state(model):
         if name in state.extra:
             module.set_extra_state(host_copy(state.extra[name]))
+    for name, value in model.named_parameters():
+        value.requires_grad_(state.trainable.get(name, value.requires_grad))
 
 
 def _resize_buffers(model: nn.Module, saved: dict[str, Tensor]) -> None:

@@ -19,6 +19,7 @@ from hotloop.lowering.fingerprint import fingerprint
 from hotloop.lowering.ingredients import Ingredients, count_parameters, counts_samples, input_shapes
 from hotloop.lowering.step import needs_closure
 from hotloop.lowering.update import gapless
+from hotloop.optimizer_state import inner_optimizers
 from hotloop.records import TaskFacts
 from hotloop.task import Parameters, Task
 
@@ -77,12 +78,14 @@ def _steps(task: Task, roles: Roles) -> int | None:
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    switches = [name for name in ("foreach", "fused") if all(name in group for group in optimizer.param_groups)]
+    # A wrapped optimizer may read its groups or not.
+    able = () if inner_optimizers(optimizer) else ("foreach", "fused")
+    switches = [name for name in able if all(name in group for group in optimizer.param_groups)]
     unfit = _not_fused(model) if "fused" in switches else ""
-    able = ["forloop", *switches] if switches else []
+    known = ["forloop", *switches] if switches else []
     return {
         "optimizer": type(optimizer).__name__,
-        "implementations": [name for name in able if name != "fused" or not unfit],
+        "implementations": [name for name in known if name != "fused" or not unfit],
         "one_operation": _is_plain(optimizer),
         "not_fused": unfit,
         "closure": needs_closure(optimizer),

@@ -14,14 +14,20 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hotloop.errors import TaskError, kind
+from hotloop.errors import PlanError, TaskError, kind
 from hotloop.lowering.accumulation import accumulate
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.subnormals import swept
+from hotloop.modes import switching
 from hotloop.objective import weighted
+from hotloop.optimizer_state import capture as capture_optimizer
+from hotloop.optimizer_state import has_own_state_dict, inner_optimizers
 from hotloop.rng import StepDraws
-from hotloop.state import State, capture_optimizer, copy_into
+from hotloop.state import State, copy_into
 from hotloop.task import Computed
+
+_SPLITTING = ("sharded", "towers", "tensor", "stages", "local")
+"""Values of `parallel` under which ranks split, move or average an optimizer's state parameter by parameter."""
 
 
 class EagerStep:
@@ -29,6 +35,7 @@ class EagerStep:
 
     Attributes:
         optimizer, schedule: made by the Task's factories.
+        switched: the optimizer, or those that it wraps, if `train()` and `eval()` switch its weights.
         draws: seeds the generators before each step.
         ran: how many steps its compiled program took; None without one.
         look_s: seconds of seeing once whether it still does what was compiled; 0 where nothing was.
@@ -56,6 +63,11 @@ class EagerStep:
         self.scaler = torch.amp.GradScaler(parts.device.type) if parts.scaled else None
         self.scale = torch.ones((), device=parts.device) if parts.scaled else None
         self.schedule = task.build_schedule(self.optimizer, parts.roles.batches)
+        self.switched = switching(self.optimizer, list(inner_optimizers(self.optimizer).values()))
+        self._check_optimizer()
+        for optimizer in self.switched:
+            optimizer.train()
+        self._as_built = self.trainable()
         self._clears_itself = type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
         self.average: dict[str, Tensor] = {}
         if task.average is not None:
@@ -80,6 +92,7 @@ class EagerStep:
         loss = computed.loss.detach()
         self._add(loss, computed.scalars, self._weight(batch, samples))
         self.sums["samples"] += samples
+        self.draws.note()
         return loss
 
     def run(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[int, int]]:
@@ -163,7 +176,42 @@ class EagerStep:
 
     def optimizer_state(self, *, lent: bool = False) -> dict[str, Any]:
         """The optimizer's state by qualified parameter name, on the CPU: copies, unless `lent`."""
-        return capture_optimizer(self.optimizer, self.holder, lent=lent)
+        found = capture_optimizer(self.optimizer, self.holder, lent=lent)
+        return found | {"switched": True} if self.switched else found
+
+    def trainable(self) -> tuple[bool, ...]:
+        """`requires_grad` of each of the model's parameters."""
+        return tuple(value.requires_grad for value in self.parts.model.parameters())
+
+    def _check_optimizer(self) -> None:
+        """Refuses an optimizer whose state, or whose two modes, don't go with the plan or the Task."""
+        name, parallel = type(self.optimizer).__name__, self.parts.plan.parallel
+        if self.switched and self.parts.task.average is not None:
+            raise TaskError(
+                f"average={self.parts.task.average} with {name}, whose eval() averages weights itself",
+                expected="one average of the weights",
+                fix="leave average out, or use another optimizer",
+            )
+        own = self.switched or has_own_state_dict(self.optimizer) or inner_optimizers(self.optimizer)
+        if own and parallel in _SPLITTING:
+            raise PlanError(
+                f"parallel={parallel} with {name}, which has a state_dict or modes of its own, or wraps an optimizer",
+                expected="an optimizer whose state belongs to single parameters",
+                fix="use parallel=data or none, or another optimizer",
+            )
+
+    def _check_trainable(self) -> None:
+        """Refuses parameters that were frozen or thawed where only this process knows of it."""
+        parallel = self.parts.plan.parallel
+        if parallel == "none" or self.trainable() == self._as_built:
+            return
+        changed = zip(self.parts.model.named_parameters(), self._as_built, strict=True)
+        name = next(name for (name, value), before in changed if value.requires_grad != before)
+        raise PlanError(
+            f"parallel={parallel}, and {name!r} was frozen or thawed after the model was built",
+            expected="the same parameters to train throughout",
+            fix="use parallel=none",
+        )
 
     def meet(self) -> None:
         """Brings ranks together that have gone ways of their own; all of them call it at the same places."""
@@ -197,6 +245,7 @@ class EagerStep:
     def unbind(self) -> None:
         """Notes that callbacks may have put other tensors, or other memory, in the step's place, or added some."""
         self._list_parameters()
+        self._check_trainable()
 
     def _list_parameters(self) -> None:
         named = dict(self.parts.model.named_parameters())
