@@ -20,6 +20,7 @@ from hotloop.data.source import as_source, as_tensor
 from hotloop.data.tree import inputs_of, tensors, to_device
 from hotloop.errors import DataError, HotloopError, MemoryExhausted, RunError, TaskError, blame, kind, out_of_memory
 from hotloop.evaluation import enlarged
+from hotloop.lowering.attributes import restore_model_attributes
 from hotloop.lowering.ingredients import built_model
 from hotloop.modes import set_training, stays_in_eval, switching
 from hotloop.npy import read_arrays
@@ -91,6 +92,7 @@ def restored_model(task: Task, state: State) -> nn.Module:
         set_training(model, state.in_eval if state.in_eval is not None else stays_in_eval(model))
         optimizer = task.build_optimizer(model) if state.optimizer.get("switched") else None
     restore_model(model, state)
+    restore_model_attributes(model, state.attributes)
     if state.average:
         parameters = dict(model.named_parameters())
         copy_into({name: parameters[name] for name in state.average}, state.average, "average")

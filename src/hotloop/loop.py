@@ -111,11 +111,11 @@ class _Loop:
             self._go_back()
         else:
             self.run.log("start", step=0, plan=self.run.plan.brief())
-        self._note_inexact(self.program.inexact)
+        self.program.check_exactness()
+        self._note_inexact()
         self._check_storable()
         self.run.mark(self.program.position.step)
         self.run.write_metrics(self.history)
-        # Roughly what a checkpoint will hold: parameters, and optimizer state of twice their size.
         self.cadence.expect(3 * sum(value.nbytes for value in self.program.model.parameters()))
         self._tell("start")
 
@@ -213,10 +213,9 @@ class _Loop:
         if self.world.alone:  # else all ranks would have to ask together
             check_storable(self.program.optimizer_state(), "optimizer")
 
-    def _note_inexact(self, reasons: Sequence[str]) -> None:
-        for reason in reasons:
-            if self.run.note_inexact(reason):
-                self.say(reason)
+    def _note_inexact(self) -> None:
+        for reason in filter(self.run.note_inexact, self.program.inexact):
+            self.say(reason)
 
     def _end_epoch(self, sums: dict[str, float]) -> bool:
         """Validates and notes an epoch; False if something stopped that: its last batch stays the position."""
@@ -288,6 +287,7 @@ class _Loop:
         check_in_step(self.world, state)
         if self.world.first:
             self._write(state)
+        self._note_inexact()
         self._best_state = None
         self._saved = state.position
         self.cadence.wrote(time.perf_counter() - started)

@@ -46,6 +46,7 @@ class State:
         scaler: scale of the loss, and steps since it changed, where fp16 needs one.
         outer: momentum by parameter name, of ranks that take steps towards their average.
         position: where in the data.
+        attributes: plain values that training changes in the Task's own objects, by place; None as `in_eval`.
         drawn: whether a step has drawn from Python's or NumPy's generator; None as `in_eval`.
         trainable: `requires_grad` of each parameter by name; empty in checkpoints that don't have it.
         in_eval: names of the modules that stay in evaluation mode while the model trains; None as `trainable`.
@@ -65,6 +66,7 @@ class State:
     trainable: dict[str, bool] = field(default_factory=dict)
     in_eval: list[str] | None = None
     drawn: bool | None = None
+    attributes: dict[str, Any] | None = None
 
     def nbytes(self) -> int:
         tree = [self.parameters, self.buffers, self.extra, self.optimizer, self.average, self.loss]

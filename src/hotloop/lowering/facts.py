@@ -15,6 +15,7 @@ from hotloop.data.source import Stream, Table
 from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import TaskError, calling
 from hotloop.exactness import inexact_reasons
+from hotloop.lowering.attributes import unchanged
 from hotloop.lowering.fingerprint import fingerprint
 from hotloop.lowering.ingredients import Ingredients, count_parameters, counts_samples, input_shapes
 from hotloop.lowering.step import needs_closure
@@ -30,7 +31,8 @@ _IMAGES = (4, 5)
 def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
     """Facts of the Task that `parts` are of; `source_digest` is the hash of its source, where there is one."""
     roles, model = parts.task.roles, parts.model  # as given, wherever the plan puts them
-    batch = peek(roles)
+    with unchanged(parts.task):
+        batch = peek(roles)
     parameters, trainable = count_parameters(model)
     known: dict[str, Any] = {
         "parameters": parameters,

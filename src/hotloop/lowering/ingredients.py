@@ -20,6 +20,7 @@ from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.feasible_ranks import JOINT
 from hotloop.foreign import is_built
+from hotloop.lowering.attributes import hand_on, unchanged
 from hotloop.lowering.telling import SILENT, During, Say
 from hotloop.modes import evaluation_mode, note_of_modes, set_training, stays_in_eval
 from hotloop.parallel.waiting import Meter
@@ -125,6 +126,7 @@ def placed(
     if isinstance(task.loss, nn.Module):
         task = replace(task, loss=copy.deepcopy(task.loss).to(device))
         vars(task)["roles"] = parts.roles
+        hand_on(parts.task, task)
     weigh = _samples if parts.weigh is _samples else task.weight_of  # with the class weights on the device
     model = parts.model.to(device) if move is None else move(parts.model)
     return replace(parts, task=task, device=device, model=model, weigh=weigh, compute=task.compute)
@@ -139,7 +141,7 @@ def _unbuilt(model: nn.Module) -> bool:
 def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
     """The output for one small batch; buffers are put back, so that nothing has happened."""
     buffers = {name: value.clone() for name, value in model.named_buffers() if not is_lazy(value)}
-    with torch.no_grad(), evaluation_mode([model]):
+    with torch.no_grad(), evaluation_mode([model]), unchanged(task):
         try:
             if task.step is not None:
                 return calling("the step", task.compute, model, batch)

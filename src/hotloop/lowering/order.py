@@ -17,6 +17,7 @@ from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.allocator import with_allocator
+from hotloop.lowering.attributes import unchanged
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.hooked import check_whole_gradients
 from hotloop.lowering.ingredients import Ingredients, placed
@@ -155,9 +156,11 @@ def _checked(program: Program) -> Program:
     made = " and ".join(["compiled"] * (plan.compile != "none") + ["recorded"] * (plan.graphs != "none"))
     if plan.accumulation == 1 and not made:
         return program
-    batch, samples = next(open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=0).epoch(0))
+    with unchanged(parts.task):
+        batch, samples = next(open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=0).epoch(0))
     if plan.accumulation > 1:
-        check_accumulation(parts, batch, samples)
+        with unchanged(parts.task):
+            check_accumulation(parts, batch, samples)
     if made:
         began = time.perf_counter()
         if plan.compile != "none":

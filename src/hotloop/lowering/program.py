@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from hotloop.data.cut import Cut
 from hotloop.data.feed import Feed, TableFeed
 from hotloop.data.tree import batch_length, to_device
-from hotloop.errors import PlanError
 from hotloop.lowering.again import any_of_users
 from hotloop.lowering.allocator import keeps, let_go
+from hotloop.lowering.attributes import Attributes, changes_of_samples
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.schedules import restore_schedule, schedule_state
 from hotloop.lowering.step import EagerStep
-from hotloop.modes import evaluation_mode, set_training, stays_in_eval
+from hotloop.lowering.training_mode import TrainingMode
+from hotloop.modes import evaluation_mode
 from hotloop.optimizer_state import restore as restore_optimizer
 from hotloop.parallel.waiting import Spent
 from hotloop.rng import preserved
@@ -56,7 +57,7 @@ class Program:
     Attributes:
         position: where in the data training stands.
         watched: whether callbacks of the user's are called in training, which may change what the step does.
-        inexact: a line for each value of the last restored State that could not be put back bit by bit.
+        inexact: a line for each reason found so far why a resumed run may differ from an uninterrupted one.
         compile_s: seconds that capturing and compiling the step took, or loading it compiled; 0 if it isn't.
     """
 
@@ -68,9 +69,10 @@ class Program:
         self.watched = any_of_users(parts.task.callbacks)
         self.inexact: list[str] = []
         self._step = step
-        self._in_eval = parts.in_eval
+        self._mode = TrainingMode(parts.model, parts.in_eval)
         self._switched = step.switched
         self._trainable = step.trainable()
+        self._attributes = Attributes(parts.task, step.objects(), step.saved_tensors)
         self._batches: Iterator[tuple[Any, int]] | None = None
         self._tells_users = False
         if feed.reseeds or not parts.world.alone:
@@ -113,13 +115,14 @@ class Program:
         if self._tells_users:
             self._step.unbind()
             self._note_thawed()
-            self._note_modes()
+            if self._mode.follow(self.parts.plan.parallel):
+                self._step.look_again()
         epoch, first = self.position.epoch, self.position.batch
         number = start = self.position.step
         if self._batches is None:
             self._batches = self._opened(epoch, first)
             self._step.cut_from = _rows_of(self.feed)
-        set_training(self.model, self._in_eval)
+        self._mode.set()
         self._step.draws.begin_span()
         samples = 0
         try:
@@ -138,20 +141,6 @@ class Program:
         ended = done < steps or (self.parts.roles.exact and first + done == self.feed.batches)
         return Outcome(done, samples, ended)
 
-    def _note_modes(self) -> None:
-        """Follows a callback that put single modules into another mode; one that switched the whole model changes nothing."""
-        training = {module.training for module in self.model.modules()}
-        if len(training) == 1 or (found := stays_in_eval(self.model)) == self._in_eval:
-            return
-        if self.parts.plan.parallel != "none":
-            raise PlanError(
-                f"parallel={self.parts.plan.parallel}, and a callback switches the mode of {min(found ^ self._in_eval)!r}",
-                expected="modules that stay in the mode in which the model factory returned them",
-                fix="use parallel=none",
-            )
-        self._in_eval = found
-        self._step.look_again()
-
     def _opened(self, epoch: int, first: int) -> Iterator[tuple[Any, int]]:
         feed = self.feed
         if self._step.cuts_batches and isinstance(feed, TableFeed) and feed.untouched:
@@ -164,7 +153,7 @@ class Program:
         The batch is moved to the device; `prepare`, `augment` and `end_epoch` are the caller's affair. The caller's
         random generators stay as they are, since the step's draws come from streams of its own.
         """
-        set_training(self.model, self._in_eval)
+        self._mode.set()
         self._step.draws.begin_span()
         with preserved(*self.devices), self._around():
             batch = to_device(batch, self.device)
@@ -194,7 +183,7 @@ class Program:
             PlanError: it can't be captured, compiled or recorded.
         """
         before = self.state()
-        set_training(self.model, self._in_eval)
+        self._mode.set()
         with self._around():
             self._step.make_ready(batch, samples)
         self.restore(before)
@@ -261,6 +250,11 @@ class Program:
         """Within `inference`, the forward pass of a batch; None where another rank has what came of it."""
         return self._step.evaluated(batch, samples)
 
+    def check_exactness(self) -> None:
+        """Notes before training what shows then that a resumed run may differ: in modules, and in a data set that workers have."""
+        self.inexact += self._attributes.compiled()
+        self.inexact += changes_of_samples(self.parts.task, self.parts.plan.workers)
+
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's part of the State, in training's own memory; of several ranks all must ask."""
         return self._step.optimizer_state(lent=True)
@@ -295,9 +289,15 @@ class Program:
             average=on_host(self._step.average, lent=lent),
             loss=host_copy(self._loss_buffers()),
             position=self.position,
-            in_eval=sorted(self._in_eval),
+            in_eval=sorted(self._mode.in_eval),
             drawn=self._step.draws.drawn,
+            attributes=self._changed_attributes(),
         )
+
+    def _changed_attributes(self) -> dict[str, Any]:
+        contents, reasons = self._attributes.changed()
+        self.inexact = list(dict.fromkeys([*self.inexact, *reasons]))
+        return contents
 
     def _loss_buffers(self) -> dict[str, Tensor]:
         loss = self.parts.task.loss
@@ -309,7 +309,7 @@ class Program:
         Raises:
             CheckpointError: it belongs to another model or optimizer.
         """
-        self._restore_model(state)
+        self._restore_model(state, below=())
         self._restore_optimizer(state)
         restore_schedule(self._step.schedule, state.schedule)
         self._step.reset_sums()
@@ -320,6 +320,7 @@ class Program:
             copy_into(self._step.outer, state.outer or host_copy(self._step.outer), "outer momentum")
         self._step.rebind()
         self._step.draws.drawn = state.drawn is not False
+        self._attributes.restore(state.attributes)
         self.position = state.position
         self._batches = None
 
@@ -329,25 +330,26 @@ class Program:
         Raises:
             CheckpointError: it belongs to another model or loss.
         """
-        self._restore_model(state)
+        self._restore_model(state, below=("model/", "loss/"))
         if not state.optimizer:  # the weights that an evaluation uses were saved
             self._switched = []
         elif self._step.switched:
             self._restore_optimizer(state)
 
-    def _restore_model(self, state: State) -> None:
+    def _restore_model(self, state: State, below: tuple[str, ...]) -> None:
         with self._step.in_full():
             restore_model(self.model, state)
             self._step.restore_average(state.average)
         copy_into(self._loss_buffers(), state.loss, "buffer of the loss")
         if state.in_eval is not None:
-            self._in_eval = frozenset(state.in_eval)
+            self._mode.in_eval = frozenset(state.in_eval)
+        self._attributes.restore(state.attributes, below)
         self._note_thawed()
 
     def _restore_optimizer(self, state: State) -> None:
         name = type(self.optimizer).__name__
         changed = restore_optimizer(self.optimizer, self._step.holder, state.optimizer)
-        self.inexact = [f"load_state_dict of {name} doesn't restore {path.strip('/')} bit by bit" for path in changed]
+        self.inexact += [f"load_state_dict of {name} doesn't restore {path.strip('/')} bit by bit" for path in changed]
         self._switched = self._step.switched
 
     def _note_thawed(self) -> None:

@@ -20,6 +20,7 @@ from hotloop.data.feed import peek
 from hotloop.data.order import part
 from hotloop.data.tree import to_device
 from hotloop.errors import PlanError, blame
+from hotloop.lowering.attributes import unchanged
 from hotloop.lowering.ingredients import Ingredients, counts_samples
 from hotloop.lowering.passes import nodes_below
 from hotloop.lowering.shares import check_shares
@@ -44,8 +45,9 @@ class SharedStep(EagerStep):
 
     def __init__(self, parts: Ingredients) -> None:
         _check_gradients(parts)
-        self._as_one = look(parts)
-        check_shares(parts, self._as_one.draws)
+        with unchanged(parts.task):
+            self._as_one = look(parts)
+            check_shares(parts, self._as_one.draws)
         self._module = self._engine(Whole(parts.model, parts.compute), parts)  # before the optimizer looks at it
         super().__init__(parts)
         if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples

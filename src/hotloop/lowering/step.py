@@ -14,20 +14,19 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hotloop.errors import PlanError, TaskError, kind
+from hotloop.errors import TaskError, kind
 from hotloop.lowering.accumulation import accumulate
+from hotloop.lowering.attributes import functions_of
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.plan_limits import check_optimizer, check_trainable
 from hotloop.lowering.subnormals import swept
 from hotloop.modes import switching
 from hotloop.objective import weighted
 from hotloop.optimizer_state import capture as capture_optimizer
-from hotloop.optimizer_state import has_own_state_dict, inner_optimizers
+from hotloop.optimizer_state import inner_optimizers
 from hotloop.rng import StepDraws
-from hotloop.state import State, copy_into
+from hotloop.state import State, copy_into, leaves
 from hotloop.task import Computed
-
-_SPLITTING = ("sharded", "towers", "tensor", "stages", "local")
-"""Values of `parallel` under which ranks split, move or average an optimizer's state parameter by parameter."""
 
 
 class EagerStep:
@@ -64,7 +63,7 @@ class EagerStep:
         self.scale = torch.ones((), device=parts.device) if parts.scaled else None
         self.schedule = task.build_schedule(self.optimizer, parts.roles.batches)
         self.switched = switching(self.optimizer, list(inner_optimizers(self.optimizer).values()))
-        self._check_optimizer()
+        check_optimizer(parts, self.optimizer, switches=bool(self.switched))
         for optimizer in self.switched:
             optimizer.train()
         self._as_built = self.trainable()
@@ -179,39 +178,23 @@ class EagerStep:
         found = capture_optimizer(self.optimizer, self.holder, lent=lent)
         return found | {"switched": True} if self.switched else found
 
+    def objects(self) -> dict[str, Any]:
+        """What this step alone holds, whose attributes training may change."""
+        loss = self.parts.task.loss
+        found = {"model": self.parts.model, "optimizer": self.optimizer, "scheduler": functions_of(self.schedule)}
+        return found | ({"loss": loss} if isinstance(loss, nn.Module) else {})
+
+    def saved_tensors(self) -> set[int]:
+        """The `id`s of tensors that State has by other names than by an attribute's."""
+        loss = self.parts.task.loss
+        modules = [self.parts.model, *([loss] if isinstance(loss, nn.Module) else [])]
+        own = [value for module in modules for value in (*module.parameters(), *module.buffers())]
+        kept = [value for _, value in leaves([list(self.optimizer.state.values()), self.average, self.outer])]
+        return {id(value) for value in (*own, *self._trainable, *kept) if isinstance(value, Tensor)}
+
     def trainable(self) -> tuple[bool, ...]:
         """`requires_grad` of each of the model's parameters."""
         return tuple(value.requires_grad for value in self.parts.model.parameters())
-
-    def _check_optimizer(self) -> None:
-        """Refuses an optimizer whose state, or whose two modes, don't go with the plan or the Task."""
-        name, parallel = type(self.optimizer).__name__, self.parts.plan.parallel
-        if self.switched and self.parts.task.average is not None:
-            raise TaskError(
-                f"average={self.parts.task.average} with {name}, whose eval() averages weights itself",
-                expected="one average of the weights",
-                fix="leave average out, or use another optimizer",
-            )
-        own = self.switched or has_own_state_dict(self.optimizer) or inner_optimizers(self.optimizer)
-        if own and parallel in _SPLITTING:
-            raise PlanError(
-                f"parallel={parallel} with {name}, which has a state_dict or modes of its own, or wraps an optimizer",
-                expected="an optimizer whose state belongs to single parameters",
-                fix="use parallel=data or none, or another optimizer",
-            )
-
-    def _check_trainable(self) -> None:
-        """Refuses parameters that were frozen or thawed where only this process knows of it."""
-        parallel = self.parts.plan.parallel
-        if parallel == "none" or self.trainable() == self._as_built:
-            return
-        changed = zip(self.parts.model.named_parameters(), self._as_built, strict=True)
-        name = next(name for (name, value), before in changed if value.requires_grad != before)
-        raise PlanError(
-            f"parallel={parallel}, and {name!r} was frozen or thawed after the model was built",
-            expected="the same parameters to train throughout",
-            fix="use parallel=none",
-        )
 
     def meet(self) -> None:
         """Brings ranks together that have gone ways of their own; all of them call it at the same places."""
@@ -245,7 +228,8 @@ class EagerStep:
     def unbind(self) -> None:
         """Notes that callbacks may have put other tensors, or other memory, in the step's place, or added some."""
         self._list_parameters()
-        self._check_trainable()
+        if self.parts.plan.parallel != "none":
+            check_trainable(self.parts, self._as_built)
 
     def _list_parameters(self) -> None:
         named = dict(self.parts.model.named_parameters())
