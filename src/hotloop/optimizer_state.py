@@ -72,18 +72,26 @@ def capture(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> di
         found["state_dict"] = on_host(own, lent=lent)
     else:
         found = capture_optimizer(optimizer, model, lent=lent)
-    if inner:
+    optimizers = {"": optimizer, **inner} if "state_dict" in found else inner
+    if optimizers:
         covered = {id(value) for _, value in leaves(own) if isinstance(value, Tensor)}
-        found["inner"] = {
-            path: on_host(one.state_dict(), lent=lent) for path, one in inner.items() if not _is_covered(one, covered)
-        }
+        left_out = {path: one for path, one in optimizers.items() if not _is_covered(one, covered)}
+        found["inner"] = {path: _whole_state(one, model, lent=lent) for path, one in left_out.items()}
     return found
 
 
-def _is_covered(inner: Optimizer, covered: set[int]) -> bool:
-    """Whether the wrapper's own state already contains all tensors of an inner optimizer's state."""
-    tensors = [value for _, value in leaves(list(inner.state.values())) if isinstance(value, Tensor)]
+def _is_covered(optimizer: Optimizer, covered: set[int]) -> bool:
+    """Whether the wrapper's own state_dict already contains all tensors of an optimizer's state."""
+    tensors = [value for _, value in leaves(list(optimizer.state.values())) if isinstance(value, Tensor)]
     return bool(tensors) and all(id(value) in covered for value in tensors)
+
+
+def _whole_state(optimizer: Optimizer, model: nn.Module, *, lent: bool) -> dict[str, Any]:
+    """State and groups by parameter name; by the optimizer's `state_dict` where its parameters aren't the model's."""
+    known = {id(value) for value in model.parameters()}
+    if all(id(value) in known for group in optimizer.param_groups for value in group["params"]):
+        return capture_optimizer(optimizer, model, lent=lent)
+    return {"state_dict": on_host(optimizer.state_dict(), lent=lent)}
 
 
 def restore(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> list[str]:
@@ -99,10 +107,12 @@ def restore(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> li
     else:
         restore_optimizer(optimizer, model, saved)
         changed = []
-    inner = inner_optimizers(optimizer)
+    optimizers = {"": optimizer, **inner_optimizers(optimizer)}
     for path, state in saved.get("inner", {}).items():
-        if path in inner:
-            changed += [f"{path}{place}" for place in _load(inner[path], state)]
+        if path in optimizers and "state_dict" in state:
+            changed += [f"{path}{place}" for place in _load(optimizers[path], state["state_dict"])]
+        elif path in optimizers:
+            restore_optimizer(optimizers[path], model, state)
     return changed
 
 

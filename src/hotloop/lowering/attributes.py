@@ -61,7 +61,9 @@ class Attributes:
 
     def compiled(self) -> list[str]:
         """A line for each module or function of the user's that torch compiles at its first calls."""
-        found = [(place.replace("/", "."), value.compiled_by) for place, value in self._start.items() if value.compiled_by]
+        found = [
+            (place.replace("/", "."), value.compiled_by) for place, value in self._start.items() if value.compiled_by
+        ]
         why = "and its last bits depend on the calls before: a resumed run may differ in them"
         return [f"{name} is compiled by {compiler} while it is called, {why}" for name, compiler in found]
 
