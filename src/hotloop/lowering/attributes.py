@@ -44,8 +44,8 @@ class Attributes:
 
     def __init__(self, task: Task, objects: Mapping[str, Any], saved: Callable[[], Collection[int]]) -> None:
         self._shared, self._objects, self._saved = roots_of(task), dict(objects), saved
-        self._before = before(task) | found_in(self._objects, saved())
         self._start = self._now()
+        self._before = self._start | {place: value for place, value in before(task).items() if place in self._start}
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
         """What has changed since the objects were made: contents by place, and a line for each that can't be saved."""
@@ -91,9 +91,9 @@ class Attributes:
         )
         wanted = {place: content for place, content in wanted.items() if place.startswith(below)}
         _put_all(wanted, now)
-        for place in now.keys() - self._before.keys() - wanted.keys():
+        for place in now.keys() - self._start.keys() - wanted.keys():
             around, _, name = place.rpartition("/")
-            if place.startswith(below) and around in self._before and (owner := now[around].owner) is not None:
+            if now[place].is_complete and place.startswith(below) and (owner := now[around].owner) is not None:
                 vars(owner).pop(name, None)
 
     def _now(self) -> Found:
@@ -105,8 +105,9 @@ def _put_all(contents: Mapping[str, Any], now: Found) -> None:
     for place, content in contents.items():
         value, (around, _, name) = now.get(place), place.rpartition("/")
         if value is None:
-            if around in now and now[around].owner is not None:
-                vars(now[around].owner)[name] = host_copy(content)
+            owner = now[around].owner if around in now else None
+            if owner is not None and not hasattr(owner, name):
+                vars(owner)[name] = host_copy(content)
         elif value.put is not None and not value.is_alias and not are_equal(value.content, content):
             value.put(host_copy(content))
 

@@ -46,7 +46,7 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
         "order": roles.digest,
     }
     counted = {"counts_samples": counts_samples(parts)}  # whatever the labels are: it makes another step
-    optimizer = _trial(parts.task, model)
+    optimizer = parts.trial or trial_optimizer(parts.task, model)
     inexact = inexact_reasons(parts.task, model, optimizer)
     dimensions = {value.ndim for value in model.parameters()}
     return TaskFacts(
@@ -117,7 +117,7 @@ def _not_fused(model: nn.Module) -> str:
     return ""
 
 
-def _trial(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+def trial_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer to look at, over stand-ins for the parameters: a factory may put hooks on what it is given."""
     try:
         optimizer = calling("the optimizer factory", task.optimizer, _stand_ins(model))

@@ -47,6 +47,8 @@ class Ingredients:
         meter: of the time that this rank spends on the others.
         notes: lines that the user should read about how the Plan was lowered.
         elsewhere: further devices, where modules of the model are placed.
+        trial: an optimizer over stand-ins for the parameters, to be looked at; made before the one that trains, so that the
+            factory's last call is for that.
         in_eval: names of the modules that stay in evaluation mode while the model trains.
     """
 
@@ -67,6 +69,7 @@ class Ingredients:
     notes: tuple[str, ...] = ()
     elsewhere: tuple[torch.device, ...] = ()
     in_eval: frozenset[str] = frozenset()
+    trial: torch.optim.Optimizer | None = None
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

@@ -18,7 +18,7 @@ from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.allocator import with_allocator
 from hotloop.lowering.attributes import unchanged
-from hotloop.lowering.facts import facts_of
+from hotloop.lowering.facts import facts_of, trial_optimizer
 from hotloop.lowering.hooked import check_whole_gradients
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout
@@ -87,6 +87,7 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
         plan = plan.with_axes(ranks=World.of(plan).ranks)  # those that are there, whatever was there before
     with making_ready(plan), preserved():
         parts = replace(Ingredients.of(task, plan), say=say, during=during or in_lines(say))
+        parts = replace(parts, trial=trial_optimizer(task, parts.model))
         _check(parts)
         for transform in TRANSFORMS:
             parts = transform(parts)
