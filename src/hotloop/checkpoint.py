@@ -83,6 +83,11 @@ def encode(checkpoint: Checkpoint) -> list[bytes | memoryview]:
     return _pieces(tensors, {"format": "hotloop", "version": _VERSION, "document": json.dumps(document)})
 
 
+def check_storable(tree: Any, path: str) -> None:
+    """Raises CheckpointError if a checkpoint can't store a part of the State; `path` says which part this is."""
+    _pack(tree, path, {})
+
+
 def _pieces(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
     """A safetensors file; its own library would put it together in memory, or write it under names that we don't know."""
     header: dict[str, Any] = {"__metadata__": metadata}

@@ -112,7 +112,6 @@ def _final(task: Task, plan: Plan) -> float:
     """The loss that a training ends with: on the validation data, or else over its last epoch."""
     with preserved():
         program = lower(task, plan)
-        program.seed_all()
         try:
             loss = math.nan
             for _ in range(task.epochs):

@@ -20,8 +20,12 @@ from hotloop.data.source import as_source, as_tensor
 from hotloop.data.tree import inputs_of, tensors, to_device
 from hotloop.errors import DataError, HotloopError, MemoryExhausted, RunError, TaskError, blame, kind, out_of_memory
 from hotloop.evaluation import enlarged
+from hotloop.lowering.attributes import restore_model_attributes
 from hotloop.lowering.ingredients import built_model
+from hotloop.modes import set_training, stays_in_eval, switching
 from hotloop.npy import read_arrays
+from hotloop.optimizer_state import inner_optimizers
+from hotloop.optimizer_state import restore as restore_optimizer
 from hotloop.records import TaskFacts
 from hotloop.rng import Streams, preserved
 from hotloop.run import Run
@@ -74,13 +78,30 @@ def trained_model(task: Task, state: State, device: torch.device) -> nn.Module:
     Raises:
         CheckpointError: they are another model's.
     """
+    return restored_model(task, state).to(device).eval()
+
+
+def restored_model(task: Task, state: State) -> nn.Module:
+    """The same in training mode on the CPU: a module that merges weights in `eval()` has not merged them yet.
+
+    Raises:
+        CheckpointError: they are another model's.
+    """
     with preserved():
         model = built_model(task)
+        set_training(model, state.in_eval if state.in_eval is not None else stays_in_eval(model))
+        optimizer = task.build_optimizer(model) if state.optimizer.get("switched") else None
     restore_model(model, state)
+    restore_model_attributes(model, state.attributes)
     if state.average:
         parameters = dict(model.named_parameters())
         copy_into({name: parameters[name] for name in state.average}, state.average, "average")
-    return model.to(device).eval()
+    if optimizer is not None:  # the weights of the last step; an optimizer such as a schedule-free one evaluates others
+        restore_optimizer(optimizer, model, state.optimizer)
+        with torch.no_grad():
+            for one in switching(optimizer, list(inner_optimizers(optimizer).values())):
+                one.eval()
+    return model
 
 
 def preparation(task: Task) -> Callable[[Any], Any] | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotloop.checkpoint import Best, Checkpoint, all_finite
+from hotloop.checkpoint import Best, Checkpoint, all_finite, check_storable
 from hotloop.continuing import check_data, check_schedule, newest_good
 from hotloop.data.source import Source
 from hotloop.errors import HotloopError, lost_workers_told
@@ -21,7 +21,7 @@ from hotloop.parallel.agreeing import check_in_step
 from hotloop.parallel.waiting import Waits
 from hotloop.parallel.world import World
 from hotloop.records import EpochRecord
-from hotloop.rng import LateDraw, preserved
+from hotloop.rng import preserved
 from hotloop.run import Run
 from hotloop.state import Position, State
 from hotloop.steering import FINISHED, Ended, Steering
@@ -112,9 +112,11 @@ class _Loop:
             self._go_back()
         else:
             self.run.log("start", step=0, plan=self.run.plan.brief())
+        self.program.check_exactness()
+        self._note_inexact()
+        self._check_storable()
         self.run.mark(self.program.position.step)
         self.run.write_metrics(self.history)
-        # Roughly what a checkpoint will hold: parameters, and optimizer state of twice their size.
         self.cadence.expect(3 * sum(value.nbytes for value in self.program.model.parameters()))
         self._tell("start")
 
@@ -186,9 +188,6 @@ class _Loop:
         try:
             outcome = self.program.advance(steps)
             sums = self.program.read_sums()
-        except LateDraw:
-            self._begin_again()
-            return
         except Exception as error:
             self.run.mark(self.program.position.step)
             raise self._explained(error) from error
@@ -202,6 +201,8 @@ class _Loop:
         self._loss = self._recent(sums)
         if not self.world.alone and self._saved is None and before.batch + before.epoch == 0:
             check_in_step(self.world, self.program.state())
+        if self._steps == outcome.steps and self._saved is None:
+            self._check_storable()  # the optimizer makes its state in its first step
         if not outcome.ended:
             self._tell("progress")
         elif not self._end_epoch(sums):
@@ -209,15 +210,13 @@ class _Loop:
         if self.world.of_first(self.cadence.due(before.step + outcome.steps)) and self.program.position != self._saved:
             self._save()
 
-    def _begin_again(self) -> None:
-        """Goes back to the last good State, and on from there with all generators seeded at each step."""
-        self.say("a step drew from Python's or NumPy's generator for the first time: going back to seed these too")
-        self.program.close()
-        self.program = self.relower()
-        self.program.seed_all()
-        self.history, self.best, self._best_state, self._saved, self._shown = [], None, None, None, ()
-        self._begin_epoch()
-        self.begin(resume=True)
+    def _check_storable(self) -> None:
+        if self.world.alone:  # else all ranks would have to ask together
+            check_storable(self.program.optimizer_state(), "optimizer")
+
+    def _note_inexact(self) -> None:
+        for reason in filter(self.run.note_inexact, self.program.inexact):
+            self.say(reason)
 
     def _end_epoch(self, sums: dict[str, float]) -> bool:
         """Validates and notes an epoch; False if something stopped that: its last batch stays the position."""
@@ -287,6 +286,7 @@ class _Loop:
         check_in_step(self.world, state)
         if self.world.first:
             self._write(state)
+        self._note_inexact()
         self._best_state = None
         self._saved = state.position
         self.cadence.wrote(time.perf_counter() - started)
@@ -354,7 +354,7 @@ class _Loop:
 
     @property
     def learning_rate(self) -> float:
-        return float(self.program.optimizer.param_groups[0]["lr"])
+        return float(self.program.optimizer.param_groups[0].get("lr", math.nan))  # an own class may have none
 
     @property
     def _rate(self) -> float:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.errors import CheckpointError
-from hotloop.named_optimizers import NamedOptimizers, described
 
 _NOT_OF_THE_STATE = {"params", "param_names", "foreach", "fused", "capturable"}
 """Of an optimizer's groups: how they compute, which is the Plan's affair, and what is kept by name elsewhere."""
@@ -48,6 +47,10 @@ class State:
         scaler: scale of the loss, and steps since it changed, where fp16 needs one.
         outer: momentum by parameter name, of ranks that take steps towards their average.
         position: where in the data.
+        attributes: plain values that training changes in the Task's own objects, by place; None as `in_eval`.
+        drawn: whether a step has drawn from Python's or NumPy's generator; None as `in_eval`.
+        trainable: `requires_grad` of each parameter by name; empty in checkpoints that don't have it.
+        in_eval: names of the modules that stay in evaluation mode while the model trains; None as `trainable`.
     """
 
     parameters: dict[str, Tensor]
@@ -61,6 +64,10 @@ class State:
     scaler: dict[str, Any] = field(default_factory=dict)
     outer: dict[str, Tensor] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
+    trainable: dict[str, bool] = field(default_factory=dict)
+    in_eval: list[str] | None = None
+    drawn: bool | None = None
+    attributes: dict[str, Any] | None = None
 
     def nbytes(self) -> int:
         tree = [self.parameters, self.buffers, self.extra, self.optimizer, self.average, self.loss]
@@ -128,10 +135,12 @@ def on_host(value: Any, *, lent: bool) -> Any:
 
 
 def capture_model(model: nn.Module, *, lent: bool = False) -> dict[str, dict[str, Any]]:
-    """Parameters, buffers and extra state of a module, on the CPU: copies, unless `lent`."""
+    """Parameters, buffers, extra state and `requires_grad` of a module, on the CPU: copies, unless `lent`."""
     extra = {name: module.get_extra_state() for name, module in _with_extra_state(model)}
-    found = {"parameters": dict(model.named_parameters()), "buffers": dict(model.named_buffers()), "extra": extra}
-    return on_host(found, lent=lent)
+    parameters = dict(model.named_parameters())
+    trainable = {name: value.requires_grad for name, value in parameters.items()}
+    found = {"parameters": parameters, "buffers": dict(model.named_buffers()), "extra": extra}
+    return on_host(found, lent=lent) | {"trainable": trainable}
 
 
 @torch.no_grad()
@@ -147,6 +156,8 @@ def restore_model(model: nn.Module, state: State) -> None:
     for name, module in _with_extra_state(model):
         if name in state.extra:
             module.set_extra_state(host_copy(state.extra[name]))
+    for name, value in model.named_parameters():
+        value.requires_grad_(state.trainable.get(name, value.requires_grad))
 
 
 def _resize_buffers(model: nn.Module, saved: dict[str, Tensor]) -> None:
@@ -195,10 +206,6 @@ def _with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
     """An optimizer's state by qualified parameter name, on the CPU: copies, unless `lent`."""
-    if isinstance(optimizer, NamedOptimizers):
-        members = {name: capture_optimizer(one, model, lent=lent) for name, one in optimizer.members.items()}
-        groups = [{"params": names} for names in capture_groups(optimizer, model)]
-        return {"name": described(optimizer), "groups": groups, "members": members}
     names = {id(value): name for name, value in model.named_parameters()}
     groups = [
         {key: on_host(value, lent=lent) for key, value in group.items() if key not in _NOT_OF_THE_STATE}
@@ -217,19 +224,15 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, len
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
     """Puts an optimizer's state back, bit by bit; `load_state_dict` would cast it to the parameters' dtype."""
-    if saved["name"] != described(optimizer):
-        raise CheckpointError(
-            f"the checkpoint is of another optimizer: {saved['name']}, where the Task has {described(optimizer)}",
-            expected="the same optimizer",
-            fix="use the Task that the run was started with",
-        )
-    if isinstance(optimizer, NamedOptimizers):
-        for name, member in optimizer.members.items():
-            restore_optimizer(member, model, saved["members"][name])
-        return
     names = {id(value): name for name, value in model.named_parameters()}
     groups = saved["groups"]
     now = capture_groups(optimizer, model)
+    if saved["name"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: {saved['name']}, where the Task has {type(optimizer).__name__}",
+            expected="the same optimizer",
+            fix="use the Task that the run was started with",
+        )
     if [group["params"] for group in groups] != now:
         raise CheckpointError(
             f"the checkpoint is of another optimizer: its groups hold {[len(group['params']) for group in groups]}"

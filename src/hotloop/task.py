@@ -199,6 +199,10 @@ class Task:
         vars(self)["_built"] = {id(part): weakref.ref(part) for part in trained.values()}
         return model
 
+    def built_last(self, model: nn.Module) -> bool:
+        """Whether the factory has returned no other model since this one, which a variable of the user's may have, too."""
+        return isinstance(self.model, nn.Module) or any(id(part) in self._built for part in model.modules())
+
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over the trainable parameters of `model`."""
         parameters = Parameters(model)

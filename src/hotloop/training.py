@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
@@ -11,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from hotloop.arithmetic import other_settings
 from hotloop.asynchronous.employing import alone, employed
@@ -23,6 +26,7 @@ from hotloop.errors import HotloopError, RunError, TaskError
 from hotloop.launch import ranks_of
 from hotloop.loop import train_loop
 from hotloop.lowering import Program, lower
+from hotloop.lowering.again import any_of_users
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.order import closed_unless_done
 from hotloop.lowering.telling import During, Say
@@ -263,12 +267,16 @@ def _train(
         changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every", "switches")}
         handle.keep(plan=plan, record=before.record.model_copy(update=changed))
         handle.task = task
+        if any_of_users([*task.callbacks, *callbacks]) and not task.built_last(program.model):
+            say(
+                "the model factory has made other models since the one that is trained: a callback must not change the last"
+            )
         return train_loop(
             relower,
             handle,
             resume=resume,
             stop_after_s=None if math.isinf(until) else until - time.monotonic(),
-            callbacks=() if isinstance(handle, Following) else [*_usual(task, say), *callbacks],
+            callbacks=() if isinstance(handle, Following) else [*_usual(task, program, say), *callbacks],
             say=say,
         )
     except (HotloopError, KeyboardInterrupt):
@@ -292,17 +300,25 @@ def _manned(program: Program, handle: Run, task: Task, say: Say) -> Program:
     return employed(program, recipe, ranks_of(plan), say)
 
 
-def _usual(task: Task, say: Say) -> list[Callback]:
+def _usual(task: Task, program: Program, say: Say) -> list[Callback]:
     """The Task's own callbacks, and the pictures."""
-    return [*task.callbacks, draw_curves, *_tensorboard(task, say)]
+    return [*task.callbacks, draw_curves, *_tensorboard(task, program, say)]
 
 
-def _tensorboard(task: Task, say: Say) -> list[Callback]:
-    """A writer for TensorBoard, if it is installed; the graph is drawn for models that take a batch's inputs."""
+def _tensorboard(task: Task, program: Program, say: Say) -> list[Callback]:
+    """A writer for TensorBoard, if it is installed; the graph is drawn for models that take a batch's inputs.
+
+    The graph is that of a copy: a callback of the user's may know the model that the factory returned last. Ranks make a
+    model of their own, since the one that trains can't run on a single rank.
+    """
     if not tensorboard.installed():
         return []
-    graph = (lambda: (task.build_model(), inputs_of(peek(task.roles)))) if task.loss is not None else None
-    return [tensorboard.TensorBoard(graph, say)]
+
+    def graph() -> tuple[nn.Module, Any]:
+        alone = program.parts.world.alone
+        return copy.deepcopy(program.model).cpu() if alone else task.build_model(), inputs_of(peek(task.roles))
+
+    return [tensorboard.TensorBoard(graph if task.loss is not None else None, say)]
 
 
 def _new(run: Path | None, name: str) -> Path:

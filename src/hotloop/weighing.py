@@ -17,6 +17,7 @@ from hotloop.data.roles import Roles
 from hotloop.errors import blame
 from hotloop.lowering import Program
 from hotloop.lowering.again import looks
+from hotloop.lowering.attributes import unchanged
 from hotloop.measuring.runner import Runner
 from hotloop.measuring.statistics import LEAST_PAIRS
 from hotloop.plan import Plan
@@ -272,7 +273,7 @@ def _first_batches(program: Program, roles: Roles | None = None) -> Iterator[Ite
     """Its batches from the first on, out of a feed of their own; generators stay as they are."""
     parts, roles = program.parts, roles or program.parts.roles
     treatment = Treatment(parts.device, parts.task.seed, roles.prepare, parts.task.augment)
-    with preserved(*program.devices):
+    with preserved(*program.devices), unchanged(parts.task):
         feed = open_feed(roles.train, roles.order, treatment, workers=0)
         try:
             yield feed.epoch(0)

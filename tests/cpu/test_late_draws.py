@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import hotloop
 from hotloop.lowering import compiled
 from hotloop.lowering.drawing import draws_nothing
 from hotloop.plan import Plan
-from hotloop.rng import StepDraws, Streams
-from tests.cpu.killing import Killed, at_step, events, kill, train
+from hotloop.rng import StepDraws
+from tests.cpu.killing import Killed, at_step, events, kill
 from tests.cpu.programs import a_task, labelled
 from tests.resuming import disagreements
 
@@ -59,54 +60,73 @@ def fitted(task: hotloop.Task, path: Path, *, until: int | None = None, **option
 
 @pytest.mark.parametrize("draw", ["python", "numpy"])
 @pytest.mark.parametrize("when", FROM)
-def test_the_result_is_that_of_seeding_at_each_step(
+def test_the_result_is_that_of_seeding_both_generators_before_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draw: str, when: str
 ) -> None:
     fitted(drawing(draw, when), tmp_path / "run")
+    seed = StepDraws.seed
     with monkeypatch.context() as patch:
-        patch.setattr(StepDraws, "end_span", lambda self: None)  # so none is ever spared
+        patch.setattr(StepDraws, "seed", lambda self, step: (self.begin_span(), seed(self, step)))
         fitted(drawing(draw, when), tmp_path / "seeded")
     assert disagreements(tmp_path / "seeded", tmp_path / "run") == []
-    assert len(events(tmp_path / "run", "resume")) == (when == "late")
+    assert events(tmp_path / "run", "resume") == []
 
 
-def test_killed_while_it_did_not_draw_yet_it_ends_the_same(tmp_path: Path) -> None:
-    fitted(drawing("python", "late"), tmp_path / "whole")
-    fitted(drawing("python", "late"), tmp_path / "run", until=20)
-    fitted(drawing("python", "late"), tmp_path / "run")
+@pytest.mark.parametrize("until", [20, 40])
+@pytest.mark.parametrize("draw", ["python", "numpy"])
+def test_killed_before_or_after_the_first_draw_it_ends_the_same(tmp_path: Path, draw: str, until: int) -> None:
+    fitted(drawing(draw, "late"), tmp_path / "whole")
+    fitted(drawing(draw, "late"), tmp_path / "run", until=until)
+    fitted(drawing(draw, "late"), tmp_path / "run")
     assert disagreements(tmp_path / "whole", tmp_path / "run") == []
 
 
-def test_before_the_first_checkpoint_it_starts_over(tmp_path: Path) -> None:
-    fitted(drawing("numpy", "late"), tmp_path / "run", checkpoint_every="auto")
-    fitted(drawing("numpy", "always"), tmp_path / "other", checkpoint_every="auto")
-    (resume,) = events(tmp_path / "run", "resume")
-    assert resume["step"] == 0
-    train(tmp_path / "seeded", drawing("numpy", "late"))
-    assert disagreements(tmp_path / "seeded", tmp_path / "run") == []
+def test_a_state_from_before_draws_were_noted_goes_on_from_seeds_of_each_step() -> None:
+    program = hotloop.lower(drawing("numpy", "late"))
+    program.restore(replace(program.state(), drawn=None))
+    assert program.state().drawn is True
 
 
-def test_spared_draws_that_are_not_noticed_would_change_the_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fault that the look at the end of a span guards against."""
+def test_draws_that_are_not_noticed_would_change_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that reading the generators' marks after each step guards against."""
     fitted(drawing("python", "late"), tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(Streams, "drawn", lambda self, *stream: False)
+        patch.setattr(StepDraws, "note", lambda self: None)
         fitted(drawing("python", "late"), tmp_path / "blind")
     assert disagreements(tmp_path / "run", tmp_path / "blind") != []
 
 
 @pytest.mark.parametrize(
     "draw",
-    [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.standard_normal, lambda: random.seed(1)],
+    [
+        random.random,
+        lambda: random.gauss(0, 1),
+        np.random.rand,
+        np.random.standard_normal,
+        lambda: np.random.rand(312),  # as many words as the generator holds
+        lambda: random.getrandbits(624 * 32),
+        lambda: random.seed(1),
+        lambda: np.random.seed(1),
+    ],
 )
 def test_any_draw_is_noticed(draw: Any) -> None:
-    streams = Streams(3)
-    streams.reseed("step", 7)
-    assert not streams.drawn("step", 7)
+    draws = StepDraws(3)
+    draws.seed(7)
+    draws.note()
+    assert not draws.drawn
     draw()
-    assert streams.drawn("step", 7)
+    draws.note()
+    assert draws.drawn
+
+
+def test_another_generator_in_numpys_place_is_seeded_at_each_step() -> None:
+    draws, before = StepDraws(3), np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.MT19937(5))
+        draws.seed(7)
+        assert draws.always
+    finally:
+        np.random.set_bit_generator(before)
 
 
 @pytest.mark.parametrize("how", ["samples", "augment", "loader"])

@@ -11,6 +11,7 @@ from hotloop.data.positions import Positions
 from hotloop.errors import HotloopError, NonFiniteError, PlanError
 from hotloop.lowering import lower
 from hotloop.lowering.step import EagerStep
+from hotloop.modes import set_training
 from hotloop.parallel.crew import Gradient
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
@@ -34,7 +35,7 @@ class Replica:
         parts = self._program.parts
         self._model: nn.Module = parts.model
         self._step = _GradientStep(parts)
-        self._step.draws.spare = False
+        self._step.draws.always = True
         self._positions = Positions(self._program.feed)
 
     def gradient(self, work: Work, weights: Weights) -> Gradient:
@@ -58,7 +59,7 @@ class Replica:
     def _computed(self, work: Work, number: int) -> Gradient:
         parts = self._program.parts
         batch, samples = self._positions.at(work.epoch, work.batch)
-        self._model.train()
+        set_training(self._model, parts.in_eval)
         with ExitStack() as stack:
             for context in parts.around:
                 stack.enter_context(context())

@@ -29,6 +29,7 @@ from hotloop.explaining.terms import Formula
 from hotloop.explaining.written import written_out
 from hotloop.explanations import Explanation, Layer, Matrix
 from hotloop.lowering.ingredients import built_model
+from hotloop.modes import set_training, stays_in_eval
 from hotloop.rng import Streams, preserved
 from hotloop.task import Task, Yielded
 
@@ -68,7 +69,8 @@ def explain(task: Task, *, batch_size: int | None = None) -> Explanation:
     """
     batch = peek(task.roles, batch_size or task.roles.batch_size)
     with preserved():
-        model = built_model(task).train()
+        model = built_model(task)
+        set_training(model, stays_in_eval(model))
         Streams(task.seed).reseed("explain")
         recorder = Recorder(model, FORMULAS.__contains__)
         with recorder.watching():

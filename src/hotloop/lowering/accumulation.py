@@ -18,6 +18,7 @@ from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.grouped import in_float64
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.modes import set_training
 from hotloop.objective import weighted
 from hotloop.task import Computed
 
@@ -186,7 +187,7 @@ _SLACK = 1e4
 
 
 def _gradients(parts: Ingredients, batch: Any, samples: int, pieces: int, wide: bool) -> dict[str, Tensor]:
-    model = copied(parts.model).train()
+    model = set_training(copied(parts.model), parts.in_eval)
     if wide:
         model = model.double()
         batch = map_tensors(lambda value: value.double() if value.is_floating_point() else value, batch)

@@ -233,11 +233,12 @@ class CompiledStep(EagerStep):
         loss, scalars = self._finish(list(outputs))
         self._add(loss, scalars, self.parts.weigh(batch, samples))
         self.sums["samples"] += samples
+        self.draws.note()
         return loss
 
     def _called(self, batch: Any, flat: list[Tensor], samples: int, step: int) -> Any:
         """What the program returns as step number `step` for its tensors, those of the batch among them."""
-        if self._may_draw or not self.draws.spare:
+        if self._may_draw or self.draws.always or not self.draws.spare:
             self.draws.seed(step)
         grows = torch.is_grad_enabled()
         try:

@@ -15,11 +15,13 @@ from hotloop.data.source import Stream, Table
 from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import TaskError, calling
 from hotloop.exactness import inexact_reasons
+from hotloop.lowering.attributes import unchanged
 from hotloop.lowering.fingerprint import fingerprint
 from hotloop.lowering.ingredients import Ingredients, count_parameters, counts_samples, input_shapes
 from hotloop.lowering.step import needs_closure
 from hotloop.lowering.update import gapless
 from hotloop.named_optimizers import NamedOptimizers, checked_optimizer, described, members_of
+from hotloop.optimizer_state import inner_optimizers
 from hotloop.records import TaskFacts
 from hotloop.task import Parameters, Task
 
@@ -30,7 +32,8 @@ _IMAGES = (4, 5)
 def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
     """Facts of the Task that `parts` are of; `source_digest` is the hash of its source, where there is one."""
     roles, model = parts.task.roles, parts.model  # as given, wherever the plan puts them
-    batch = peek(roles)
+    with unchanged(parts.task):
+        batch = peek(roles)
     parameters, trainable = count_parameters(model)
     known: dict[str, Any] = {
         "parameters": parameters,
@@ -44,7 +47,7 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
         "order": roles.digest,
     }
     counted = {"counts_samples": counts_samples(parts)}  # whatever the labels are: it makes another step
-    optimizer = _trial(parts.task, model)
+    optimizer = parts.trial or trial_optimizer(parts.task, model)
     inexact = inexact_reasons(parts.task, model, optimizer)
     dimensions = {value.ndim for value in model.parameters()}
     return TaskFacts(
@@ -78,13 +81,15 @@ def _steps(task: Task, roles: Roles) -> int | None:
 
 
 def _of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    switches = [name for name in ("foreach", "fused") if all(name in group for group in optimizer.param_groups)]
+    # A wrapped optimizer may read its groups or not.
+    able = () if any(map(inner_optimizers, members_of(optimizer))) else ("foreach", "fused")
+    switches = [name for name in able if all(name in group for group in optimizer.param_groups)]
     unfit = _not_fused(model) if "fused" in switches else ""
-    able = ["forloop", *switches] if switches else []
+    known = ["forloop", *switches] if switches else []
     return {
         "optimizer": described(optimizer),
         "optimizers": list(optimizer.members) if isinstance(optimizer, NamedOptimizers) else [],
-        "implementations": [name for name in able if name != "fused" or not unfit],
+        "implementations": [name for name in known if name != "fused" or not unfit],
         "one_operation": _is_plain(optimizer),
         "not_fused": unfit,
         "closure": any(map(needs_closure, members_of(optimizer))),
@@ -114,7 +119,7 @@ def _not_fused(model: nn.Module) -> str:
     return ""
 
 
-def _trial(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+def trial_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer to look at, over stand-ins for the parameters: a factory may put hooks on what it is given."""
     try:
         return checked_optimizer(calling("the optimizer factory", task.optimizer, _stand_ins(model)))

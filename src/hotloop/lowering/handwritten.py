@@ -23,7 +23,8 @@ from hotloop.lowering.conversion import converted, counts_steps, loss_of, namesp
 from hotloop.lowering.hooked import hooked_optimizer
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
-from hotloop.lowering.tracing import refused
+from hotloop.lowering.tracing import called, refused
+from hotloop.modes import stays_in_eval
 from hotloop.task import Computed
 
 
@@ -44,6 +45,11 @@ class ArraysStep(EagerStep):
                 "engine=arrays, and the Task has a step of its own",
                 expected="a model and a loss, which can be written out",
                 fix="use engine=eager",
+            )
+        if parts.in_eval:
+            name = min(parts.in_eval)
+            raise refused(
+                f"{called(name, parts.model.get_submodule(name))}, which stays in evaluation mode while training"
             )
         self._xp = namespace_of(parts.device)
         self.network = converted(parts.model, self._xp)
@@ -92,6 +98,12 @@ class ArraysStep(EagerStep):
                 fix=f"write into {moved[0]!r}, such as by `.data.copy_(...)`, or choose engine=eager",
             )
 
+        if in_eval := stays_in_eval(self.parts.model):
+            raise TaskError(
+                f"a callback puts {min(in_eval)!r} into evaluation mode, and engine=arrays trains all modules",
+                expected="modules that stay in training mode",
+                fix="choose engine=eager",
+            )
         if changed := sorted(self._find_trained() ^ self._trained):
             raise TaskError(
                 f"a callback freezes or thaws {changed[0]!r}, and engine=arrays trains what it did at first",

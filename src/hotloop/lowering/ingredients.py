@@ -21,7 +21,9 @@ from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.feasible_ranks import JOINT
 from hotloop.foreign import is_built
+from hotloop.lowering.attributes import hand_on, unchanged
 from hotloop.lowering.telling import SILENT, During, Say
+from hotloop.modes import evaluation_mode, note_of_modes, set_training, stays_in_eval
 from hotloop.parallel.waiting import Meter
 from hotloop.parallel.world import ALONE, World
 from hotloop.plan import Plan
@@ -47,6 +49,9 @@ class Ingredients:
         meter: of the time that this rank spends on the others.
         notes: lines that the user should read about how the Plan was lowered.
         elsewhere: further devices, where modules of the model are placed.
+        trial: an optimizer over stand-ins for the parameters, to be looked at; made before the one that trains, so that the
+            factory's last call is for that.
+        in_eval: names of the modules that stay in evaluation mode while the model trains.
     """
 
     task: Task
@@ -66,6 +71,8 @@ class Ingredients:
     meter: Meter = field(default_factory=Meter)
     notes: tuple[str, ...] = ()
     elsewhere: tuple[torch.device, ...] = ()
+    in_eval: frozenset[str] = frozenset()
+    trial: torch.optim.Optimizer | None = None
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -95,9 +102,12 @@ class Ingredients:
         _check_loss(task)
         model = built_model(task)
         _check_output(task, roles, model)
+        note, in_eval = note_of_modes(model), stays_in_eval(model)
+        set_training(model, in_eval)
         weigh = _weigher(task, roles)
         device, world = torch.device("cpu"), World.of(plan)
-        return cls(task, plan, roles, device, model, weigh, task.compute, task.build_optimizer, world=world)
+        whole = (task, plan, roles, device, model, weigh, task.compute, task.build_optimizer)
+        return cls(*whole, world=world, notes=(note,) if note else (), in_eval=in_eval)
 
 
 def built_model(task: Task) -> nn.Module:
@@ -122,6 +132,7 @@ def placed(
     if isinstance(task.loss, nn.Module):
         task = replace(task, loss=copy.deepcopy(task.loss).to(device))
         vars(task)["roles"] = parts.roles
+        hand_on(parts.task, task)
     weigh = _samples if parts.weigh is _samples else task.weight_of  # with the class weights on the device
     model = parts.model.to(device) if move is None else move(parts.model)
     return replace(parts, task=task, device=device, model=model, weigh=weigh, compute=task.compute)
@@ -136,8 +147,7 @@ def _unbuilt(model: nn.Module) -> bool:
 def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
     """The output for one small batch; buffers are put back, so that nothing has happened."""
     buffers = {name: value.clone() for name, value in model.named_buffers() if not is_lazy(value)}
-    model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), evaluation_mode([model]), unchanged(task):
         try:
             if task.step is not None:
                 return calling("the step", task.compute, model, batch)

@@ -18,7 +18,8 @@ from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.allocator import with_allocator
 from hotloop.lowering.alternating import AlternatingStep
-from hotloop.lowering.facts import facts_of
+from hotloop.lowering.attributes import unchanged
+from hotloop.lowering.facts import facts_of, trial_optimizer
 from hotloop.lowering.hooked import check_whole_gradients
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.lowering.layout import in_layout
@@ -88,6 +89,7 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
         plan = plan.with_axes(ranks=World.of(plan).ranks)  # those that are there, whatever was there before
     with making_ready(plan), preserved():
         parts = replace(Ingredients.of(task, plan), say=say, during=during or in_lines(say))
+        parts = replace(parts, trial=trial_optimizer(task, parts.model))
         _check(parts)
         for transform in TRANSFORMS:
             parts = transform(parts)
@@ -159,9 +161,11 @@ def _checked(program: Program) -> Program:
     made = " and ".join(["compiled"] * (plan.compile != "none") + ["recorded"] * (plan.graphs != "none"))
     if plan.accumulation == 1 and not made:
         return program
-    batch, samples = next(open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=0).epoch(0))
+    with unchanged(parts.task):
+        batch, samples = next(open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=0).epoch(0))
     if plan.accumulation > 1:
-        check_accumulation(parts, batch, samples)
+        with unchanged(parts.task):
+            check_accumulation(parts, batch, samples)
     if made:
         began = time.perf_counter()
         if plan.compile != "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import HotloopError, PlanError, blame, out_of_memory
 from hotloop.lowering.grouped import traceable_groups
+from hotloop.modes import set_training
 from hotloop.quiet import unlogged
 from hotloop.rng import Streams, preserved
 from hotloop.task import Computed, Task
@@ -28,13 +29,20 @@ class Objective(nn.Module):
 
     Args:
         like: a batch, whose shape as a tree all have.
+        in_eval: names of the model's modules that stay in evaluation mode while the model trains.
     """
 
-    def __init__(self, model: nn.Module, task: Task, like: Any) -> None:
+    def __init__(self, model: nn.Module, task: Task, like: Any, in_eval: Collection[str] = ()) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._in_eval = model, in_eval
         self.loss = task.loss if isinstance(task.loss, nn.Module) else None
         self._task, self._like = task, like
+
+    def train(self, mode: bool = True) -> Objective:
+        super().train(mode)
+        if mode:
+            set_training(self.model, self._in_eval)
+        return self
 
     def forward(self, *leaves: Tensor) -> tuple[Any, Any, Any]:
         """Loss, output (in evaluation) and further scalars of a batch with these tensors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -15,11 +15,15 @@ from torch.fx import GraphModule
 from hotloop.data.cut import Cut
 from hotloop.data.feed import Feed, TableFeed
 from hotloop.data.tree import batch_length, to_device
-from hotloop.errors import CheckpointError
 from hotloop.lowering.again import any_of_users
 from hotloop.lowering.allocator import keeps, let_go
+from hotloop.lowering.attributes import Attributes, changes_of_samples
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.schedules import restore_schedule
 from hotloop.lowering.step import EagerStep
+from hotloop.lowering.training_mode import TrainingMode
+from hotloop.modes import evaluation_mode
+from hotloop.optimizer_state import restore as restore_optimizer
 from hotloop.parallel.waiting import Spent
 from hotloop.rng import preserved
 from hotloop.schedules import schedules_of, state_of
@@ -31,7 +35,6 @@ from hotloop.state import (
     host_copy,
     on_host,
     restore_model,
-    restore_optimizer,
 )
 from hotloop.task import Computed
 
@@ -56,6 +59,7 @@ class Program:
     Attributes:
         position: where in the data training stands.
         watched: whether callbacks of the user's are called in training, which may change what the step does.
+        inexact: a line for each reason found so far why a resumed run may differ from an uninterrupted one.
         compile_s: seconds that capturing and compiling the step took, or loading it compiled; 0 if it isn't.
     """
 
@@ -65,7 +69,12 @@ class Program:
         self.position = Position()
         self.compile_s = 0.0
         self.watched = any_of_users(parts.task.callbacks)
+        self.inexact: list[str] = []
         self._step = step
+        self._mode = TrainingMode(parts.model, parts.in_eval)
+        self._switched = step.switched
+        self._trainable = step.trainable()
+        self._attributes = Attributes(parts.task, step.objects(), step.saved_tensors)
         self._batches: Iterator[tuple[Any, int]] | None = None
         self._tells_users = False
         if feed.reseeds or not parts.world.alone:
@@ -109,19 +118,18 @@ class Program:
         return self.parts.devices
 
     def advance(self, steps: int) -> Outcome:
-        """Runs up to `steps` steps from the present position, not past the end of the epoch.
-
-        Raises:
-            LateDraw: some of them drew from generators that were not seeded for them; see `seed_all`.
-        """
+        """Runs up to `steps` steps from the present position, not past the end of the epoch."""
         if self._tells_users:
             self._step.unbind()
+            self._note_thawed()
+            if self._mode.follow(self.parts.plan.parallel):
+                self._step.look_again()
         epoch, first = self.position.epoch, self.position.batch
         number = start = self.position.step
         if self._batches is None:
             self._batches = self._opened(epoch, first)
             self._step.cut_from = _rows_of(self.feed)
-        self.model.train()
+        self._mode.set()
         self._step.draws.begin_span()
         samples = 0
         try:
@@ -136,7 +144,6 @@ class Program:
         finally:
             done = number - start
             self.position = Position(number, epoch, first + done)
-        self._step.draws.end_span()
         # A stream's own word on its length may be wrong: it has ended when nothing comes any more.
         ended = done < steps or (self.parts.roles.exact and first + done == self.feed.batches)
         return Outcome(done, samples, ended)
@@ -153,7 +160,7 @@ class Program:
         The batch is moved to the device; `prepare`, `augment` and `end_epoch` are the caller's affair. The caller's
         random generators stay as they are, since the step's draws come from streams of its own.
         """
-        self.model.train()
+        self._mode.set()
         self._step.draws.begin_span()
         with preserved(*self.devices), self.around():
             batch = to_device(batch, self.device)
@@ -183,7 +190,7 @@ class Program:
             PlanError: it can't be captured, compiled or recorded.
         """
         before = self.state()
-        self.model.train()
+        self._mode.set()
         with self.around():
             self._step.make_ready(batch, samples)
         self.restore(before)
@@ -225,20 +232,20 @@ class Program:
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, without gradients, with averaged weights if the Task has them."""
+        """The model in evaluation mode, without gradients, with averaged weights if the Task has them.
+
+        Afterwards all weights have the bits that they had: averages come before `eval()`, which may merge weights.
+        """
         loss = self.parts.task.loss
         modules = [self.model, loss] if isinstance(loss, nn.Module) else [self.model]
         self._step.meet()
-        for module in modules:
-            module.eval()
         with torch.no_grad(), self._step.together():
             self._swap_average()
             try:
-                yield self.model
+                with evaluation_mode(modules, self._switched):
+                    yield self.model
             finally:
                 self._swap_average()
-                for module in modules:
-                    module.train()
 
     def _swap_average(self) -> None:
         parameters = dict(self.model.named_parameters())
@@ -250,10 +257,20 @@ class Program:
         """Within `inference`, the forward pass of a batch; None where another rank has what came of it."""
         return self._step.evaluated(batch, samples)
 
+    def check_exactness(self) -> None:
+        """Notes before training what shows then that a resumed run may differ: in modules, and in a data set that workers have."""
+        self.inexact += self._attributes.compiled()
+        self.inexact += changes_of_samples(self.parts.task, self.parts.plan.workers)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's part of the State, in training's own memory; of several ranks all must ask."""
+        return self._step.optimizer_state(lent=True)
+
     def weights(self) -> State:
-        """What an evaluation depends on, copied to the CPU; of several ranks all must ask."""
+        """The weights that an evaluation uses, copied to the CPU; of several ranks all must ask."""
         self._step.meet()
-        return self._step.gathered(self._weights())
+        with evaluation_mode([self.model], self._switched) if self._switched else nullcontext():
+            return self._step.gathered(self._weights())
 
     def state(self, *, lent: bool = False) -> State:
         """Everything that training changes, on the CPU; of several ranks all must ask.
@@ -279,7 +296,15 @@ class Program:
             average=on_host(self._step.average, lent=lent),
             loss=host_copy(self._loss_buffers()),
             position=self.position,
+            in_eval=sorted(self._mode.in_eval),
+            drawn=self._step.draws.drawn,
+            attributes=self._changed_attributes(),
         )
+
+    def _changed_attributes(self) -> dict[str, Any]:
+        contents, reasons = self._attributes.changed()
+        self.inexact = list(dict.fromkeys([*self.inexact, *reasons]))
+        return contents
 
     def _loss_buffers(self) -> dict[str, Tensor]:
         loss = self.parts.task.loss
@@ -291,9 +316,9 @@ class Program:
         Raises:
             CheckpointError: it belongs to another model or optimizer.
         """
-        self.restore_weights(state)
-        restore_optimizer(self.optimizer, self._step.holder, state.optimizer)
-        _restore_schedule(self._step.schedule, state.schedule)
+        self._restore_model(state, below=())
+        self._restore_optimizer(state)
+        restore_schedule(self._step.schedule, state.schedule)
         self._step.reset_sums()
         self._step.sums.update(to_device(host_copy(state.sums), self.device))
         if self._step.scaler is not None and state.scaler:
@@ -301,6 +326,8 @@ class Program:
         if self._step.outer:
             copy_into(self._step.outer, state.outer or host_copy(self._step.outer), "outer momentum")
         self._step.rebind()
+        self._step.draws.drawn = state.drawn is not False
+        self._attributes.restore(state.attributes)
         self.position = state.position
         self._batches = None
 
@@ -310,10 +337,35 @@ class Program:
         Raises:
             CheckpointError: it belongs to another model or loss.
         """
+        self._restore_model(state, below=("model/", "loss/"))
+        if not state.optimizer:  # the weights that an evaluation uses were saved
+            self._switched = []
+        elif self._step.switched:
+            self._restore_optimizer(state)
+
+    def _restore_model(self, state: State, below: tuple[str, ...]) -> None:
         with self._step.in_full():
             restore_model(self.model, state)
             self._step.restore_average(state.average)
         copy_into(self._loss_buffers(), state.loss, "buffer of the loss")
+        if state.in_eval is not None:
+            self._mode.in_eval = frozenset(state.in_eval)
+        self._attributes.restore(state.attributes, below)
+        self._note_thawed()
+
+    def _restore_optimizer(self, state: State) -> None:
+        name = type(self.optimizer).__name__
+        changed = restore_optimizer(self.optimizer, self._step.holder, state.optimizer)
+        self.inexact += [f"load_state_dict of {name} doesn't restore {path.strip('/')} bit by bit" for path in changed]
+        self._switched = self._step.switched
+
+    def _note_thawed(self) -> None:
+        """Has the step check whether it does the same, if other parameters are trainable than before."""
+        trainable = self._step.trainable()
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._step.unbind()
+            self._step.look_again()
 
     def schedule_left(self) -> int | None:
         """Steps that the learning-rate schedule can still take, or epochs if it goes by these; None if it has no end."""
@@ -339,20 +391,6 @@ def _rows_of(feed: Feed) -> Any:
     if isinstance(feed, TableFeed) and feed.untouched and feed.treatment.device.type == "cpu":
         return feed.table.columns
     return None
-
-
-def _restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
-    now = state_of(schedule)
-    missing = [key for key in now.keys() - saved.keys() if not key.startswith("_")]  # torch adds private ones
-    if missing or (saved and schedule is None):
-        what = " and ".join(f"a {type(one).__name__}" for one in schedules_of(schedule)) or "none"
-        raise CheckpointError(
-            f"the checkpoint is of another learning-rate schedule: the Task has {what}",
-            expected=f"the one with {', '.join(sorted(saved))}" if saved else "none",
-            fix="use the Task that the run was started with",
-        )
-    if schedule is not None:
-        schedule.load_state_dict(host_copy(saved))
 
 
 def _plain_counts(sums: dict[str, Any]) -> dict[str, Any]:

@@ -37,10 +37,10 @@ def attributes(value: Any, own: Set[str]) -> Named:
     if package_of(kind) in _CLOSED_OBJECTS and not isinstance(value, torch.optim.Optimizer):
         return
     yield from getattr(value, "__dict__", {}).items()
-    if _is_others(kind, own):
+    if is_others(kind, own):
         return
     for base in kind.__mro__:
-        for name in () if _is_others(base, own) else filter(partial(_is_slot, base), vars(base)):
+        for name in () if is_others(base, own) else filter(partial(_is_slot, base), vars(base)):
             with suppress(AttributeError):  # it has no value yet
                 yield name, getattr(value, name)
     yield class_of(value)
@@ -57,7 +57,7 @@ def class_of(value: Any) -> tuple[str, Any]:
 
 def of_class(kind: type, own: Set[str]) -> Named:
     """What a class of the user's holds: attributes, methods, and the classes that it inherits."""
-    if _is_others(kind, own):
+    if is_others(kind, own):
         return
     for name, item in vars(kind).items():
         if isinstance(item, property | cached_property):
@@ -71,7 +71,7 @@ def of_class(kind: type, own: Set[str]) -> Named:
 
 def of_file(module: ModuleType, own: Set[str]) -> Named:
     """What a Python module of the user's names."""
-    if not _is_others(module, own):
+    if not is_others(module, own):
         yield from ((name, item) for name, item in vars(module).items() if not name.startswith("__"))
 
 
@@ -82,7 +82,7 @@ def around(function: Any, own: Set[str]) -> Named:
     if isinstance(function, partial):
         yield from (("args", function.args), ("keywords", function.keywords), ("func", function.func))
     function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType) or _is_others(function, own):
+    if not isinstance(function, FunctionType) or is_others(function, own):
         return
     code, defaults = function.__code__, function.__defaults__ or ()
     yield from vars(function).items()
@@ -91,15 +91,15 @@ def around(function: Any, own: Set[str]) -> Named:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):  # a variable that isn't there yet
             yield name, cell.cell_contents
-    yield from _named(list(dict.fromkeys(_names(code))), function.__globals__, own, set())
+    yield from _named(list(dict.fromkeys(names_in(code))), function.__globals__, own, set())
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """Globals and attributes that code names, functions inside of it included."""
     yield from code.co_names
     for item in code.co_consts:
         if isinstance(item, CodeType):
-            yield from _names(item)
+            yield from names_in(item)
 
 
 def _named(names: Iterable[str], namespace: Mapping[str, Any], own: Set[str], seen: set[int]) -> Named:
@@ -108,12 +108,12 @@ def _named(names: Iterable[str], namespace: Mapping[str, Any], own: Set[str], se
         value = namespace.get(name, sys.modules.get(name))  # the function itself may import it
         if not inspect.ismodule(value):
             yield from [(name, value)] if name in namespace else ()
-        elif id(value) not in seen and not _is_others(value, own):
+        elif id(value) not in seen and not is_others(value, own):
             seen.add(id(value))
             yield from ((f"{name}.{inner}", item) for inner, item in _named(names, vars(value), own, seen))
 
 
-def _is_others(value: Any, own: Set[str]) -> bool:
+def is_others(value: Any, own: Set[str]) -> bool:
     """Whether a function, class or module is part of Python, of torch or of an installed package.
 
     Such code may count and keep what it likes, in a cache say: that it computes the same step after step is taken for

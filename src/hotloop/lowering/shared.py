@@ -20,10 +20,12 @@ from hotloop.data.feed import peek
 from hotloop.data.order import part
 from hotloop.data.tree import to_device
 from hotloop.errors import PlanError, blame
+from hotloop.lowering.attributes import unchanged
 from hotloop.lowering.ingredients import Ingredients, counts_samples
 from hotloop.lowering.passes import nodes_below
 from hotloop.lowering.shares import check_shares
 from hotloop.lowering.step import EagerStep
+from hotloop.modes import set_training
 from hotloop.objective import weighted
 from hotloop.parallel.draws import Drawn, Pattern, Watching, WholeDraws
 from hotloop.parallel.norms import WholeNorms, backward_within
@@ -43,14 +45,15 @@ class SharedStep(EagerStep):
 
     def __init__(self, parts: Ingredients) -> None:
         _check_gradients(parts)
-        self._as_one = look(parts)
-        check_shares(parts, self._as_one.draws)
+        with unchanged(parts.task):
+            self._as_one = look(parts)
+            check_shares(parts, self._as_one.draws)
         self._module = self._engine(Whole(parts.model, parts.compute), parts)  # before the optimizer looks at it
         super().__init__(parts)
         if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples
             self.draws = StepDraws(parts.task.seed, parts.device, rank=parts.world.rank)
             parts.say(f"each rank draws its own random numbers, and not those of one process: {self._as_one.draws.odd}")
-        self.draws.spare = False  # which of the ranks drew from Python's generator would be theirs to agree on
+        self.draws.always = True  # which of the ranks drew from Python's generator would be theirs to agree on
         self._rows = self._samples = 0
         self._total: Any = 0
 
@@ -194,7 +197,7 @@ class _Seen:
 
 
 def _watched(parts: Ingredients, samples: int) -> _Seen:
-    model = copied(parts.model).train()
+    model = set_training(copied(parts.model), parts.in_eval)
     batch = to_device(peek(parts.roles, samples), parts.device)
     streams = Streams(parts.task.seed, parts.device)
     streams.reseed("look")

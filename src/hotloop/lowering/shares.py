@@ -23,6 +23,7 @@ from hotloop.data.tree import map_tensors
 from hotloop.errors import blame, kind
 from hotloop.lowering.accumulation import Means, Roundings, farthest, not_in_pieces, pieces_of, without_rows
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.modes import set_training
 from hotloop.parallel.draws import Pattern, WholeDraws
 from hotloop.parallel.norms import backward_within
 from hotloop.rng import Streams, preserved
@@ -121,7 +122,8 @@ def _gradients(
         if not weight and any(weights):
             continue
         # Each has its own, since a forward pass may change a model, a loss or a batch.
-        model, compute = copied(parts.model).train(), _with_a_copy_of_the_loss(parts)
+        model = set_training(copied(parts.model), parts.in_eval)
+        compute = _with_a_copy_of_the_loss(parts)
         rows = map_tensors(torch.clone, batch)
         for_all = partial(WholeDraws, draws, samples, number, len(shares)) if whole else _nothing
         Streams(parts.task.seed, parts.device).reseed("look")

@@ -16,6 +16,7 @@ from hotloop.errors import PlanError, blame
 from hotloop.lowering.columns import Found, splittable
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
+from hotloop.modes import set_training
 from hotloop.parallel import spreading
 from hotloop.rng import Streams, preserved
 from hotloop.state import whole
@@ -37,7 +38,7 @@ class TensorStep(EagerStep):
         super().__init__(parts)
         for group in self.optimizer.param_groups:
             group.update({key: False for key in ("foreach", "fused") if key in group})  # one list can't hold both kinds
-        self.draws.spare = False
+        self.draws.always = True
         parts.say(_told(found))
 
     def _compute(self, batch: Any) -> Computed:
@@ -133,7 +134,7 @@ def _gradients(parts: Ingredients, model: nn.Module) -> dict[str, Tensor]:
     """Of each parameter that has one, whole, and the loss as `loss`."""
     batch = to_device(peek(parts.roles), parts.device)
     Streams(parts.task.seed, parts.device).reseed("look")
-    loss = parts.compute(model.train(), batch).loss
+    loss = parts.compute(set_training(model, parts.in_eval), batch).loss
     loss.backward()
     of = {name: whole(value.grad) for name, value in model.named_parameters() if value.grad is not None}
     return of | {"loss": whole(loss.detach())}

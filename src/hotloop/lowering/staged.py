@@ -40,7 +40,7 @@ class StagedStep(EagerStep):
     def __init__(self, parts: Ingredients) -> None:
         like = peek(parts.roles)
         leaves_of(like, batch_length(like))
-        objective = Objective(parts.model, parts.task, like)
+        objective = Objective(parts.model, parts.task, like, parts.in_eval)
         seen = look(replace(parts, device=torch.device("cpu")))
         if seen.elsewhere:
             raise drawn_elsewhere()
@@ -58,7 +58,7 @@ class StagedStep(EagerStep):
         self._keep_own_averages()
         self._shared = self._holding.shared()
         self._convey = Conveyor(parts, objective, self._holding, self._drawn_ahead(seen.draws, chain))
-        self.draws.spare = False  # which of the ranks drew from Python's generator would be theirs to agree on
+        self.draws.always = True  # which of the ranks drew from Python's generator would be theirs to agree on
 
     def _drawn_ahead(self, pattern: Pattern, chain: Chain) -> Ahead | None:
         """What the stages draw, if it can be that of one process."""

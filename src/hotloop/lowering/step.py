@@ -17,12 +17,17 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hotloop.errors import TaskError, kind
 from hotloop.lowering.accumulation import accumulate
+from hotloop.lowering.attributes import functions_of
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.plan_limits import check_optimizer, check_trainable
 from hotloop.lowering.subnormals import swept
+from hotloop.modes import switching
 from hotloop.objective import weighted
+from hotloop.optimizer_state import capture as capture_optimizer
+from hotloop.optimizer_state import inner_optimizers
 from hotloop.rng import StepDraws
 from hotloop.schedules import schedules_of
-from hotloop.state import State, capture_optimizer, copy_into
+from hotloop.state import State, copy_into, leaves
 from hotloop.task import Computed, Yielded, one_for_a_generator
 
 
@@ -31,6 +36,7 @@ class EagerStep:
 
     Attributes:
         optimizer, schedule: made by the Task's factories.
+        switched: the optimizer, or those that it wraps, if `train()` and `eval()` switch its weights.
         draws: seeds the generators before each step.
         ran: how many steps its compiled program took; None without one.
         look_s: seconds of seeing once whether it still does what was compiled; 0 where nothing was.
@@ -58,6 +64,11 @@ class EagerStep:
         self.scaler = torch.amp.GradScaler(parts.device.type) if parts.scaled else None
         self.scale = torch.ones((), device=parts.device) if parts.scaled else None
         self.schedule = task.build_schedule(self.optimizer, parts.roles.batches)
+        self.switched = switching(self.optimizer, list(inner_optimizers(self.optimizer).values()))
+        check_optimizer(parts, self.optimizer, switches=bool(self.switched))
+        for optimizer in self.switched:
+            optimizer.train()
+        self._as_built = self.trainable()
         self._clears_itself = type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
         self.average: dict[str, Tensor] = {}
         if task.average is not None:
@@ -82,6 +93,7 @@ class EagerStep:
         loss = computed.loss.detach()
         self._add(loss, computed.scalars, self._weight(batch, samples))
         self.sums["samples"] += samples
+        self.draws.note()
         return loss
 
     def run(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[int, int]]:
@@ -165,7 +177,26 @@ class EagerStep:
 
     def optimizer_state(self, *, lent: bool = False) -> dict[str, Any]:
         """The optimizer's state by qualified parameter name, on the CPU: copies, unless `lent`."""
-        return capture_optimizer(self.optimizer, self.holder, lent=lent)
+        found = capture_optimizer(self.optimizer, self.holder, lent=lent)
+        return found | {"switched": True} if self.switched else found
+
+    def objects(self) -> dict[str, Any]:
+        """What this step alone holds, whose attributes training may change."""
+        loss = self.parts.task.loss
+        found = {"model": self.parts.model, "optimizer": self.optimizer, "scheduler": functions_of(self.schedule)}
+        return found | ({"loss": loss} if isinstance(loss, nn.Module) else {})
+
+    def saved_tensors(self) -> set[int]:
+        """The `id`s of tensors that State has by other names than by an attribute's."""
+        loss = self.parts.task.loss
+        modules = [self.parts.model, *([loss] if isinstance(loss, nn.Module) else [])]
+        own = [value for module in modules for value in (*module.parameters(), *module.buffers())]
+        kept = [value for _, value in leaves([list(self.optimizer.state.values()), self.average, self.outer])]
+        return {id(value) for value in (*own, *self._trainable, *kept) if isinstance(value, Tensor)}
+
+    def trainable(self) -> tuple[bool, ...]:
+        """`requires_grad` of each of the model's parameters."""
+        return tuple(value.requires_grad for value in self.parts.model.parameters())
 
     def meet(self) -> None:
         """Brings ranks together that have gone ways of their own; all of them call it at the same places."""
@@ -199,6 +230,8 @@ class EagerStep:
     def unbind(self) -> None:
         """Notes that callbacks may have put other tensors, or other memory, in the step's place, or added some."""
         self._list_parameters()
+        if self.parts.plan.parallel != "none":
+            check_trainable(self.parts, self._as_built)
 
     def _list_parameters(self) -> None:
         named = dict(self.parts.model.named_parameters())

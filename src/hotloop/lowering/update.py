@@ -66,7 +66,6 @@ class _Fallback:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> None:
-        self._values = [value for group in optimizer.param_groups for value in group["params"]]
         self._momentum = isinstance(optimizer, torch.optim.SGD)
         self._say, self._said, self._fell = say, set[str](), False
 
@@ -89,11 +88,10 @@ class _Fallback:
 
     def _unfit(self, optimizer: torch.optim.Optimizer) -> str:
         """Why this step can't be fused; empty if it can."""
-        for value in self._values:
-            gradient = value.grad
-            if gradient is not None and gradient.is_sparse:
-                return "there are sparse gradients"
-        if self._momentum and len(optimizer.state) != len(self._values) and any(map(_mixed, _groups(optimizer))):
+        values = [value for group in optimizer.param_groups for value in group["params"]]
+        if any(value.grad is not None and value.grad.is_sparse for value in values):
+            return "there are sparse gradients"
+        if self._momentum and len(optimizer.state) != len(values) and any(map(_mixed, _groups(optimizer))):
             return "some parameters get their first gradient later than others"
         return ""
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from hotloop.lowering import Outcome, Program
 from hotloop.measuring.clocks import Clock, synchronise
 from hotloop.measuring.loading import loading_workers
-from hotloop.rng import LateDraw
 from hotloop.state import Position
 
 WARM_S = 0.5
@@ -91,12 +90,7 @@ class Runner:
         self.ready()
         synchronise(*program.devices)
         began = self._clock()
-        try:
-            outcome = program.advance(steps)
-        except LateDraw:  # from here on all generators are seeded at each step, as in training
-            program.seed_all()
-            self._begin_again()
-            return 0.0, Outcome(0, 0, False)
+        outcome = program.advance(steps)
         if outcome.ended:
             program.end_epoch(1.0)
         synchronise(*program.devices)

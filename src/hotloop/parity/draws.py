@@ -19,6 +19,7 @@ from hotloop.lowering import Program
 from hotloop.lowering.accumulation import bounds
 from hotloop.lowering.ingredients import counts_samples
 from hotloop.lowering.rewrites.draw_by_words import ByWords
+from hotloop.modes import set_training
 from hotloop.parallel.draws import Batchwise, Drawing, Drawn, Watching, along
 from hotloop.parity.witnesses import within
 from hotloop.rng import Streams, generator_states, preserved
@@ -97,7 +98,7 @@ class _Seen:
 def _seen(program: Program, samples: int) -> _Seen:
     """What a copy of the model draws from torch's generator, what of it can be repeated, and whether others are asked."""
     parts = program.parts
-    model = copied(parts.model).train()
+    model = set_training(copied(parts.model), parts.in_eval)
     batch = to_device(peek(parts.roles, samples), parts.device)
     Streams(parts.task.seed, parts.device).reseed("look")
     before = generator_states()

@@ -1,0 +1,230 @@
+"""Plain values in attributes of the Task's own objects, as part of State: counters, phases, short lists, small tensors.
+
+A step may count its calls in an attribute, a schedule in a variable of its closure. What has changed since the objects
+were made is saved and put back by place, such as `step/calls`. What has changed and can't be saved is reported.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from hotloop.data.source import Samples, Stream
+from hotloop.lowering.contents import Value, are_equal, content_of, is_same
+from hotloop.lowering.owners import Put, held_by, items_of
+from hotloop.lowering.reach import package_of
+from hotloop.rng import preserved
+from hotloop.state import host_copy
+from hotloop.task import Task
+
+_IMMUTABLE = bool | int | float | str | None | bytes | complex | enum.Enum | tuple | frozenset | np.generic
+_OPENED = 256
+"""Items of a container whose items are compared one by one, where they are more than plain values."""
+
+_FUNCTIONS = ("step", "loss", "schedule", "weight", "prepare", "augment", "collate", "metrics", "predict", "callbacks")
+_BEFORE = "_attributes_before"
+
+
+Found = dict[str, Value]
+
+
+class Attributes:
+    """The plain values that the objects of a Task and its Program hold beside the rest of State.
+
+    Args:
+        objects: those of the Program alone, such as its model, by name.
+        saved: gives the `id`s of tensors that are part of State already.
+    """
+
+    def __init__(self, task: Task, objects: Mapping[str, Any], saved: Callable[[], Collection[int]]) -> None:
+        self._shared, self._objects, self._saved = roots_of(task), dict(objects), saved
+        self._start = self._now()
+        self._before = self._start | {place: value for place, value in before(task).items() if place in self._start}
+
+    def changed(self) -> tuple[dict[str, Any], list[str]]:
+        """What has changed since the objects were made: contents by place, and a line for each that can't be saved."""
+        now = self._now()
+        places = [place for place in {**self._before, **now} if not is_same(self._before.get(place), now.get(place))]
+        contents = {place: now[place].content for place in places if self._can_be_saved(place, now)}
+        lost = [
+            place for place in places if place not in contents and not is_same(self._start.get(place), now.get(place))
+        ]
+        outer = [place for place in lost if not _is_inside(place, contents) and not _is_inside(place, lost)]
+        told = [place.replace("/", ".") for place in outer if not place.startswith("callbacks/")]
+        return contents, [f"training changes {name}, which no checkpoint stores" for name in told]
+
+    def compiled(self) -> list[str]:
+        """A line for each module or function of the user's that torch compiles at its first calls."""
+        found = [
+            (place.replace("/", "."), value.compiled_by) for place, value in self._start.items() if value.compiled_by
+        ]
+        why = "and its last bits depend on the calls before: a resumed run may differ in them"
+        return [f"{name} is compiled by {compiler} while it is called, {why}" for name, compiler in found]
+
+    def _can_be_saved(self, place: str, now: Found) -> bool:
+        value, was = now.get(place), self._before.get(place)
+        if value is None or value.put is None or value.is_alias:
+            return False
+        if was is not None:
+            return was.put is not None and not was.is_alias
+        around = self._before.get(place.rpartition("/")[0])  # a new attribute
+        return value.is_complete and around is not None and around.owner is not None
+
+    def restore(self, contents: Mapping[str, Any] | None, below: tuple[str, ...] = ("",)) -> None:
+        """Puts saved contents back, and what else has changed to what it was when the objects were made.
+
+        Args:
+            contents: None leaves all as it is.
+            below: beginnings of the places that are restored.
+        """
+        if contents is None or not below:
+            return
+        now = self._now()
+        wanted = {place: value.content for place, value in self._before.items() if value.put is not None} | dict(
+            contents
+        )
+        wanted = {place: content for place, content in wanted.items() if place.startswith(below)}
+        _put_all(wanted, now)
+        for place in now.keys() - self._start.keys() - wanted.keys():
+            around, _, name = place.rpartition("/")
+            if now[place].is_complete and place.startswith(below) and (owner := now[around].owner) is not None:
+                vars(owner).pop(name, None)
+
+    def _now(self) -> Found:
+        saved = self._saved()
+        return found_in(self._shared, saved) | found_in(self._objects, saved)
+
+
+def _put_all(contents: Mapping[str, Any], now: Found) -> None:
+    for place, content in contents.items():
+        value, (around, _, name) = now.get(place), place.rpartition("/")
+        if value is None:
+            owner = now[around].owner if around in now else None
+            if owner is not None and not hasattr(owner, name):
+                vars(owner)[name] = host_copy(content)
+        elif value.put is not None and not value.is_alias and not are_equal(value.content, content):
+            value.put(host_copy(content))
+
+
+def restore_model_attributes(model: nn.Module, contents: Mapping[str, Any] | None) -> None:
+    """Puts the contents of a State back into a model alone, which is as the model factory made it."""
+    own = {place: content for place, content in (contents or {}).items() if place.startswith("model/")}
+    if own:
+        _put_all(own, found_in({"model": model}, {id(one) for one in (*model.parameters(), *model.buffers())}))
+
+
+def roots_of(task: Task) -> dict[str, Any]:
+    """The Task's own objects by name, but for a model and a loss that are modules: each Program has copies of these."""
+    functions = {name: getattr(task, name) for name in _FUNCTIONS}
+    roots = {name: one for name, one in functions.items() if one is not None and not isinstance(one, nn.Module)}
+    roles = task.roles
+    for name, source in (("data", roles.train), ("validation", roles.validation), ("test", roles.raw_test)):
+        if isinstance(source, Samples):
+            roots[name] = source.dataset
+        elif isinstance(source, Stream):
+            roots[name] = source.loader
+    return roots
+
+
+def functions_of(schedule: Any) -> list[Any]:
+    """The functions that a learning-rate scheduler of torch's calls; a scheduler of another class itself."""
+    if not str(type(schedule).__module__).startswith("torch."):
+        return [schedule]
+    values = [value for name, value in vars(schedule).items() if name != "optimizer"]
+    inner = [one for value in values if isinstance(value, list | tuple) for one in value]
+    return [one for one in (*values, *inner) if callable(one)]
+
+
+def before(task: Task) -> Found:
+    """What the Task's own objects held when they were first looked at in this process."""
+    known = vars(task)
+    if _BEFORE not in known:
+        known[_BEFORE] = found_in(roots_of(task), ())
+    return known[_BEFORE]
+
+
+def hand_on(task: Task, other: Task) -> None:
+    """Has a changed copy of a Task know what its objects held at first."""
+    vars(other)[_BEFORE] = before(task)
+
+
+def changes_of_samples(task: Task, workers: int | None) -> list[str]:
+    """A line for each attribute that the data set changes when it is asked for a sample, where processes of their own ask.
+
+    Each worker has a copy of the data set, of which no checkpoint knows. Random generators are not meant.
+
+    Args:
+        workers: of the plan; None for as many as the data's own loader has.
+    """
+    source = task.roles.train
+    if not isinstance(source, Samples) or not (source.workers if workers is None else workers) or not len(source):
+        return []
+    root = {"data": source.dataset}
+    with preserved(), unchanged(task), suppress(Exception):  # training itself says what is wrong with a sample
+        held = found_in(root, ())
+        for place in (0, len(source) - 1):
+            source.dataset[place]
+        now = found_in(root, ())
+        fixed = [place for place, value in (held | now).items() if not value.is_random]
+        places = [place for place in fixed if not is_same(held.get(place), now.get(place))]
+        outer = [place for place in places if not _is_inside(place, places)]
+        where = "in each worker's copy of the data set, which no checkpoint stores"
+        return [f"loading samples changes {place.replace('/', '.')} {where}" for place in outer]
+    return []
+
+
+@contextmanager
+def unchanged(task: Task) -> Iterator[None]:
+    """Puts back what is done to the Task's own objects within, as where its step is tried on a batch."""
+    before(task)
+    held = found_in(roots_of(task), ())
+    try:
+        yield
+    finally:
+        now = found_in(roots_of(task), ())
+        _put_all({place: value.content for place, value in held.items() if value.put is not None}, now)
+
+
+def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
+    """What can be reached from some objects, by place.
+
+    Args:
+        left_out: `id`s of tensors that aren't looked at.
+    """
+    found: Found = {}
+    places: dict[int, str] = {}
+    kept = []  # so that no two objects get one id
+    own = {package_of(root) for root in roots.values() if not isinstance(root, nn.Module)}
+    left: deque[tuple[str, Any, Put | None]] = deque((name, root, None) for name, root in roots.items())
+    while left:
+        place, value, put = left.popleft()
+        if id(value) in left_out:
+            continue
+        if not isinstance(value, _IMMUTABLE):
+            if id(value) in places:
+                found[place] = Value(places[id(value)], is_alias=True)
+                continue
+            places[id(value)] = place
+            kept.append(value)
+        if (one := content_of(value, put)) is not None:
+            found[place] = one
+        elif isinstance(value, dict | list | tuple | set | frozenset | deque):
+            found[place] = Value((type(value).__name__, len(value)))
+            if len(value) <= _OPENED:
+                left.extend((f"{place}/{name}", item, how) for name, item, how in items_of(value))
+        else:
+            owner = value if isinstance(getattr(value, "__dict__", None), dict) else None
+            found[place] = Value(type(value).__name__, owner=owner)
+            left.extend((f"{place}/{name}", item, how) for name, item, how in held_by(value, own))
+    return found
+
+
+def _is_inside(place: str, others: Collection[str]) -> bool:
+    """Whether something around a place is among others."""
+    return any(place.startswith(f"{one}/") for one in others)

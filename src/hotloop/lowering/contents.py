@@ -1,0 +1,211 @@
+"""What an attribute contains: a value that can be compared, saved in a checkpoint and, where that is possible, put back."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import GeneratorType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotloop.lowering.owners import Put
+from hotloop.state import bits
+
+_SCALARS = bool | int | float | str | None
+_MANY, _BYTES, _SAMPLED = 10_000, 1 << 20, 1 << 12
+"""Items of a container that are compared; bytes of a tensor that are saved; numbers that are compared of a larger tensor."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is at a place.
+
+    Attributes:
+        content: to be compared and, where `put` is there, saved.
+        put: puts a saved content back; None where nothing can.
+        owner: the object, where it may get an attribute that it doesn't have yet.
+        is_complete: whether the content alone makes the value again.
+        is_alias: whether the object is at another place, too, which has its content.
+        is_random: whether this is a generator of random numbers.
+        compiled_by: the compiler of a module or function that computes otherwise after its first calls.
+    """
+
+    content: Any
+    put: Put | None = None
+    owner: Any = None
+    is_complete: bool = False
+    is_alias: bool = False
+    is_random: bool = False
+    compiled_by: str = ""
+
+
+def content_of(value: Any, put: Put | None) -> Value | None:
+    """What is compared as a whole; None for what has to be looked into."""
+    if isinstance(value, enum.Enum):
+        kind = type(value)
+        return Value(value.name, _then(put, lambda name: kind[name]))
+    if isinstance(value, _SCALARS):
+        return Value(value, put, is_complete=True)
+    if isinstance(value, bytes | complex):
+        return Value(value)
+    if isinstance(value, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        return Value("TorchScript", compiled_by="TorchScript")
+    if type(value).__name__ == "OptimizedModule":  # of torch._dynamo, which takes a second to import
+        return Value("torch.compile", compiled_by="torch.compile")
+    if isinstance(value, Tensor):
+        return _of_tensor(value, put)
+    if isinstance(value, np.ndarray | np.generic):
+        return _of_array(value, put)
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        return _of_container(value, put)
+    if isinstance(value, itertools.count):
+        return Value(repr(value))
+    if isinstance(value, GeneratorType):
+        return Value(-1 if value.gi_frame is None else value.gi_frame.f_lasti)
+    return _of_generator(value)
+
+
+def _then(put: Put | None, convert: Callable[[Any], Any]) -> Put | None:
+    return None if put is None else lambda content: put(convert(content))
+
+
+def _of_container(value: Any, put: Put | None) -> Value | None:
+    if len(value) > _MANY:
+        return Value(len(value))
+    try:
+        content = _plain(value)
+    except TypeError:
+        return None
+    kind = type(value)
+    if isinstance(value, tuple):
+        return Value(content, _then(put, getattr(kind, "_make", kind)))
+    if isinstance(value, frozenset):
+        return Value(content, _then(put, kind))
+    return Value(content, lambda content: _refill(value, content), is_complete=kind in (list, dict))
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a container of plain values alone.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value), key=repr)
+    if type(value) in (list, tuple, deque):
+        items = [_plain(item) for item in value]
+        return tuple(items) if type(value) is tuple else items
+    if isinstance(value, dict) and all(isinstance(key, _SCALARS) for key in value):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return tuple(map(_plain, value))
+    raise TypeError
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Gives a container other items, and leaves it the object that it is."""
+    container.clear()
+    (container.update if isinstance(container, dict | set) else container.extend)(content)
+
+
+def _of_tensor(value: Tensor, put: Put | None) -> Value:
+    if value.grad_fn is not None or value.layout != torch.strided or value.is_meta or value.is_quantized:
+        return Value((type(value).__name__, tuple(value.shape)))  # of a graph that is made anew in each step
+    if value.nbytes > _BYTES:
+        return Value((str(value.dtype), tuple(value.shape), _sample(value)))
+    content = value.detach().to("cpu", copy=True).contiguous()
+    return Value(content, lambda content: _put_tensor(value, put, content), is_complete=type(value) is Tensor)
+
+
+@torch.no_grad()
+def _put_tensor(live: Tensor, put: Put | None, content: Tensor) -> None:
+    if live.shape == content.shape and live.dtype == content.dtype:
+        live.copy_(content)
+    elif put is not None:
+        put(content.to(live.device))
+
+
+def _sample(value: Tensor) -> bytes:
+    """A hash of some of many numbers."""
+    if value.device.type == "meta" or not value.numel():
+        return b""
+    step = math.ceil(value.numel() / _SAMPLED)
+    flat = value.detach().reshape(-1) if value.is_contiguous() else value.detach().flatten()
+    return hashlib.sha256(bits(flat[::step]).numpy().tobytes()).digest()
+
+
+def _of_array(value: Any, put: Put | None) -> Value:
+    if value.dtype.hasobject or value.dtype.kind not in "biuf" or value.dtype.byteorder == ">":
+        return Value((str(value.dtype), value.shape))
+    if isinstance(value, np.generic):
+        return Value(value, put)
+    if isinstance(value, np.memmap):
+        return Value((str(value.dtype), value.shape))
+    if value.nbytes > _BYTES:
+        step = math.ceil(value.size / _SAMPLED)
+        return Value((str(value.dtype), value.shape, hashlib.sha256(value.ravel()[::step].tobytes()).digest()))
+    return Value(torch.from_numpy(value.copy()), lambda content: _put_array(value, put, content.numpy()))
+
+
+def _put_array(live: Any, put: Put | None, content: Any) -> None:
+    if live.shape == content.shape and live.dtype == content.dtype and live.flags.writeable:
+        live[...] = content
+    elif put is not None:
+        put(content)
+
+
+def _of_generator(value: Any) -> Value | None:
+    """The state of a random generator of the user's own."""
+    if isinstance(value, random.Random):
+        return Value(value.getstate(), value.setstate, is_random=True)
+    if isinstance(value, torch.Generator):
+        return Value(value.get_state(), lambda state: _set_state(value, state), is_random=True)
+    if isinstance(value, np.random.RandomState):
+        return Value(
+            _as_plain(value.get_state(legacy=False)), lambda state: value.set_state(_as_numpys(state)), is_random=True
+        )
+    if isinstance(value, np.random.Generator):
+        inner = value.bit_generator
+        return Value(_as_plain(inner.state), lambda state: setattr(inner, "state", _as_numpys(state)), is_random=True)
+    return None
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+def _as_plain(state: Any) -> Any:
+    if isinstance(state, np.ndarray):
+        return torch.from_numpy(state.astype(np.int64))
+    return {key: _as_plain(item) for key, item in state.items()} if isinstance(state, dict) else state
+
+
+def _as_numpys(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.numpy().astype(np.uint64)
+    return {key: _as_numpys(item) for key, item in state.items()} if isinstance(state, dict) else state
+
+
+def is_same(one: Value | None, other: Value | None) -> bool:
+    return one is not None and other is not None and are_equal(one.content, other.content)
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and bits(one).equal(bits(other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
+    return one is other or repr(one) == repr(other)

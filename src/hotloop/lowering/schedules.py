@@ -1,0 +1,28 @@
+"""Puts the saved state of a learning-rate schedule back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hotloop.errors import CheckpointError
+from hotloop.schedules import schedules_of, state_of
+from hotloop.state import host_copy
+
+
+def restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
+    """Loads a state that `state_of` gave.
+
+    Raises:
+        CheckpointError: the state belongs to another schedule.
+    """
+    now = state_of(schedule)
+    missing = [key for key in now.keys() - saved.keys() if not key.startswith("_")]  # torch adds private ones
+    if missing or (saved and schedule is None):
+        what = " and ".join(f"a {type(one).__name__}" for one in schedules_of(schedule)) or "none"
+        raise CheckpointError(
+            f"the checkpoint is of another learning-rate schedule: the Task has {what}",
+            expected=f"the one with {', '.join(sorted(saved))}" if saved else "none",
+            fix="use the Task that the run was started with",
+        )
+    if schedule is not None:
+        schedule.load_state_dict(host_copy(saved))

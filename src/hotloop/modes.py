@@ -1,0 +1,128 @@
+"""Training and evaluation mode of modules, and of optimizers that have both modes.
+
+A module that the model factory puts into evaluation mode, such as a frozen batch normalisation, stays in this mode while
+the model trains. Switching may change numbers: a module may merge weights in `eval()`, and a schedule-free optimizer
+replaces the weights by their average. What a switch changes is put back bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+def stays_in_eval(model: nn.Module) -> frozenset[str]:
+    """Names of the modules that stay in evaluation mode while the model trains: those in this mode now.
+
+    Where all modules are in evaluation mode, as a library's pretrained model is, all of them are to be trained.
+    """
+    modes = {name: module.training for name, module in model.named_modules()}
+    return frozenset(name for name, training in modes.items() if not training) if any(modes.values()) else frozenset()
+
+
+def note_of_modes(model: nn.Module) -> str:
+    """One line on modules that the model factory returned in evaluation mode; empty if there are none."""
+    names = sorted(stays_in_eval(model))
+    if names:
+        module, more = model.get_submodule(names[0]), f" and {len(names) - 1} more" * (len(names) > 1)
+        place = f"{names[0]!r} ({type(module).__name__})" if names[0] else "the model itself"
+        return f"{place}{more} stay in evaluation mode while training, as the model factory returned them"
+    if not model.training:
+        return (
+            "the model factory returned the model in evaluation mode as a whole: all of it is trained in training mode"
+        )
+    return ""
+
+
+def set_training(model: nn.Module, in_eval: Collection[str]) -> nn.Module:
+    """Puts the model into training mode, but for the named modules; returns the model.
+
+    The root's `train()` is called, which a class may override. The named modules only get the flag: their own `train()`
+    could merge weights.
+    """
+    model.train()
+    for name in in_eval:
+        model.get_submodule(name).training = False
+    return model
+
+
+def switching(optimizer: torch.optim.Optimizer, wrapped: Sequence[torch.optim.Optimizer] = ()) -> list[Any]:
+    """The optimizers to be switched by `train()` and `eval()`: this one if it has both methods, else wrapped ones."""
+    if _has_both(optimizer):
+        return [optimizer]
+    return [one for one in wrapped if _has_both(one)]
+
+
+def _has_both(optimizer: Any) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+@contextmanager
+def evaluation_mode(modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()) -> Iterator[None]:
+    """The modules in evaluation mode, and the optimizers before them; afterwards modes and weights are as they were."""
+    modes = [(module, module.training) for root in modules for module in root.modules()]
+    roots = [root.training for root in modules]
+    contents = _Contents(modules) if optimizers or any(map(_rewrites, modules)) else None
+    with torch.no_grad():
+        for optimizer in optimizers:
+            optimizer.eval()
+        for root in modules:
+            root.eval()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for root, training in zip(modules, roots, strict=True):
+                root.train(training)
+            for optimizer in optimizers:
+                optimizer.train()
+        for module, training in modes:
+            module.training = training
+        if contents is not None:
+            contents.put_back()
+
+
+def _rewrites(model: nn.Module) -> bool:
+    """Whether a class below the model overrides `train` or `eval`, and so may change weights when it is switched."""
+    return any(_overrides_modes(module) for module in model.modules())
+
+
+def _overrides_modes(module: nn.Module) -> bool:
+    kind = type(module)
+    if kind.__module__.startswith("torch."):
+        return False
+    return any(
+        name in vars(module) or getattr(kind, name) is not getattr(nn.Module, name) for name in ("train", "eval")
+    )
+
+
+class _Contents:
+    """Parameters and buffers of some modules with their numbers."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        owners = [module for root in modules for module in root.modules()]
+        self._members = [(one, dict(one._parameters), dict(one._buffers)) for one in owners]
+        tensors = [value for root in modules for value in (*root.parameters(), *root.buffers())]
+        built = {id(value): value for value in tensors if not is_lazy(value)}.values()
+        self._tensors = [(tensor, tensor.data, tensor.detach().clone()) for tensor in built]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for owner, parameters, buffers in self._members:
+            _put_back(owner._parameters, parameters)
+            _put_back(owner._buffers, buffers)
+        for tensor, data, numbers in self._tensors:
+            if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
+                tensor.data = data
+            tensor.data.copy_(numbers)
+
+
+def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+    if any(now.get(name) is not value for name, value in before.items()):
+        now.clear()
+        now.update(before)
