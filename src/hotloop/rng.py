@@ -21,7 +21,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def _mix(x: int) -> int:
+def mix(x: int) -> int:
     """The SplitMix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
     x = (x + _GOLDEN) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -30,22 +30,22 @@ def _mix(x: int) -> int:
 
 
 @cache
-def _word(name: str) -> int:
+def word_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def seed_for(seed: int, *stream: int | str) -> int:
     """A 63-bit seed for one stream of `seed`; equal arguments give equal seeds on every machine."""
-    state = _root(seed, stream[0]) if stream else _mix(seed & _MASK)
+    state = _root(seed, stream[0]) if stream else mix(seed & _MASK)
     for part in stream[1:]:
-        state = _mix(state ^ (_word(part) if isinstance(part, str) else part & _MASK))
+        state = mix(state ^ (word_of(part) if isinstance(part, str) else part & _MASK))
     return state >> 1
 
 
 @lru_cache(maxsize=1024)
 def _root(seed: int, part: int | str) -> int:
     """Where the streams whose path begins with `part` branch off: the same at each step, so it is kept."""
-    return _mix(_mix(seed & _MASK) ^ (_word(part) if isinstance(part, str) else part & _MASK))
+    return mix(mix(seed & _MASK) ^ (word_of(part) if isinstance(part, str) else part & _MASK))
 
 
 def generator_for(seed: int, *stream: int | str) -> torch.Generator:
@@ -67,11 +67,13 @@ class Streams:
         self._seeders += [_device_seeder(device) for device in devices[:1] if device.type != "cpu"]
         self._others = [(str(device), _device_seeder(device)) for device in devices[1:] if device.type != "cpu"]
 
-    def reseed(self, *stream: int | str) -> None:
+    def reseed(self, *stream: int | str) -> int:
+        """Sets all of them; returns the seed, from which further generators can be set."""
         seed = seed_for(self.seed, *stream)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
         self._seed_torch(seed)
+        return seed
 
     def reseed_torch(self, *stream: int | str) -> None:
         """Torch's generators alone."""

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hotloop.data.feed import Seeded, end_workers, of_data, sample_of, started
+from hotloop.data.feed import end_workers, of_data, started
 from hotloop.data.order import Order
+from hotloop.data.seeded import Seeded, sample_of
 from hotloop.data.source import Samples, Table
 from hotloop.data.tree import apply_to_inputs, map_tensors, tensors
 from hotloop.errors import DataError, PlanError, RoomError, blame, calling, kind
-from hotloop.rng import Streams, generator_for, generator_states
+from hotloop.rng import generator_for, generator_states
 
 ASKED = 256
 """Samples that are asked twice, spread over the data set."""
@@ -135,7 +136,7 @@ class _Requests(Dataset):
         return _Answer(_digest(batch), _form(batch), sum(tensor.nbytes for tensor in tensors(batch)), drawn)
 
     def _together(self, numbers: tuple[int, ...]) -> _Answer:
-        seeded = Seeded(self.samples.dataset, self.seed)
+        seeded = Seeded(self.samples, self.seed)
         alone = [self.samples.collate([seeded[0, number]]) for number in numbers]
         items = [seeded[0, number] for number in numbers]
         try:
@@ -231,7 +232,7 @@ def _read(samples: Samples, how: Reading, form: tuple[str, ...]) -> Table:
 def _batches(samples: Samples, how: Reading, indices: Any) -> Generator[Any]:
     """Batches of these samples, drawn as in the first epoch."""
     keys = [[(0, sample) for sample in index.tolist()] for index in indices]
-    dataset = Seeded(samples.dataset, how.order.seed)
+    dataset = Seeded(samples, how.order.seed)
     return _run(samples, how, dataset, batch_sampler=keys, collate_fn=samples.collate)
 
 
