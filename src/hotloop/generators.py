@@ -88,9 +88,13 @@ class OwnedGenerators:
             return True
         return any(list(map(type, own.values())) != types for own, types in self._types)
 
-    def found_late(self) -> list[str]:
-        """Paths of generators that came into being since the last walk."""
-        if not self.has_changed():
+    def found_late(self, *, thorough: bool = False) -> list[str]:
+        """Paths of generators that came into being since the last walk.
+
+        Args:
+            thorough: walk the owners whether `has_changed` or not.
+        """
+        if not (thorough or self.has_changed()):
             return []
         late = self.find()
         self._fruitless = 0 if late else self._fruitless + 1
@@ -193,7 +197,7 @@ def _source_of(value: Any) -> Any:
 
 def _is_global(source: Any) -> bool:
     """Whether it is the state of a global generator, which `Streams` seeds."""
-    shared = (np.random.get_bit_generator(), random._inst, torch.default_generator, *torch.cuda.default_generators)
+    shared = (_source_of(np.random.mtrand._rand), random._inst, torch.default_generator, *torch.cuda.default_generators)
     return any(source is one for one in shared)
 
 

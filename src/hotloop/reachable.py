@@ -29,7 +29,7 @@ MOST_ITEMS = 256
 
 _MOST_SCANNED = 100_000
 
-_LEAVES = (Tensor, np.ndarray, np.generic, torch.Storage, torch.UntypedStorage, bytes, bytearray, str, range, slice)
+_LEAVES = (Tensor, np.ndarray, np.generic, torch.UntypedStorage, bytes, bytearray, str, range, slice)
 _LEAF_TYPES = {type(None), bool, int, float, complex, *_LEAVES, torch.dtype, torch.device, torch.Size, type(...)}
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 _OF_ANY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
@@ -125,9 +125,13 @@ class _Walker:
 
     def _opened(self, path: str, value: Any) -> Iterator[_Child]:
         if isinstance(value, dict):
-            yield from self._items(path, ((f"[{key!r}]", item, (operator.getitem, value, key)) for key, item in value.items()))
+            yield from self._items(
+                path, ((f"[{key!r}]", item, (operator.getitem, value, key)) for key, item in value.items())
+            )
         elif isinstance(value, list | tuple | deque):
-            yield from self._items(path, ((f"[{key}]", item, (operator.getitem, value, key)) for key, item in enumerate(value)))
+            yield from self._items(
+                path, ((f"[{key}]", item, (operator.getitem, value, key)) for key, item in enumerate(value))
+            )
         elif isinstance(value, set | frozenset):
             yield from self._items(path, (("{}" if len(value) > 1 else "[0]", item, None) for item in value))
         elif isinstance(value, FunctionType):
@@ -217,7 +221,8 @@ def _of_callable(value: Any) -> Iterator[_Child]:
 
 def _of_script(module: Any) -> Iterator[_Child]:
     """The attributes of a scripted module, which are no Python attributes."""
-    for name in getattr(module, "_concrete_type", None) and module._concrete_type.get_attributes() or ():
+    kind = getattr(module, "_concrete_type", None)  # a module that was loaded has none, and no generator
+    for name in () if kind is None else kind.get_attributes():
         with suppress(AttributeError):
             yield f".{name}", getattr(module, name), (getattr, module, name)
 

@@ -75,9 +75,11 @@ class Streams:
         self._seed_torch(seed)
         return seed
 
-    def reseed_torch(self, *stream: int | str) -> None:
-        """Torch's generators alone."""
-        self._seed_torch(seed_for(self.seed, *stream))
+    def reseed_torch(self, *stream: int | str) -> int:
+        """Torch's generators alone; returns the seed."""
+        seed = seed_for(self.seed, *stream)
+        self._seed_torch(seed)
+        return seed
 
     def _seed_torch(self, seed: int) -> None:
         for manual_seed in self._seeders:
@@ -110,11 +112,20 @@ class StepDraws:
     Attributes:
         spare: False to seed all at each step, come what may.
         rank: of the process whose draws they are, where ranks are to draw different numbers.
+        further: sets further generators from the seed of a step.
     """
 
-    def __init__(self, seed: int, *devices: torch.device, spare: bool = True, rank: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *devices: torch.device,
+        spare: bool = True,
+        rank: int = 0,
+        further: Callable[[int], Any] = lambda seed: None,
+    ) -> None:
         self.spare = spare
         self._rank = rank
+        self._further = further
         self._streams = Streams(seed, *devices)
         self._sparing = False
         self._last: int | None = None
@@ -126,10 +137,11 @@ class StepDraws:
     def seed(self, step: int) -> None:
         """What step number `step` draws follows from it alone."""
         if self._sparing and self._last is not None:
-            self._streams.reseed_torch("step", step, self._rank)
+            seed = self._streams.reseed_torch("step", step, self._rank)
         else:
-            self._streams.reseed("step", step, self._rank)
+            seed = self._streams.reseed("step", step, self._rank)
             self._last = step
+        self._further(seed)
 
     def seed_of(self, step: int) -> int:
         """What `seed` seeds the generators with."""

@@ -54,6 +54,7 @@ ORDER = (
     "data/builtin",
     "data/augment",
     "data/order",
+    "data/on_batches",
     "data/source",
     "data/cut",
     "data/checks",

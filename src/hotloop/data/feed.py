@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader
 from hotloop.data.ahead import moved
 from hotloop.data.augment import Draws
 from hotloop.data.cut import Cut
+from hotloop.data.on_batches import OnBatches
 from hotloop.data.order import Order
 from hotloop.data.roles import Roles
-from hotloop.data.seeded import NOTE, OnBatches, Seeded, iterated, owners_of, show_dataset
+from hotloop.data.seeded import NOTE, Seeded, iterated, owners_of, show_dataset
 from hotloop.data.source import Samples, Stream, Table
 from hotloop.data.tree import batch_length, map_tensors, to_device
 from hotloop.errors import DataError, HotloopError, blame, lost_worker
@@ -67,7 +68,7 @@ class Treatment:
         if self.augment is not None:
             samples, streams = samples.to(self.device), Streams(self.seed, self.device)
             # For one that draws by torch.rand and the like instead of `draws`: on each rank other numbers.
-            stream = ("augment", epoch, number, *[self.rank] * (self.rank > 0))
+            stream: tuple[Any, ...] = ("augment", epoch, number, *[self.rank] * (self.rank > 0))
             draws = partial(Draws, self.seed, epoch, samples)
             batch = self._augmented(batch, lambda: streams.reseed(*stream), draws)
         return batch

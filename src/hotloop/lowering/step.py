@@ -15,13 +15,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hotloop.errors import TaskError, kind
+from hotloop.generators import OwnedGenerators
 from hotloop.lowering.accumulation import accumulate
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.subnormals import swept
 from hotloop.objective import weighted
-from hotloop.rng import StepDraws
+from hotloop.rng import StepDraws, seed_for
 from hotloop.state import State, capture_optimizer, copy_into
 from hotloop.task import Computed
+
+_NEAR = 64
+"""Objects whose attributes are compared after each span of steps, for generators that came into being; one takes 0.3 us."""
 
 
 class EagerStep:
@@ -63,7 +67,10 @@ class EagerStep:
             self._average = get_ema_multi_avg_fn(task.average)
         self._list_parameters()
         self._check_ownership()
-        self.draws = StepDraws(task.seed, *parts.devices)
+        self._owned = OwnedGenerators(task.owners(model), near=_NEAR)
+        self._of_update = OwnedGenerators({"optimizer": self.optimizer, "schedule": self.schedule}, near=_NEAR)
+        self._late: list[str] | None = None
+        self.draws = self._step_draws(*parts.devices)
         self._needs_closure = needs_closure(self.optimizer)
         self._sweeps = parts.plan.optimizer == "fused" and parts.device.type == "cpu" and parts.world.alone
         self._checked = False
@@ -88,6 +95,34 @@ class EagerStep:
             self(batch, samples, step)
             step += 1
             yield 1, samples
+
+    def _step_draws(self, *devices: torch.device, rank: int = 0) -> StepDraws:
+        """What seeds the generators before each step, those among them that the Task's parts hold."""
+        return StepDraws(self.parts.task.seed, *devices, rank=rank, further=self._seed_owned)
+
+    def _seed_owned(self, seed: int) -> None:
+        """Each rank draws numbers of its own for its rows; what updates draw is the same on all of them."""
+        rank = self.parts.world.rank
+        self._owned.seed(seed_for(seed, "rank", rank) if rank else seed)
+        self._of_update.seed(seed)
+
+    def begin_span(self) -> None:
+        """Notes that steps follow, before which anything may have happened."""
+        self.draws.begin_span()
+        self._owned.refresh()
+        self._of_update.refresh()
+
+    def end_span(self) -> None:
+        """Raises LateDraw if a step drew from what was not seeded for it."""
+        self.draws.end_span()
+        is_first = self._late is None
+        late = [path for owned in (self._owned, self._of_update) for path in owned.found_late(thorough=is_first)]
+        self._late = [*(self._late or []), *late]
+
+    def late_generators(self) -> list[str]:
+        """Paths of random generators that came into being in a step, since the last call."""
+        late, self._late = self._late, []
+        return late or []
 
     def _run(self, batch: Any, samples: int, step: int) -> Computed:
         """Gradients and update."""
