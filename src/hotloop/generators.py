@@ -131,7 +131,8 @@ def unset_generators(owners: Mapping[str, Any]) -> list[str]:
         is_set = type(one.value).__name__ not in _COUNTING and any(path.startswith(f"{one.path}.") for path in paths)
         lines += [] if is_set else [f"{one.path} is a {_kind(one.value)}: {_CANT}"]
     for container in found.cut_short:
-        if inside := [path for path in paths if path.startswith(f"{container}[")]:
+        inside = [path for path in paths if path.startswith(f"{container}[")]
+        if inside := [path for path in inside if not path.endswith("]") or path.rfind("[") > len(container)]:
             lines.append(
                 f"{container} has more than {MOST_ITEMS} items, and {inside[0]} draws random numbers: "
                 "hotloop doesn't set the generators of all items, so a resumed run may differ"

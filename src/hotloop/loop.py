@@ -85,10 +85,8 @@ class _Loop:
     def __post_init__(self) -> None:
         task = self.task
         self.cadence = Cadence.parse(self.run.record.checkpoint_every)
-        steered = self.program.parts.roles.validation is not None
-        self.steering = Steering.of(
-            task.monitor, task.goal, steered, stop_below=task.stop_below, patience=task.patience
-        )
+        judged = self.program.parts.roles.validation is not None
+        self.steering = Steering.of(task.monitor, task.goal, judged, stop_below=task.stop_below, patience=task.patience)
         self._best_state: State | None = None  # the best epoch's weights, until the next checkpoint writes them
         self._saved: Position | None = None
         self._shown: tuple[EpochRecord, ...] = ()
