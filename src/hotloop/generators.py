@@ -107,6 +107,16 @@ class OwnedGenerators:
         for set_state, own in self._setters:
             set_state(mix(seed ^ own))
 
+    @property
+    def paths(self) -> list[str]:
+        """Of the generators that are set."""
+        return sorted(self._paths or ())
+
+    def path_of(self, generator: torch.Generator) -> str:
+        """The path of a generator, or of another Python object for it; empty if the owners don't hold it."""
+        same = (one for one in self._found if getattr(one.value, "_cdata", None) == generator._cdata)  # type: ignore[attr-defined]
+        return next((one.path for one in same), "")
+
     def states(self) -> dict[str, bytes]:
         """What the generators would draw next, by path, to be compared with ==."""
         return {one.path: _state_of(one.value) for one in self._found}

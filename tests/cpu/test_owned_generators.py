@@ -380,3 +380,30 @@ def test_a_generator_that_comes_into_being_in_a_step_is_said(tmp_path: Path) -> 
     run = hotloop.fit(task_of(model=Lazy, epochs=1), run=tmp_path / "run", plan="baseline", progress=False)
     assert not run.record.facts.exact
     assert [line.startswith("model.rng came into being in a step") for line in run.record.facts.inexact] == [True]
+
+
+# --- compiled steps refuse what would be drawn once
+
+
+@pytest.mark.parametrize("plan", [{"compile": "step"}, {"compile": "forward"}])
+@pytest.mark.parametrize("kind", ["torch.Generator", "RandomState", "PCG64", "random.Random"])
+def test_a_compiled_step_refuses_a_generator_of_the_model(kind: str, plan: dict[str, str]) -> None:
+    with pytest.raises(PlanError) as caught:
+        lowered(task_of(model=lambda: NoisyModel(KINDS[kind]())), **plan)
+    assert "rng" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_branch_on_a_draw_is_refused_where_it_comes_out_alike_twice() -> None:
+    class Coin(NoisyModel):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (2 if self.rng.rand() < 2.0 else 1)
+
+    with pytest.raises(PlanError, match="rng"):
+        lowered(task_of(model=lambda: Coin(np.random.RandomState(0))), compile="forward")
+
+
+def test_auto_trains_it_eagerly(tmp_path: Path) -> None:
+    task = task_of(model=lambda: NoisyModel(torch.Generator()), epochs=2)
+    run = hotloop.fit(task, run=tmp_path / "run", plan="auto", progress=False)
+    assert run.plan.compile == "none" and run.record.facts.exact

@@ -50,6 +50,10 @@ class SharedStep(EagerStep):
         if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples
             self.draws = self._step_draws(parts.device, rank=parts.world.rank)
             parts.say(f"each rank draws its own random numbers, and not those of one process: {self._as_one.draws.odd}")
+        if self.owned.paths:
+            parts.say(
+                f"each rank draws its own numbers from {', '.join(self.owned.paths)}, and not those of one process"
+            )
         self.draws.spare = False  # which of the ranks drew from Python's generator would be theirs to agree on
         self._rows = self._samples = 0
         self._total: Any = 0

@@ -34,6 +34,7 @@ class EagerStep:
     Attributes:
         optimizer, schedule: made by the Task's factories.
         draws: seeds the generators before each step.
+        owned: the random generators that model, loss and step hold.
         ran: how many steps its compiled program took; None without one.
         look_s: seconds of seeing once whether it still does what was compiled; 0 where nothing was.
         cut_from: the arrays whose rows `run` gets as batches, as they are; None where batches come otherwise.
@@ -67,8 +68,10 @@ class EagerStep:
             self._average = get_ema_multi_avg_fn(task.average)
         self._list_parameters()
         self._check_ownership()
-        self._owned = OwnedGenerators(task.owners(model), near=_NEAR)
+        self.owned = OwnedGenerators(task.owners(model), near=_NEAR)
         self._of_update = OwnedGenerators({"optimizer": self.optimizer, "schedule": self.schedule}, near=_NEAR)
+        self.owned.refresh()
+        self._of_update.refresh()
         self._late: list[str] | None = None
         self.draws = self._step_draws(*parts.devices)
         self._needs_closure = needs_closure(self.optimizer)
@@ -103,20 +106,20 @@ class EagerStep:
     def _seed_owned(self, seed: int) -> None:
         """Each rank draws numbers of its own for its rows; what updates draw is the same on all of them."""
         rank = self.parts.world.rank
-        self._owned.seed(seed_for(seed, "rank", rank) if rank else seed)
+        self.owned.seed(seed_for(seed, "rank", rank) if rank else seed)
         self._of_update.seed(seed)
 
     def begin_span(self) -> None:
         """Notes that steps follow, before which anything may have happened."""
         self.draws.begin_span()
-        self._owned.refresh()
+        self.owned.refresh()
         self._of_update.refresh()
 
     def end_span(self) -> None:
         """Raises LateDraw if a step drew from what was not seeded for it."""
         self.draws.end_span()
         is_first = self._late is None
-        late = [path for owned in (self._owned, self._of_update) for path in owned.found_late(thorough=is_first)]
+        late = [path for owned in (self.owned, self._of_update) for path in owned.found_late(thorough=is_first)]
         self._late = [*(self._late or []), *late]
 
     def late_generators(self) -> list[str]:
