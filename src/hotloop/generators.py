@@ -10,6 +10,7 @@ import pickle
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ class OwnedGenerators:
         self._walked_at = self._walk_s = 0.0
         self._paths: frozenset[str] | None = None
         self._found: list[Reached] = []
+        self._places: list[tuple[Callable[[Any, Any], Any], Any, Any, Any]] = []
         self._types: list[tuple[dict[str, Any], list[type]]] = []
         self._setters: list[tuple[_Set, int]] = []
         self._fruitless = 0
@@ -68,6 +70,7 @@ class OwnedGenerators:
         began = time.monotonic()
         found = walk(self._owners, draws)
         self._found = found.wanted
+        self._places = [(*one.place, one.value) for one in found.wanted if one.place is not None]
         self._types = [(own, list(map(type, own.values()))) for own in found.attributes[: self._near]]
         named = _settable(found, self._left_out)
         self._setters = [(_setter(named[path], path), word_of(path)) for path in list(named)[:_MOST]]
@@ -84,7 +87,11 @@ class OwnedGenerators:
 
     def has_changed(self) -> bool:
         """Whether an owner has another generator, or attributes of other types, than at the last walk."""
-        if any(_differs(one) for one in self._found):
+        try:
+            for get, holder, key, generator in self._places:
+                if get(holder, key) is not generator:
+                    return True
+        except (LookupError, AttributeError):
             return True
         return any(list(map(type, own.values())) != types for own, types in self._types)
 
@@ -122,10 +129,10 @@ class OwnedGenerators:
         return {one.path: _state_of(one.value) for one in self._found}
 
 
-def draws(value: Any) -> bool:
-    """Whether an object is a random generator, or an iterator, which may have been made of one."""
-    kind = type(value)
-    return isinstance(value, _KINDS) or (hasattr(kind, "__next__") and kind.__module__ in _ITERATORS)
+@cache
+def draws(kind: type) -> bool:
+    """Whether objects of a class are random generators, or iterators, which may have been made of one."""
+    return issubclass(kind, _KINDS) or (hasattr(kind, "__next__") and kind.__module__ in _ITERATORS)
 
 
 def unset_generators(owners: Mapping[str, Any]) -> list[str]:
@@ -183,7 +190,7 @@ def _why_unset(one: Reached) -> str:
     if isinstance(value, _PYTHONS) and not _is_plain(type(value)):
         return f"is a {_kind(value)}, which draws in a way of its own"
     source = _source_of(value)
-    if isinstance(source, np.random.BitGenerator) and type(source) not in (np.random.MT19937, *_STATES):
+    if isinstance(source, np.random.BitGenerator) and type(source) not in (np.random.MT19937, *_FILLS):
         return f"is a {_kind(value)} that draws from a {_kind(source)}"
     return ""
 
@@ -212,17 +219,6 @@ def _is_global(source: Any) -> bool:
     return any(source is one for one in shared)
 
 
-def _differs(one: Reached) -> bool:
-    """Whether something else is held where a generator was."""
-    if one.place is None:
-        return False
-    get, holder, key = one.place
-    try:
-        return get(holder, key) is not one.value
-    except (LookupError, AttributeError):
-        return True
-
-
 def _state_of(value: Any) -> bytes:
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
@@ -247,35 +243,40 @@ def _setter(value: Any, path: str) -> _Set:
     if isinstance(source, np.random.MT19937):
         legacy = value if isinstance(value, np.random.RandomState) else np.random.RandomState(source)
         return lambda bits: legacy.seed(bits & 0xFFFFFFFF)
-    inner, stream = _STATES[type(source)], word_of(path)
-    state = {key: 0 * item if key in _BUFFERED else item for key, item in source.state.items()}
-    if isinstance(value, np.random.RandomState):
-        return lambda bits: value.set_state({**state, "state": inner(bits, stream), "has_gauss": 0, "gauss": 0.0})
-    return lambda bits: _put(source, {**state, "state": inner(bits, stream)})
+    fill, stream = _FILLS[type(source)], word_of(path)
+    state: dict[str, Any] = dict(source.state) | _FRESH
+    inner = state["state"]
+    put = value.set_state if isinstance(value, np.random.RandomState) else partial(setattr, source, "state")
+
+    def set_state(bits: int) -> None:
+        fill(inner, bits, stream)
+        put(state)
+
+    return set_state
 
 
-_BUFFERED = ("has_uint32", "uinteger", "buffer")
+_FRESH = {"has_uint32": 0, "uinteger": 0, "has_gauss": 0, "gauss": 0.0, "buffer_pos": 4}
+"""Nothing is left of earlier draws; 4 is the end of the buffer that Philox has. NumPy passes over what a generator hasn't."""
+
+_ODD, _WIDE = 0xDA942042E4DD58B5D1342543DE82EF95, (1 << 128) - 1
 
 
-def _put(source: Any, state: dict[str, Any]) -> None:
-    source.state = state | {"buffer_pos": 4} if "buffer_pos" in state else state  # 4: the buffer is used up
+def _fill_congruential(inner: dict[str, Any], bits: int, stream: int) -> None:
+    inner["state"] = bits * _ODD & _WIDE
+    inner["inc"] = stream << 1 | 1  # each odd increment makes a stream of its own
 
 
-def _congruential(bits: int, stream: int) -> dict[str, int]:
-    return {"state": bits << 64 | mix(bits), "inc": stream << 64 | mix(stream) | 1}  # an odd increment for each stream
+def _fill_chaotic(inner: dict[str, Any], bits: int, stream: int) -> None:
+    inner["state"][:] = bits, mix(bits), mix(bits ^ stream), 1
 
 
-def _chaotic(bits: int, stream: int) -> dict[str, Any]:
-    return {"state": np.array([bits, mix(bits), mix(bits ^ stream), 1], dtype=np.uint64)}
+def _fill_counter(inner: dict[str, Any], bits: int, stream: int) -> None:
+    inner["counter"][:], inner["key"][:] = 0, (bits, stream)
 
 
-def _counter_based(bits: int, stream: int) -> dict[str, Any]:
-    return {"counter": np.zeros(4, dtype=np.uint64), "key": np.array([bits, stream], dtype=np.uint64)}
-
-
-_STATES: dict[type, Callable[[int, int], dict[str, Any]]] = {
-    np.random.PCG64: _congruential,
-    np.random.PCG64DXSM: _congruential,
-    np.random.SFC64: _chaotic,
-    np.random.Philox: _counter_based,
+_FILLS: dict[type, Callable[[dict[str, Any], int, int], None]] = {
+    np.random.PCG64: _fill_congruential,
+    np.random.PCG64DXSM: _fill_congruential,
+    np.random.SFC64: _fill_chaotic,
+    np.random.Philox: _fill_counter,
 }

@@ -7,7 +7,7 @@ import inspect
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,10 +29,12 @@ MOST_ITEMS = 256
 
 _MOST_SCANNED = 100_000
 
-_LEAVES = (Tensor, np.ndarray, np.generic, torch.UntypedStorage, bytes, bytearray, str, range, slice)
-_LEAF_TYPES = {type(None), bool, int, float, complex, *_LEAVES, torch.dtype, torch.device, torch.Size, type(...)}
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
-_OF_ANY_OPTIMIZER = frozenset({"state", "param_groups", "defaults"})
+_LEAVES = (
+    *(Tensor, np.ndarray, np.generic, torch.UntypedStorage, torch.dtype, torch.device, torch.Size),
+    *(type(None), bool, int, float, complex, bytes, bytearray, str, range, slice, type(...)),
+)
+_OF_ANY = {nn.Module: set(vars(nn.Module())), torch.optim.Optimizer: {"state", "param_groups", "defaults"}}
+_HOOKS = sorted(name for name in _OF_ANY[nn.Module] if name.endswith("_hooks"))
 _CLOSED = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
 _CLOSED_OBJECTS = (_CLOSED - {"types", "collections", "argparse"}) | {
     *("pandas", "polars", "pyarrow", "PIL", "h5py", "zarr", "dask", "xarray", "matplotlib")
@@ -81,7 +83,7 @@ class Walk:
     is_complete: bool = True
 
 
-def walk(owners: Mapping[str, Any], is_wanted: Callable[[Any], bool], names: Set[str] = frozenset()) -> Walk:
+def walk(owners: Mapping[str, Any], is_wanted: Callable[[type], bool], names: Set[str] = frozenset()) -> Walk:
     """Visits what the owners lead to, the nearest objects first, in the same order in each process.
 
     Attributes and items of containers, closures, default arguments, partial functions, the objects of bound methods,
@@ -90,50 +92,47 @@ def walk(owners: Mapping[str, Any], is_wanted: Callable[[Any], bool], names: Set
 
     Args:
         owners: by what to call them.
+        is_wanted: whether objects of a class are looked for.
         names: of classes whose objects are noted, too.
     """
     return _Walker(is_wanted, names).walk(owners)
 
 
 class _Walker:
-    def __init__(self, is_wanted: Callable[[Any], bool], names: Set[str]) -> None:
+    def __init__(self, is_wanted: Callable[[type], bool], names: Set[str]) -> None:
         self._is_wanted, self._names = is_wanted, names
         self._found = Walk()
         self._seen: dict[int, Any] = {}  # the objects, too, so that no id is used again
         self._classes: set[type] = set()
 
     def walk(self, owners: Mapping[str, Any]) -> Walk:
-        left: deque[Reached] = deque(Reached(name, value, None) for name, value in owners.items())
+        left: deque[Reached] = deque()
+        self._add(left, "", ((name, value, None) for name, value in owners.items()))
         while left:
             one = left.popleft()
-            value = one.value
-            if type(value) in _LEAF_TYPES or isinstance(value, _LEAVES):
-                continue
-            if self._is_wanted(value):
+            value, kind = one.value, type(one.value)
+            if self._is_wanted(kind):
                 self._found.wanted.append(one)
-                continue
-            if id(value) in self._seen:
-                continue
-            if len(self._seen) == MOST_OBJECTS:
+            elif len(self._seen) == MOST_OBJECTS:
                 self._found.is_complete = False
                 break
-            self._seen[id(value)] = value
-            if type(value).__name__ in self._names:
-                self._found.named.append(one)
-            left.extend(Reached(one.path + name, item, place) for name, item, place in self._opened(one.path, value))
+            elif id(value) not in self._seen:
+                self._seen[id(value)] = value
+                if kind.__name__ in self._names:
+                    self._found.named.append(one)
+                self._add(left, one.path, self._opened(one.path, value))
         return self._found
+
+    def _add(self, left: deque[Reached], path: str, children: Iterable[_Child]) -> None:
+        left.extend(Reached(path + name, item, place) for name, item, place in children if not _is_leaf(type(item)))  # type: ignore[arg-type]
 
     def _opened(self, path: str, value: Any) -> Iterator[_Child]:
         if isinstance(value, dict):
-            yield from self._items(
-                path, ((f"[{key!r}]", item, (operator.getitem, value, key)) for key, item in value.items())
-            )
+            yield from self._items(path, value, value.items())
         elif isinstance(value, list | tuple | deque):
-            yield from self._items(
-                path, ((f"[{key}]", item, (operator.getitem, value, key)) for key, item in enumerate(value))
-            )
+            yield from self._items(path, value, enumerate(value))
         elif isinstance(value, set | frozenset):
-            yield from self._items(path, (("{}" if len(value) > 1 else "[0]", item, None) for item in value))
+            yield from (("{}" if len(value) > 1 else "[0]", item, None) for item in islice(value, MOST_ITEMS))
         elif isinstance(value, FunctionType):
             yield from self._of_function(path, value)
         elif isinstance(value, type):
@@ -143,33 +142,42 @@ class _Walker:
         elif _of_user(value):
             yield from ((f".{name}", item, (operator.getitem, vars(value), name)) for name, item in vars(value).items())
 
-    def _items(self, path: str, items: Iterator[_Child]) -> Iterator[_Child]:
-        yield from islice(items, MOST_ITEMS)
-        for number, item in enumerate(islice(items, _MOST_SCANNED)):
-            if not number:
-                self._found.cut_short.append(path)
-            if self._is_wanted(item[1]):
-                yield item
+    def _items(self, path: str, container: Any, items: Iterable[tuple[Any, Any]]) -> Iterator[_Child]:
+        left = iter(items)
+        for key, item in islice(left, MOST_ITEMS):
+            yield f"[{key!r}]", item, (operator.getitem, container, key)
+        if len(container) <= MOST_ITEMS:
+            return
+        self._found.cut_short.append(path)
+        values = container.values() if isinstance(container, dict) else container
+        if any(map(self._is_wanted, set(map(type, islice(values, _MOST_SCANNED))))):
+            for key, item in islice(left, _MOST_SCANNED):
+                if self._is_wanted(type(item)):
+                    yield f"[{key!r}]", item, (operator.getitem, container, key)
 
     def _of_object(self, value: Any) -> Iterator[_Child]:
         yield from _of_callable(value)
         kind = type(value)
-        if not _is_open(value, kind):
+        if not _is_open(kind):  # type: ignore[arg-type]
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self._found.attributes.append(own)
-            left_out = _OF_ANY_MODULE if isinstance(value, nn.Module) else ()
-            left_out = _OF_ANY_OPTIMIZER if isinstance(value, torch.optim.Optimizer) else left_out
-            for name in sorted(own, key=str):
-                if name not in left_out or (name.endswith("_hooks") and own[name]):
-                    yield f".{name}", own[name], (operator.getitem, own, name)
+            names = own.keys() - _OF_ANY[nn.Module] if isinstance(value, nn.Module) else own.keys()
+            names = names - _OF_ANY[torch.optim.Optimizer] if isinstance(value, torch.optim.Optimizer) else names
+            for name in sorted(names, key=str):
+                yield f".{name}", own[name], (operator.getitem, own, name)
         if isinstance(value, nn.Module):
+            yield from (
+                (f".{name}", own[name], (operator.getitem, own, name)) for name in _HOOKS if own and own.get(name)
+            )
             yield from ((f".{name}", item, None) for name, item in value._modules.items())
         if isinstance(value, torch.jit.ScriptModule):
             yield from _of_script(value)
-        for base in kind.__mro__:
-            yield from _of_slots(value, base)
+        for name, descriptor in _slots_of(kind):  # type: ignore[arg-type]
+            with suppress(AttributeError):  # it has no value yet
+                yield f".{name}", descriptor.__get__(value), (getattr, value, name)
+        for base in () if kind in self._classes else kind.__mro__:
             if base not in self._classes:
                 self._classes.add(base)
                 yield from self._of_class(base, _of_user(base), constructors=False)
@@ -203,7 +211,7 @@ class _Walker:
         if is_users:
             self._found.functions.append((path, function))
         for name, holder, key in _globals_of(function):
-            if is_users or self._is_wanted(holder[key]):
+            if is_users or self._is_wanted(type(holder[key])):
                 yield f".{name}", holder[key], (operator.getitem, holder, key)
 
 
@@ -227,19 +235,24 @@ def _of_script(module: Any) -> Iterator[_Child]:
             yield f".{name}", getattr(module, name), (getattr, module, name)
 
 
-def _of_slots(value: Any, base: type) -> Iterator[_Child]:
-    if "__slots__" not in vars(base):
-        return
-    for name, item in vars(base).items():
-        if inspect.ismemberdescriptor(item):
-            with suppress(AttributeError):  # it has no value yet
-                yield f".{name}", item.__get__(value), (getattr, value, name)
+@cache
+def _slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
+    """The slots of a class and of its bases, with what gets their values."""
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    return tuple(item for base in bases for item in vars(base).items() if inspect.ismemberdescriptor(item[1]))
 
 
-def _is_open(value: Any, kind: type) -> bool:
-    """Whether an object's attributes may hold what a user puts there."""
+@cache
+def _is_leaf(kind: type) -> bool:
+    """Whether objects of a class lead to nothing."""
+    return issubclass(kind, _LEAVES)
+
+
+@cache
+def _is_open(kind: type) -> bool:
+    """Whether the attributes of such objects may hold what a user puts there."""
     module = str(kind.__module__)
-    if isinstance(value, nn.Module | torch.optim.Optimizer):
+    if issubclass(kind, nn.Module | torch.optim.Optimizer):
         return True
     if module.startswith(_OPEN_MODULES):
         return not kind.__name__.startswith("_")  # a loader's own iterator is started anew
@@ -277,15 +290,17 @@ def _names_of(code: CodeType) -> tuple[str, ...]:
 
 
 @cache
-def _wanted_of_library(kind: type, is_wanted: Callable[[Any], bool]) -> tuple[tuple[str, Any, Any, Any], ...]:
+def _wanted_of_library(kind: type, is_wanted: Callable[[type], bool]) -> tuple[tuple[str, Any, Any, Any], ...]:
     """Where a class of an installed package, or the functions of it, hold what is wanted: looked for once, as it stays there."""
     if str(kind.__module__).partition(".")[0] in _CLOSED:
         return ()
     found: list[tuple[str, Any, Any, Any]] = []
     for name, item in vars(kind).items():
-        if is_wanted(item):
+        if is_wanted(type(item)):
             found.append((name, getattr, kind, name))
         elif isinstance(item, FunctionType):
             places = ((f"{name}.{inner}", holder, key) for inner, holder, key in _globals_of(item))
-            found += [(path, operator.getitem, holder, key) for path, holder, key in places if is_wanted(holder[key])]
+            found += [
+                (path, operator.getitem, holder, key) for path, holder, key in places if is_wanted(type(holder[key]))
+            ]
     return tuple(found)
