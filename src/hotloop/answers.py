@@ -84,7 +84,9 @@ def choose_data(parts: Ingredients, on: str | None, data: Any) -> tuple[str, Sou
     if data is not None:
         if on is not None:
             raise DataError(f"both data and on={on!r}", expected="one of them", fix="leave one out")
-        return "data", ready(as_source(data, "data", collate=parts.task.collate).source, "data", roles.prepare)
+        return "data", ready(
+            as_source(data, "data", collate=parts.task.collate).source, "data", roles.prepare, roles.seed
+        )
     if on is None:
         on = "test" if roles.has_test else "validation"
         if on == "validation" and roles.validation is None:

@@ -14,6 +14,7 @@ from hotloop.data.feed import Treatment, open_feed
 from hotloop.data.order import Dealt
 from hotloop.data.source import Source, Stream, Table
 from hotloop.errors import TaskError, calling
+from hotloop.generators import OwnedGenerators
 from hotloop.interrupts import Stopped
 from hotloop.lowering import Program
 from hotloop.objective import weighted
@@ -62,10 +63,11 @@ def batches(program: Program, source: Source, world: World = ALONE) -> Iterator[
         size = min(evaluation_batch_size(source, roles.batch_size), len(source))
         order = Dealt(len(source), size, roles.seed, shuffle=False, rank=world.rank, ranks=world.ranks)
     feed = open_feed(source, order, treatment, workers=program.parts.plan.workers, endless=False)
-    streams = Streams(roles.seed, *program.devices)
+    streams, owned = Streams(roles.seed, *program.devices), OwnedGenerators(program.parts.task.owners(program.model))
     try:
         for number, (batch, samples) in enumerate(feed.epoch(0)):
-            streams.reseed("evaluate", world.rank + number * world.ranks)
+            owned.refresh()
+            owned.seed(streams.reseed("evaluate", world.rank + number * world.ranks))
             yield batch, samples
     finally:
         feed.close()

@@ -7,12 +7,24 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from torch.optim import Optimizer
 
+from hotloop.data.seeded import owners_of
+from hotloop.generators import unset_generators
 from hotloop.task import Task
 
 Detector = Callable[[Task, nn.Module, Optimizer], Iterator[str]]
 """Yields one line for each part of a Task whose state hotloop can neither save nor derive from the seed."""
 
-DETECTORS: tuple[Detector, ...] = ()
+
+def unset_draws(task: Task, model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    """Random generators that the Task's parts hold and that can't be set from the seed."""
+    roles = task.roles
+    sources = {"data": roles.train, "validation": roles.validation, "test": roles.raw_test}
+    owners = {name: owner for role, source in sources.items() for name, owner in owners_of(source, role).items()}
+    functions = {"prepare": roles.prepare, "augment": task.augment, "optimizer": optimizer}
+    yield from unset_generators(owners | functions | task.owners(model))
+
+
+DETECTORS: tuple[Detector, ...] = (unset_draws,)
 
 
 def inexact_reasons(task: Task, model: nn.Module, optimizer: Optimizer) -> list[str]:

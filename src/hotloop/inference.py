@@ -20,6 +20,7 @@ from hotloop.data.source import as_source, as_tensor
 from hotloop.data.tree import inputs_of, tensors, to_device
 from hotloop.errors import DataError, HotloopError, MemoryExhausted, RunError, TaskError, blame, kind, out_of_memory
 from hotloop.evaluation import enlarged
+from hotloop.generators import OwnedGenerators
 from hotloop.lowering.attributes import restore_model_attributes
 from hotloop.lowering.ingredients import built_model
 from hotloop.modes import set_training, stays_in_eval, switching
@@ -181,11 +182,12 @@ def _outputs(
 ) -> Iterator[tuple[int, Tensor | dict[str, Tensor]]]:
     """`(number of its first sample, output)` batch by batch; random draws follow from the Task's seed."""
     prepare = preparation(task)
-    streams = Streams(task.seed, device)
+    streams, owned = Streams(task.seed, device), OwnedGenerators({**task.owners(model), "prepare": prepare})
+    owned.refresh()
     for number, start in enumerate(range(0, samples_in(columns), size)):
         batch = cut(columns, start, start + size)
         _check_finite(batch, start)
-        streams.reseed("predict", number)
+        owned.seed(streams.reseed("predict", number))
         prepared = batch if prepare is None else _explained(batch, facts, prepare, batch)
         if start == 0 and task.loss is not None:
             _check_dimensions(prepared, facts)

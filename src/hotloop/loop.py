@@ -86,10 +86,8 @@ class _Loop:
     def __post_init__(self) -> None:
         task = self.task
         self.cadence = Cadence.parse(self.run.record.checkpoint_every)
-        validated = self.program.parts.roles.validation is not None
-        self.steering = Steering.of(
-            task.monitor, task.goal, validated, stop_below=task.stop_below, patience=task.patience
-        )
+        judged = self.program.parts.roles.validation is not None
+        self.steering = Steering.of(task.monitor, task.goal, judged, stop_below=task.stop_below, patience=task.patience)
         self._best_state: State | None = None  # the best epoch's weights, until the next checkpoint writes them
         self._saved: Position | None = None
         self._shown: tuple[EpochRecord, ...] = ()
@@ -199,6 +197,7 @@ class _Loop:
         if not math.isfinite(sums["loss"]):
             raise self._nonfinite(self.program.position.step)
         self._loss = self._recent(sums)
+        self.run.note_all_inexact(self.program.inexact_reasons(), self.say)
         if not self.world.alone and self._saved is None and before.batch + before.epoch == 0:
             check_in_step(self.world, self.program.state())
         if self._steps == outcome.steps and self._saved is None:

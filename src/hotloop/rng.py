@@ -23,7 +23,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def _mix(x: int) -> int:
+def mix(x: int) -> int:
     """The SplitMix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
     x = (x + _GOLDEN) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -32,22 +32,22 @@ def _mix(x: int) -> int:
 
 
 @cache
-def _word(name: str) -> int:
+def word_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def seed_for(seed: int, *stream: int | str) -> int:
     """A 63-bit seed for one stream of `seed`; equal arguments give equal seeds on every machine."""
-    state = _root(seed, stream[0]) if stream else _mix(seed & _MASK)
+    state = _root(seed, stream[0]) if stream else mix(seed & _MASK)
     for part in stream[1:]:
-        state = _mix(state ^ (_word(part) if isinstance(part, str) else part & _MASK))
+        state = mix(state ^ (word_of(part) if isinstance(part, str) else part & _MASK))
     return state >> 1
 
 
 @lru_cache(maxsize=1024)
 def _root(seed: int, part: int | str) -> int:
     """Where the streams whose path begins with `part` branch off: the same at each step, so it is kept."""
-    return _mix(_mix(seed & _MASK) ^ (_word(part) if isinstance(part, str) else part & _MASK))
+    return mix(mix(seed & _MASK) ^ (word_of(part) if isinstance(part, str) else part & _MASK))
 
 
 def generator_for(seed: int, *stream: int | str) -> torch.Generator:
@@ -69,9 +69,10 @@ class Streams:
         self._seeders += [_device_seeder(device) for device in devices[:1] if device.type != "cpu"]
         self._others = [(str(device), _device_seeder(device)) for device in devices[1:] if device.type != "cpu"]
 
-    def reseed(self, *stream: int | str) -> None:
+    def reseed(self, *stream: int | str) -> int:
+        """Sets all of them; returns the seed, from which further generators can be set."""
         self.reseed_python(*stream)
-        self.reseed_torch(*stream)
+        return self.reseed_torch(*stream)
 
     def reseed_python(self, *stream: int | str) -> None:
         """Python's and NumPy's generators alone."""
@@ -79,9 +80,11 @@ class Streams:
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
 
-    def reseed_torch(self, *stream: int | str) -> None:
-        """Torch's generators alone."""
-        self._seed_torch(seed_for(self.seed, *stream))
+    def reseed_torch(self, *stream: int | str) -> int:
+        """Torch's generators alone; returns the seed."""
+        seed = seed_for(self.seed, *stream)
+        self._seed_torch(seed)
+        return seed
 
     def _seed_torch(self, seed: int) -> None:
         for manual_seed in self._seeders:
@@ -113,13 +116,22 @@ class StepDraws:
         always: whether both follow from (seed, step) from the first step on, as on ranks, which may draw at different steps.
         drawn: whether a step has drawn from Python's or NumPy's generator.
         rank: of the process whose draws they are, where ranks are to draw different numbers.
+        further: sets further generators from the seed of a step.
     """
 
-    def __init__(self, seed: int, *devices: torch.device, spare: bool = True, rank: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *devices: torch.device,
+        spare: bool = True,
+        rank: int = 0,
+        further: Callable[[int], Any] = lambda seed: None,
+    ) -> None:
         self.spare, self.drawn = spare, False
         self.marks = Marks.found()
         self.always = self.marks is None
         self._rank = rank
+        self._further = further
         self._streams = Streams(seed, *devices)
         self._is_seeded = False
         self._before: tuple[int, ...] = ()
@@ -130,15 +142,14 @@ class StepDraws:
 
     def seed(self, step: int) -> None:
         """What step number `step` draws follows from it, and from whether a step before it has drawn."""
-        if self._is_seeded and self.spare and not (self.drawn or self.always):
-            self._streams.reseed_torch("step", step, self._rank)
-            return
-        if (
-            self.marks is not None and not self.marks.are_current()
-        ):  # somebody has put another generator in NumPy's place
+        if not self._is_seeded or not self.spare or self.drawn or self.always:
+            self._seed_python(step)
+        self._further(self._streams.reseed_torch("step", step, self._rank))
+
+    def _seed_python(self, step: int) -> None:
+        if self.marks is not None and not self.marks.are_current():  # NumPy has another global generator now
             self.marks, self.always = None, True
         self._streams.reseed_python("step", step if self.drawn or self.always else 0, self._rank)
-        self._streams.reseed_torch("step", step, self._rank)
         self._is_seeded = True
         self._before = self.marks.read() if self.marks is not None else ()
 

@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,12 @@ class Run:
         self.keep(record=self.record.model_copy(update={"facts": facts}))
         self.log("inexact", reason=reason)
         return True
+
+    def note_all_inexact(self, reasons: Iterable[str], say: Callable[[str], None]) -> None:
+        """Records reasons as `note_inexact` does, and says those that are new."""
+        for reason in reasons:
+            if self.note_inexact(reason):
+                say(reason)
 
     def log(self, event: str, **fields: Any) -> None:
         """Adds a line to the journal, durably."""

@@ -18,6 +18,7 @@ from hotloop.data.roles import Roles, assign_roles
 from hotloop.data.tree import inputs_of
 from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.foreign import call_arguments, default_device, restart_names
+from hotloop.generators import OwnedGenerators
 from hotloop.named_optimizers import NamedOptimizers, checked_optimizer
 from hotloop.objective import Objective
 from hotloop.rng import Streams
@@ -174,11 +175,14 @@ class Task:
         Raises:
             TaskError: the factory raised (its error is shown), or returned no module, or one that it returned before.
         """
-        Streams(self.seed).reseed("model")
+        seed = Streams(self.seed).reseed("model")
         restart_names()
         if isinstance(self.model, nn.Module):
             _check_memory(self.model)
-            return _copied(self.model)
+            return calling("copying the model", _copied, self.model)
+        factory = OwnedGenerators({"model": self.model})
+        factory.refresh()
+        factory.seed(seed)
         with default_device(None):
             model = calling("the model factory", self.model)
         if not isinstance(model, nn.Module):
@@ -257,6 +261,11 @@ class Task:
         if self.weight is not None:
             return self.weight(batch)
         return self.objective.weight_of(batch[-1], samples) if isinstance(batch, tuple | list) else samples
+
+    def owners(self, model: nn.Module) -> dict[str, Any]:
+        """What may hold random generators of those parts that compute a batch, by what to call them."""
+        parts = {name: getattr(self, name) for name in ("loss", "step", "weight", "metrics", "predict")}
+        return {"model": model, **parts}
 
     @property
     def stop_early(self) -> bool:

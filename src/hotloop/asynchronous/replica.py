@@ -63,6 +63,7 @@ class Replica:
         with ExitStack() as stack:
             for context in parts.around:
                 stack.enter_context(context())
+            self._step.begin_span()
             computed = self._step.gradients_of(batch, samples, number)
         weight = parts.weigh(batch, samples)
         return Gradient(

@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -22,11 +22,14 @@ from torch.utils.data import DataLoader
 from hotloop.data.ahead import moved
 from hotloop.data.augment import Draws
 from hotloop.data.cut import Cut
+from hotloop.data.on_batches import OnBatches
 from hotloop.data.order import Order
 from hotloop.data.roles import Roles
+from hotloop.data.seeded import NOTE, Seeded, iterated, owners_of, show_dataset
 from hotloop.data.source import Samples, Stream, Table
-from hotloop.data.tree import apply_to_inputs, batch_length, map_tensors, to_device
-from hotloop.errors import DataError, HotloopError, blame, calling, lost_worker
+from hotloop.data.tree import batch_length, map_tensors, to_device
+from hotloop.errors import DataError, HotloopError, blame, lost_worker
+from hotloop.generators import OwnedGenerators
 from hotloop.rng import Streams, preserved, seed_for
 
 
@@ -61,14 +64,22 @@ class Treatment:
     def __call__(self, batch: Any, epoch: int, number: int, samples: Tensor) -> Any:
         batch = to_device(batch, self.device)
         if self.prepare is not None:
-            prepare = self.prepare
-            batch = apply_to_inputs(lambda inputs: calling("prepare", prepare, inputs), batch)
+            batch = self._prepared(batch, lambda: seed_for(self.seed, "prepare", epoch, number))
         if self.augment is not None:
-            augment, draws = self.augment, Draws(self.seed, epoch, samples.to(self.device))
+            samples, streams = samples.to(self.device), Streams(self.seed, self.device)
             # For one that draws by torch.rand and the like instead of `draws`: on each rank other numbers.
-            Streams(self.seed, self.device).reseed("augment", epoch, number, *[self.rank] * (self.rank > 0))
-            batch = apply_to_inputs(lambda inputs: calling("augment", augment, inputs, draws), batch)
+            stream: tuple[Any, ...] = ("augment", epoch, number, *[self.rank] * (self.rank > 0))
+            draws = partial(Draws, self.seed, epoch, samples)
+            batch = self._augmented(batch, lambda: streams.reseed(*stream), draws)
         return batch
+
+    @cached_property
+    def _prepared(self) -> OnBatches:
+        return OnBatches("prepare", self.prepare)
+
+    @cached_property
+    def _augmented(self) -> OnBatches:
+        return OnBatches("augment", self.augment)
 
 
 @dataclass
@@ -155,7 +166,7 @@ class SamplesFeed:
         pinned = {"pin_memory": True} if self.treatment.device.type == "cuda" else {}
         self._batches = started(
             self.samples,
-            Seeded(self.samples.dataset, seed),
+            Seeded(self.samples, seed),
             seed,
             self.workers,
             batch_sampler=_Keys(self.order, epoch, start, self.endless),
@@ -215,8 +226,10 @@ class StreamFeed:
                 part.generator.manual_seed(seed)
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
+        self._owned.refresh()
+        self._owned.seed(seed)
         done = seen = 0
-        for number, batch in enumerate(_guarded(loader, lambda number: streams.reseed("stream", epoch, number))):
+        for number, batch in enumerate(_guarded(loader, seed, partial(self._begin, streams, epoch))):
             done, size = number + 1, batch_length(batch)
             if number >= start:  # a sample's place in the stream is its number
                 yield self.treatment(batch, epoch, number, torch.arange(seen, seen + size)), size
@@ -229,14 +242,26 @@ class StreamFeed:
                 fix="give data that can be run through again and again" if again else "check what it iterates over",
             )
 
+    @cached_property
+    def _owned(self) -> OwnedGenerators:
+        """The random generators that the loader holds, but for those that are set once in an epoch."""
+        loader = self.stream.loader
+        parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+        return OwnedGenerators(owners_of(self.stream), left_out=[getattr(part, "generator", None) for part in parts])
+
+    def _begin(self, streams: Streams, epoch: int, number: int) -> None:
+        """Sets the generators for one batch."""
+        self._owned.found_late()
+        self._owned.seed(streams.reseed("stream", epoch, number))
+
     def close(self) -> None:
         pass
 
 
-def _guarded(loader: Any, before: Callable[[int], None]) -> Iterator[Any]:
+def _guarded(loader: Any, seed: int, before: Callable[[int], None]) -> Iterator[Any]:
     """The batches of a user's loader, with `before(number)` called before each; its error becomes one line."""
     try:
-        batches = iter(loader)
+        batches = iterated(loader, seed)
         for number in itertools.count():
             before(number)
             try:
@@ -248,9 +273,6 @@ def _guarded(loader: Any, before: Callable[[int], None]) -> Iterator[Any]:
         raise of_data(error) from error
 
 
-_SAMPLE = "in sample "
-
-
 def of_data(error: Exception) -> HotloopError:
     """One line for what a data set raised, here or in a worker process."""
     # What a worker caught arrives as text alone, in an error of the same class.
@@ -259,7 +281,7 @@ def of_data(error: Exception) -> HotloopError:
     if (lost := lost_worker(error)) is not None:
         return lost
     last = (getattr(error, "__notes__", None) or str(error).splitlines() or [""])[-1]
-    where, remedy = (f" {last}", ", or leave that sample out") if last.startswith(_SAMPLE) else ("", "")
+    where, remedy = (f" {last}", ", or leave that sample out") if last.startswith(NOTE) else ("", "")
     return DataError(f"the data set raised {blame(error)}{where}", fix=f"mend the data set{remedy}")
 
 
@@ -278,6 +300,7 @@ class _InWorker:
     def __call__(self, worker: int) -> None:
         if os.getppid() != self.parent:
             os._exit(1)
+        show_dataset()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, _once_ignored)
         if self.then is not None:
@@ -287,33 +310,6 @@ class _InWorker:
 def _once_ignored(number: int, frame: FrameType | None) -> None:
     """Lets the next signal of this kind end the process, as nothing else would a worker that hangs."""
     signal.signal(number, signal.SIG_DFL)
-
-
-def sample_of(dataset: Any, sample: int) -> Any:
-    """One sample; an error says which."""
-    try:
-        return dataset[sample]
-    except Exception as error:
-        error.add_note(f"{_SAMPLE}{sample}")  # crosses from a worker as the last line of its traceback
-        raise
-
-
-class Seeded(torch.utils.data.Dataset):
-    """The user's data set, asked for `(epoch, sample)` with the global generators reseeded for just that sample."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
-        streams = Streams(self.seed)
-        items = []
-        for epoch, sample in keys:
-            streams.reseed("sample", epoch, sample)
-            items.append(sample_of(self.dataset, sample))
-        return items
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        return self.__getitems__([key])[0]
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,21 @@ import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hotloop.data.feed import Seeded, end_workers, of_data, sample_of, started
+from hotloop.data.feed import end_workers, of_data, started
+from hotloop.data.on_batches import OnBatches
 from hotloop.data.order import Order
+from hotloop.data.seeded import Seeded, sample_of
 from hotloop.data.source import Samples, Table
-from hotloop.data.tree import apply_to_inputs, map_tensors, tensors
-from hotloop.errors import DataError, PlanError, RoomError, blame, calling, kind
-from hotloop.rng import Streams, generator_for, generator_states
+from hotloop.data.tree import map_tensors, tensors
+from hotloop.errors import DataError, PlanError, RoomError, blame, kind
+from hotloop.rng import generator_for, generator_states, seed_for
 
 ASKED = 256
 """Samples that are asked twice, spread over the data set."""
@@ -97,7 +99,7 @@ def megabytes(number: float) -> str:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one request for a sample gave: its form, its bytes, and whose generator it drew from (empty for none)."""
+    """What one request for a sample gave: its form, its bytes, and which generator it drew from (empty for none)."""
 
     digest: bytes
     form: tuple[str, ...]
@@ -121,21 +123,30 @@ class _Requests(Dataset):
         return self._alone(again, numbers[0]) if len(numbers) == 1 else self._together(numbers)
 
     def _alone(self, again: int, number: int) -> _Answer:
-        Streams(self.seed).reseed("asked", again, number)
-        before = generator_states()
+        self._seeded.begin("asked", again, number)
+        before = self._states()
         item = sample_of(self.samples.dataset, number)
         try:
             batch = self.samples.collate([item])
         except Exception as error:
             return _Answer(b"", (), 0, why=f"collate raised {blame(error)} for a batch of sample {number} alone")
-        after = generator_states()
+        after = self._states()
         drawn = next((whose for whose, state in before.items() if state != after[whose]), "")
         if why := _not_rows(batch, 1):
             return _Answer(b"", (), 0, drawn, f"in a batch of sample {number} alone, {why}")
         return _Answer(_digest(batch), _form(batch), sum(tensor.nbytes for tensor in tensors(batch)), drawn)
 
+    @cached_property
+    def _seeded(self) -> Seeded:
+        return Seeded(self.samples, self.seed)
+
+    def _states(self) -> dict[str, Any]:
+        """States of all generators, by what to call them."""
+        common = {f"{whose} random generator": state for whose, state in generator_states().items()}
+        return common | {f"the random generator {path}": state for path, state in self._seeded.owned.states().items()}
+
     def _together(self, numbers: tuple[int, ...]) -> _Answer:
-        seeded = Seeded(self.samples.dataset, self.seed)
+        seeded = self._seeded
         alone = [self.samples.collate([seeded[0, number]]) for number in numbers]
         items = [seeded[0, number] for number in numbers]
         try:
@@ -161,7 +172,7 @@ def _examine(samples: Samples, how: Reading) -> tuple[tuple[str, ...], float]:
             how.progress(0, count)
             if answer.drawn and how.deterministic is None:
                 raise how.refused(
-                    f"its sample {number} draws from {answer.drawn} random generator",
+                    f"its sample {number} draws from {answer.drawn}",
                     "use residency='stream'; or say deterministic=True in the Task, if one draw for each sample will do",
                 )
             if answer.why:
@@ -231,7 +242,7 @@ def _read(samples: Samples, how: Reading, form: tuple[str, ...]) -> Table:
 def _batches(samples: Samples, how: Reading, indices: Any) -> Generator[Any]:
     """Batches of these samples, drawn as in the first epoch."""
     keys = [[(0, sample) for sample in index.tolist()] for index in indices]
-    dataset = Seeded(samples.dataset, how.order.seed)
+    dataset = Seeded(samples, how.order.seed)
     return _run(samples, how, dataset, batch_sampler=keys, collate_fn=samples.collate)
 
 
@@ -255,13 +266,16 @@ def _prepared(table: Table, how: Reading) -> Table:
     if prepare is None:
         return table.apply(None)
     try:
-        whole = table.apply(prepare)
+        whole = table.apply(prepare, how.order.seed)
     except DataError:  # it gives no row for each sample
         return table
     if not whole.prepared:
         return table
-    named = partial(calling, "prepare", prepare)
-    pairs = ((apply_to_inputs(named, table.take(index)), whole.take(index)) for index in _first_and_last(how.order))
+    named = OnBatches("prepare", prepare)
+    pairs = (
+        (named(table.take(index), lambda: seed_for(how.order.seed, "prepare", 0, 1)), whole.take(index))
+        for index in _first_and_last(how.order)
+    )
     return table if any(difference(batch, rows) for batch, rows in pairs) else whole
 
 

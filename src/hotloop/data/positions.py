@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hotloop.data.feed import Feed, SamplesFeed, Seeded, TableFeed, of_data
+from hotloop.data.feed import Feed, SamplesFeed, TableFeed, of_data
+from hotloop.data.seeded import Seeded
 from hotloop.errors import PlanError
 
 
@@ -42,6 +43,6 @@ class Positions:
 
 def _loaded(feed: SamplesFeed, keys: list[tuple[int, int]]) -> Any:
     try:
-        return feed.samples.collate(Seeded(feed.samples.dataset, feed.treatment.seed).__getitems__(keys))
+        return feed.samples.collate(Seeded(feed.samples, feed.treatment.seed).__getitems__(keys))
     except Exception as error:
         raise of_data(error) from error

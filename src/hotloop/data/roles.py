@@ -54,7 +54,7 @@ class Roles:
     @cached_property
     def test(self) -> Source | None:
         """Data that is read once, at the end: prepared only when asked for."""
-        return None if self.raw_test is None else ready(self.raw_test, "test", self.prepare)
+        return None if self.raw_test is None else ready(self.raw_test, "test", self.prepare, self.seed)
 
     @property
     def has_test(self) -> bool:
@@ -117,8 +117,8 @@ def assign_roles(
         shuffled = shuffle if shuffle is not None else given.shuffle is not False
         order = Order(len(train), size, seed, shuffled, given.drop_last)
     return Roles(
-        train=ready(train, "data", prepare),
-        validation=ready(held_out, "validation", prepare) if held_out is not None else None,
+        train=ready(train, "data", prepare, seed),
+        validation=ready(held_out, "validation", prepare, seed) if held_out is not None else None,
         order=order,
         batch_size=size,
         seed=seed,
@@ -158,12 +158,12 @@ def _batch_size(asked: int | None, given: Given, train: Source) -> int:
     return asked or given.batch_size or default
 
 
-def ready(source: Source, name: str, prepare: Callable[[Any], Any] | None) -> Source:
+def ready(source: Source, name: str, prepare: Callable[[Any], Any] | None, seed: int) -> Source:
     """The source, checked, and prepared where that fits in memory."""
     if not isinstance(source, Table):
         return source
     check_finite(source.columns, name)
-    prepared = source.apply(prepare)
+    prepared = source.apply(prepare, seed)
     if prepare is not None and prepared.prepared:
         check_finite(prepared.columns, name, prepared=True)
     return prepared

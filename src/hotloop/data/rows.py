@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from hotloop.data.feed import Feed, Seeded
+from hotloop.data.feed import Feed
 from hotloop.data.order import Order, Parted, part
+from hotloop.data.seeded import Seeded
 from hotloop.data.source import Samples, Source
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.rng import Streams, preserved
@@ -81,7 +82,7 @@ def looks_around(source: Source, order: Order) -> bool:
     numbers = order.batch(order.epoch(0), 0)[:_SAMPLES].tolist()
     with preserved():
         try:
-            items = Seeded(source.dataset, order.seed).__getitems__([(0, number) for number in numbers])
+            items = Seeded(source, order.seed).__getitems__([(0, number) for number in numbers])
             whole = _collated(source, items, order.seed)
         except Exception:  # training comes to the same, and says what is wrong
             return False

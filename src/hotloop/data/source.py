@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from hotloop.data.tree import apply_to_inputs, inputs_of, map_tensors, named_columns, tensors
-from hotloop.errors import DataError, calling, kind
+from hotloop.data.on_batches import OnBatches
+from hotloop.data.tree import inputs_of, map_tensors, named_columns, tensors
+from hotloop.errors import DataError, kind
+from hotloop.rng import seed_for
 
 DEFAULT_BATCH_SIZE = 32
 _CPU = torch.device("cpu")
@@ -70,18 +71,21 @@ class Table:
     def nbytes(self) -> int:
         return sum(column.nbytes for column in tensors(self.columns))
 
-    def apply(self, prepare: Callable[[Any], Any] | None, *, chunk: int = 4096) -> Table:
+    def apply(self, prepare: Callable[[Any], Any] | None, seed: int = 0, *, chunk: int = 4096) -> Table:
         """The table with `prepare` applied once to all inputs, where the result fits in half of the free memory."""
         if prepare is None or self.prepared:
             return replace(self, prepared=True)
-        named = partial(calling, "prepare", prepare)
-        first = apply_to_inputs(named, self.take(torch.arange(1)))
+        prepared = OnBatches("prepare", prepare)
+        first = prepared(self.take(torch.arange(1)), lambda: seed_for(seed, "prepare", 0, 0))
         _check_rows(inputs_of(first))
         needed = sum(tensor.nbytes for tensor in tensors(first)) * len(self)
         if needed > psutil.virtual_memory().available // 2:
             return self
         index = torch.arange(len(self))
-        pieces = [apply_to_inputs(named, self.take(piece)) for piece in index.split(chunk)]
+        pieces = [
+            prepared(self.take(piece), lambda number=number: seed_for(seed, "prepare", 0, number))  # type: ignore[misc]
+            for number, piece in enumerate(index.split(chunk))
+        ]
         return replace(self, columns=_concatenate(pieces), prepared=True)
 
 

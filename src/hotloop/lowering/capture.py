@@ -30,7 +30,7 @@ from hotloop.errors import PlanError, blame, kind
 from hotloop.lowering.accumulation import accumulate_on_device
 from hotloop.lowering.binding import Values, step_tensors
 from hotloop.lowering.by_cudnn import check_draws, check_recurrent
-from hotloop.lowering.constants import check_batch, check_constants, same_constants
+from hotloop.lowering.constants import check_batch, check_constants, constants_of, same_constants
 from hotloop.lowering.grouped import traceable_groups
 from hotloop.lowering.hooked import bare_step, hooked_optimizer
 from hotloop.lowering.hyper import held_by, hyper_of, put
@@ -153,9 +153,21 @@ class _Tracer:
         if drawn != _drawn():
             raise refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
         check_draws(graph)
+        self.check_generators(graph)
         check_constants(graph, leaves)
         check_batch(graph, flatten(values[1])[0])
         return Captured(graph, examples, self.scalars, self.gradients)
+
+    def check_generators(self, graph: GraphModule) -> None:
+        """Refuses draws from generators that aren't torch's global ones, which no seed of a step would reach."""
+        own = [value for value in constants_of(graph).values() if isinstance(value, torch.Generator)]
+        if own:
+            self.step.owned.of_batch.refresh()
+            raise refused(
+                f"it draws from {self.step.owned.of_batch.path_of(own[0]) or 'a torch.Generator'}, a random generator of its own",
+                "draws from torch's global generator",
+                fix="leave out generator=... there, or choose compile=none and graphs=none",
+            )
 
     def run(self, values: Values, batch: Any) -> tuple[Tensor, ...]:
         """One step on the given tensors, in place of the step's own."""

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import HotloopError, PlanError, blame, out_of_memory
+from hotloop.generators import OwnedGenerators
 from hotloop.lowering.grouped import traceable_groups
 from hotloop.modes import set_training
 from hotloop.quiet import unlogged
@@ -217,12 +218,15 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 
 def _exported(objective: Objective, leaves: tuple[Tensor, ...]) -> Any:
-    streams = Streams(0)
+    streams, owned = Streams(0), OwnedGenerators({"the model or the loss": objective})
+    owned.refresh()
+    before = owned.states()
     try:
         with unlogged("torch"), traceable_groups(), preserved():
             streams.reseed("export")
             exported = torch.export.export(objective, leaves, strict=False)
-            if streams.drawn("export"):
+            apart = any(node.kwargs.get("generator") is not None for node in exported.graph.nodes)
+            if streams.drawn("export") or owned.states() != before or apart:
                 raise drawn_elsewhere()
             return exported
     except HotloopError:
@@ -241,7 +245,7 @@ def _exported(objective: Objective, leaves: tuple[Tensor, ...]) -> Any:
 def drawn_elsewhere() -> PlanError:
     """The error for draws that a graph would hold as they came when it was made."""
     return PlanError(
-        "parallel=stages, and the model or the loss draws from NumPy's or Python's generator",
+        "parallel=stages, and the model or the loss draws from NumPy's or Python's generator, or from one of its own",
         expected="random numbers of torch's functions, which are drawn anew in each step",
         fix="draw by torch there, or use parallel=data",
     )

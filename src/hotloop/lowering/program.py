@@ -130,7 +130,7 @@ class Program:
             self._batches = self._opened(epoch, first)
             self._step.cut_from = _rows_of(self.feed)
         self._mode.set()
-        self._step.draws.begin_span()
+        self._step.begin_span()
         samples = 0
         try:
             with self.around():
@@ -144,6 +144,7 @@ class Program:
         finally:
             done = number - start
             self.position = Position(number, epoch, first + done)
+        self._step.owned.note_late()
         # A stream's own word on its length may be wrong: it has ended when nothing comes any more.
         ended = done < steps or (self.parts.roles.exact and first + done == self.feed.batches)
         return Outcome(done, samples, ended)
@@ -161,7 +162,7 @@ class Program:
         random generators stay as they are, since the step's draws come from streams of its own.
         """
         self._mode.set()
-        self._step.draws.begin_span()
+        self._step.begin_span()
         with preserved(*self.devices), self.around():
             batch = to_device(batch, self.device)
             loss = self._step(batch, batch_length(batch), self.position.step)
@@ -197,6 +198,14 @@ class Program:
 
     def heed(self, reason: Callable[[], str | None]) -> None:
         """Says how to ask why to stop, if there is a reason: for who may wait for others within a step. Nobody does here."""
+
+    def inexact_reasons(self) -> list[str]:
+        """Why a resumed run may differ from an uninterrupted run, as far as steps since the last call show it."""
+        return [
+            f"{path} came into being in a step: what the first step of each process draws from it doesn't follow from the "
+            "seed, so a resumed run may differ"
+            for path in self._step.owned.take_late()
+        ]
 
     def look_again(self, callbacks: Iterable[Any]) -> None:
         """Has a compiled step see whether it still does what was compiled, if one of these callbacks is the user's.

@@ -32,7 +32,7 @@ from hotloop.parallel.norms import WholeNorms, backward_within
 from hotloop.parallel.sharding import Sharded
 from hotloop.parallel.summing import Summed, Whole
 from hotloop.parallel.towers import Towers
-from hotloop.rng import StepDraws, Streams, preserved
+from hotloop.rng import Streams, preserved
 from hotloop.task import Computed
 
 
@@ -51,8 +51,12 @@ class SharedStep(EagerStep):
         self._module = self._engine(Whole(parts.model, parts.compute), parts)  # before the optimizer looks at it
         super().__init__(parts)
         if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples
-            self.draws = StepDraws(parts.task.seed, parts.device, rank=parts.world.rank)
+            self.draws = self._step_draws(parts.device, rank=parts.world.rank)
             parts.say(f"each rank draws its own random numbers, and not those of one process: {self._as_one.draws.odd}")
+        if self.owned.of_batch.paths:
+            parts.say(
+                f"each rank draws its own numbers from {', '.join(self.owned.of_batch.paths)}, and not those of one process"
+            )
         self.draws.always = True  # which of the ranks drew from Python's generator would be theirs to agree on
         self._rows = self._samples = 0
         self._total: Any = 0

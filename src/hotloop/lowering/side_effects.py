@@ -189,6 +189,10 @@ def _opened(value: Any, kind: str, own: Set[str]) -> tuple[Any, _Inside]:
         return (name, value.getstate()), ()
     if isinstance(value, np.random.Generator):
         return name, [("state", value.bit_generator.state, kind)]
+    if isinstance(value, np.random.RandomState):
+        return name, [("state", value.get_state(legacy=False), kind)]
+    if isinstance(value, np.random.BitGenerator):
+        return name, [("state", value.state, kind)]
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
         return _of_container(value, kind)
     if isinstance(value, itertools.count):

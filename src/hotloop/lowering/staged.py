@@ -25,7 +25,6 @@ from hotloop.objective import weighted
 from hotloop.parallel.ahead import Ahead
 from hotloop.parallel.draws import Pattern
 from hotloop.parallel.holding import Holding
-from hotloop.rng import StepDraws
 from hotloop.state import State
 from hotloop.task import Computed
 
@@ -67,7 +66,7 @@ class StagedStep(EagerStep):
             odd = "what draws otherwise when it is exported"
         if not odd:
             return Ahead(pattern, own_stages(self.parts))
-        self.draws = StepDraws(self.parts.task.seed, self.parts.device, rank=self.parts.world.rank)
+        self.draws = self._step_draws(self.parts.device, rank=self.parts.world.rank)
         self.parts.say(f"each rank draws its own random numbers, and not those of one process: {odd}")
         return None
 

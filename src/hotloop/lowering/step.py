@@ -20,6 +20,7 @@ from hotloop.lowering.accumulation import accumulate
 from hotloop.lowering.attributes import functions_of
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.plan_limits import check_optimizer, check_trainable
+from hotloop.lowering.step_generators import StepGenerators
 from hotloop.lowering.subnormals import swept
 from hotloop.modes import switching
 from hotloop.objective import weighted
@@ -38,6 +39,7 @@ class EagerStep:
         optimizer, schedule: made by the Task's factories.
         switched: the optimizer, or those that it wraps, if `train()` and `eval()` switch its weights.
         draws: seeds the generators before each step.
+        owned: the random generators that model, loss, step, optimizer and schedule hold.
         ran: how many steps its compiled program took; None without one.
         look_s: seconds of seeing once whether it still does what was compiled; 0 where nothing was.
         cut_from: the arrays whose rows `run` gets as batches, as they are; None where batches come otherwise.
@@ -76,7 +78,8 @@ class EagerStep:
             self._average = get_ema_multi_avg_fn(task.average)
         self._list_parameters()
         self._check_ownership()
-        self.draws = StepDraws(task.seed, *parts.devices)
+        self.owned = StepGenerators(task, model, self.optimizer, self.schedule, parts.world)
+        self.draws = self._step_draws(*parts.devices)
         self._needs_closure = needs_closure(self.optimizer)
         self._sweeps = parts.plan.optimizer == "fused" and parts.device.type == "cpu" and parts.world.alone
         self._checked = False
@@ -102,6 +105,15 @@ class EagerStep:
             self(batch, samples, step)
             step += 1
             yield 1, samples
+
+    def _step_draws(self, *devices: torch.device, rank: int = 0) -> StepDraws:
+        """What seeds the generators before each step, those among them that the Task's parts hold."""
+        return StepDraws(self.parts.task.seed, *devices, rank=rank, further=self.owned.seed)
+
+    def begin_span(self) -> None:
+        """Prepares the generators for steps that follow; anything may have changed them before."""
+        self.draws.begin_span()
+        self.owned.refresh()
 
     def _run(self, batch: Any, samples: int, step: int) -> Computed:
         """Gradients and update."""

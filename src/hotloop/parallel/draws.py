@@ -193,7 +193,7 @@ class WholeDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         drawing = Drawing.of(function, args, kwargs or {})
-        if drawing is None:
+        if drawing is None or (kwargs or {}).get("generator") is not None:  # each rank sets its own generators apart
             return function(*args, **(kwargs or {}))
         return drawing.finished(args, self._cut(drawing))
 
