@@ -75,6 +75,10 @@ class PlanError(HotloopError):
     """An axis, a value, or a combination of values that a Plan can't have."""
 
 
+class PartsDifferError(PlanError):
+    """The parts of a batch come to something else than the batch; training ends before its step, with the State saved."""
+
+
 class DeviceError(PlanError):
     """A device that isn't there, or tensors on different devices in one operation."""
 

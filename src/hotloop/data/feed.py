@@ -24,8 +24,9 @@ from hotloop.data.augment import Draws
 from hotloop.data.cut import Cut
 from hotloop.data.order import Order
 from hotloop.data.roles import Roles
+from hotloop.data.row_count import count_rows
 from hotloop.data.source import Samples, Stream, Table
-from hotloop.data.tree import apply_to_inputs, batch_length, map_tensors, to_device
+from hotloop.data.tree import apply_to_inputs, map_tensors, to_device
 from hotloop.errors import DataError, HotloopError, blame, calling, lost_worker
 from hotloop.rng import Streams, preserved, seed_for
 
@@ -217,7 +218,7 @@ class StreamFeed:
                 part.set_epoch(epoch)
         done = seen = 0
         for number, batch in enumerate(_guarded(loader, lambda number: streams.reseed("stream", epoch, number))):
-            done, size = number + 1, batch_length(batch)
+            done, size = number + 1, count_rows(batch).number
             if number >= start:  # a sample's place in the stream is its number
                 yield self.treatment(batch, epoch, number, torch.arange(seen, seen + size)), size
             seen += size

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.feasible_ranks import JOINT
 from hotloop.foreign import is_built
+from hotloop.lowering.loss_copy import copied_loss
 from hotloop.lowering.telling import SILENT, During, Say
 from hotloop.parallel.waiting import Meter
 from hotloop.parallel.world import ALONE, World
@@ -68,6 +69,29 @@ class Ingredients:
     def devices(self) -> tuple[torch.device, ...]:
         """All that the step computes on, the plan's first."""
         return (self.device, *self.elsewhere)
+
+    @contextmanager
+    def on_copied_loss(self) -> Iterator[Ingredients]:
+        """The same, to try something: what the loss counts or stores meanwhile is a copy's, or is put back.
+
+        Raises:
+            NotCopied: a part of the loss can't be copied.
+        """
+        task = self.task
+        if self.compute == task.compute and task.loss is not None:
+            task = replace(task, loss=copied_loss(task.loss))
+            vars(task)["roles"] = self.roles
+            weigh = self.weigh if self.weigh is _samples else task.weight_of
+            yield replace(self, task=task, compute=task.compute, weigh=weigh)
+            return
+        buffers = list(task.loss.buffers()) if isinstance(task.loss, nn.Module) else []
+        before = [value.clone() for value in buffers]
+        try:
+            yield self  # the plan computes by a function of its own, which calls the loss itself
+        finally:
+            with torch.no_grad():
+                for value, then in zip(buffers, before, strict=True):
+                    value.copy_(then)
 
     @property
     def relayed(self) -> bool:
@@ -133,6 +157,7 @@ def _unbuilt(model: nn.Module) -> bool:
 def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
     """The output for one small batch; buffers are put back, so that nothing has happened."""
     buffers = {name: value.clone() for name, value in model.named_buffers() if not is_lazy(value)}
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     with torch.no_grad():
         try:
@@ -143,6 +168,8 @@ def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
             for name, value in model.named_buffers():
                 if name in buffers:
                     value.copy_(buffers[name])
+            for module, training in modes:
+                module.training = training
 
 
 def _check_loss(task: Task) -> None:

@@ -158,6 +158,7 @@ def _checked(program: Program) -> Program:
     batch, samples = next(open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=0).epoch(0))
     if plan.accumulation > 1:
         check_accumulation(parts, batch, samples)
+        program.checks.compared_first(batch)
     if made:
         began = time.perf_counter()
         if plan.compile != "none":

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from hotloop.data.cut import Cut
 from hotloop.data.feed import Feed, TableFeed
-from hotloop.data.tree import batch_length, to_device
+from hotloop.data.row_count import count_rows
+from hotloop.data.tree import to_device
 from hotloop.errors import CheckpointError
 from hotloop.lowering.again import any_of_users
 from hotloop.lowering.allocator import keeps, let_go
+from hotloop.lowering.batch_checks import BatchChecks
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.step import EagerStep
 from hotloop.parallel.waiting import Spent
@@ -53,6 +55,7 @@ class Program:
 
     Attributes:
         position: where in the data training stands.
+        checks: of each batch before its step.
         watched: whether callbacks of the user's are called in training, which may change what the step does.
         compile_s: seconds that capturing and compiling the step took, or loading it compiled; 0 if it isn't.
     """
@@ -63,6 +66,7 @@ class Program:
         self.position = Position()
         self.compile_s = 0.0
         self.watched = any_of_users(parts.task.callbacks)
+        self.checks = BatchChecks(parts)
         self._step = step
         self._batches: Iterator[tuple[Any, int]] | None = None
         self._tells_users = False
@@ -120,6 +124,8 @@ class Program:
         try:
             with self._around():
                 taken = self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
+                if self.checks.needed:
+                    taken = self.checks.passing(taken, start)
                 for done, size in self._step.run(taken, start):
                     number += done
                     samples += size
@@ -136,7 +142,7 @@ class Program:
 
     def _opened(self, epoch: int, first: int) -> Iterator[tuple[Any, int]]:
         feed = self.feed
-        if self._step.cuts_batches and isinstance(feed, TableFeed) and feed.untouched:
+        if self._step.cuts_batches and not self.checks.needed and isinstance(feed, TableFeed) and feed.untouched:
             return feed.cut(epoch, first)
         return feed.epoch(epoch, first)
 
@@ -150,7 +156,9 @@ class Program:
         self._step.draws.begin_span()
         with preserved(*self.devices), self._around():
             batch = to_device(batch, self.device)
-            loss = self._step(batch, batch_length(batch), self.position.step)
+            if self.checks.needed:
+                self.checks.check(batch, count_rows(batch).number, self.position.step)
+            loss = self._step(batch, count_rows(batch).number, self.position.step)
         self.position = Position(self.position.step + 1, self.position.epoch, self.position.batch + 1)
         return loss
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import re
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +15,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from hotloop.errors import TaskError, kind
 from hotloop.lowering.accumulation import accumulate
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.loss_calls import watched_losses
+from hotloop.lowering.loss_sum import sum_doubt
 from hotloop.lowering.subnormals import swept
 from hotloop.objective import weighted
 from hotloop.rng import StepDraws
@@ -109,7 +109,8 @@ class EagerStep:
         self._clear_gradients()
         first = not self._checked
         if self.parts.plan.accumulation > 1:
-            computed = accumulate(self.parts, self.parts.model, batch, samples, self._backward_of)
+            with self._watched(batch) if first else nullcontext():
+                computed = accumulate(self.parts, self.parts.model, batch, samples, self._backward_of)
             self._checked = True
         else:
             computed = self._compute_first(batch) if first else self._compute(batch)
@@ -227,19 +228,24 @@ class EagerStep:
 
     def _compute_first(self, batch: Any) -> Computed:
         """The first forward pass: what would train, but on something wrong, is refused."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Using a target size")
-            try:
-                computed = self._compute(batch)
-            except UserWarning as warning:
-                target, output, *_ = re.findall(r"\[([\d, ]*)\]", str(warning))
-                raise TaskError(
-                    f"the loss got outputs of shape ({output}) and targets of shape ({target})",
-                    expected="equal shapes: torch would compare each output with each target",
-                    fix="reshape one of them, such as y[:, None] or model(x).flatten()",
-                ) from warning
+        with self._watched(batch):
+            computed = self._compute(batch)
         self._check_loss(computed.loss)
+        parts = self.parts
+        if parts.world.alone and computed.output is not None:
+            doubt = sum_doubt(parts.task, computed.output, batch[-1], parts.device)
+            parts.say(doubt) if doubt else None
         return computed
+
+    @contextmanager
+    def _watched(self, batch: Any) -> Iterator[None]:
+        """Checks the losses of torch that the first step calls, and says what can't be meant."""
+        parts = self.parts
+        classes = bool(parts.task.classes or parts.roles.classes)
+        with watched_losses(parts.model, batch, classes=classes) as calls:
+            yield
+        for doubt in calls.doubts if calls is not None else ():
+            parts.say(doubt)
 
     def _closure_step(self, batch: Any, samples: int, step: int) -> Computed:
         """For optimizers such as LBFGS, which ask for the loss several times; each time the draws are the same."""
