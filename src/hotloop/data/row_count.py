@@ -100,7 +100,7 @@ def _common(columns: list[_Column]) -> frozenset[int]:
 def _agreed(columns: list[_Column], common: frozenset[int], asked: int | None) -> Rows:
     """All columns have one number of rows, if their first dimension counts them."""
     if asked in common:
-        return Rows(asked)  # type: ignore[arg-type]
+        return Rows(asked)
     wide = [column for column in columns if len(column.shape) > 1]
     timed = asked is not None and bool(wide) and all(asked in column.seconds for column in wide)
     if timed and len(wide) == len(columns):

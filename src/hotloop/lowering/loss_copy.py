@@ -26,7 +26,7 @@ def copied_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         NotCopied: a part can't be copied.
     """
-    return _copied(loss, {}, "the loss")  # type: ignore[no-any-return]
+    return _copied(loss, {}, "the loss")
 
 
 def _copied(value: Any, known: dict[int, Any], name: str) -> Any:

@@ -26,6 +26,7 @@ from hotloop.lowering.precision import in_precision
 from hotloop.lowering.program import Program
 from hotloop.lowering.residency import resident
 from hotloop.lowering.served import served
+from hotloop.lowering.single_sample import check_single_samples
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.telling import During, Say, in_lines
 from hotloop.lowering.threads import repeatable, with_threads
@@ -91,6 +92,7 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
             parts = transform(parts)
         for note in parts.notes:
             say(note)
+        check_single_samples(parts)
         if plan.parallel == "async":
             return served(parts, Policy.of(plan))
         check_whole_gradients(parts.model, plan)

@@ -124,9 +124,8 @@ class Program:
         try:
             with self._around():
                 taken = self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
-                if self.checks.needed:
-                    taken = self.checks.passing(taken, start)
-                for done, size in self._step.run(taken, start):
+                checked = self.checks.passing(taken, start) if self.checks.needed else taken
+                for done, size in self._step.run(checked, start):
                     number += done
                     samples += size
         except BaseException:

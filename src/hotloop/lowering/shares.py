@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 from hotloop.data.feed import Treatment, open_feed
 from hotloop.data.rows import others_in
 from hotloop.data.tree import map_tensors
-from hotloop.errors import blame, kind
+from hotloop.errors import TaskError, blame, kind
 from hotloop.lowering.accumulation import Means, Roundings, farthest, not_in_pieces, pieces_of, without_rows
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.loss_calls import watched_losses
+from hotloop.lowering.widening import Widening, widened
 from hotloop.parallel.draws import Pattern, WholeDraws
 from hotloop.parallel.norms import backward_within
 from hotloop.rng import Streams, preserved
@@ -34,7 +35,7 @@ _SAMPLES = 5
 """As few as make two shares of different sizes, each of several."""
 
 
-def check_shares(parts: Ingredients, draws: Pattern) -> None:
+def check_shares(parts: Ingredients, draws: Pattern) -> bool:
     """Compares the gradient of a few samples with what two shares of them add up to; all ranks call it together.
 
     Batch norms keep to their running statistics, and random numbers are those of the whole, since ranks have both in
@@ -43,6 +44,9 @@ def check_shares(parts: Ingredients, draws: Pattern) -> None:
 
     Args:
         draws: how the model draws random numbers.
+
+    Returns:
+        Whether they could be compared, and agree.
 
     Raises:
         PlanError: the loss, or a layer, looks at the batch as a whole.
@@ -56,6 +60,7 @@ def check_shares(parts: Ingredients, draws: Pattern) -> None:
         parts.say(f"{asked}: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone")
     elif name:
         raise not_in_pieces(f"{asked} changes the gradient of {name!r}", "use parallel=none", norms=())
+    return not untried and not name
 
 
 def _tried(parts: Ingredients, draws: Pattern) -> tuple[str, str]:
@@ -108,10 +113,41 @@ def _compared(parts: Ingredients, batch: Any, samples: int, draws: Pattern) -> t
     return "", name
 
 
+def differing(parts: Ingredients, batch: Any, samples: int, pieces: int) -> tuple[str, str]:
+    """What `_tried` returns, of a later batch in so many pieces: in float64 where the model can, with draws at their means."""
+    cut, means, seen = list(pieces_of(batch, samples, pieces)), Means(), _Seen()
+    if len(cut) < 2:
+        return "", ""
+    try:
+        with Widening():
+            one, several = (
+                _gradients(parts, shares, Pattern(), means, seen, wide=True) for shares in ([(batch, samples)], cut)
+            )
+        eps = None
+    except Exception:  # the model casts to a dtype of its own
+        one, several = (_gradients(parts, shares, Pattern(), means, seen) for shares in ([(batch, samples)], cut))
+        eps = seen.eps
+    if means.unknown:
+        return f"it draws by {means.unknown}", ""
+    if not all(bool(value.isfinite().all()) for value in one.values()):
+        return "", ""  # training itself reports what isn't finite
+    return "", farthest(one, several, eps) or ""
+
+
 def _gradients(
-    parts: Ingredients, shares: Sequence[Share], draws: Pattern, means: Means | None, seen: _Seen
+    parts: Ingredients,
+    shares: Sequence[Share],
+    draws: Pattern,
+    means: Means | None,
+    seen: _Seen,
+    *,
+    wide: bool = False,
 ) -> dict[str, Tensor]:
-    """What the shares' gradients add up to under the plan's weights, by parameter, in the model's own numbers."""
+    """What the shares' gradients add up to under the plan's weights, by parameter, in the model's own numbers.
+
+    Args:
+        wide: in float64 instead.
+    """
     weights = [float(parts.weigh(*share)) for share in shares]
     samples = sum(rows for _, rows in shares)
     whole = draws.any and means is None
@@ -122,6 +158,8 @@ def _gradients(
         # Each has its own, since a forward pass may change a model, a loss or a batch.
         model, compute = copy.deepcopy(parts.model).train(), _with_a_copy_of_the_loss(parts)
         rows = map_tensors(torch.clone, batch)
+        if wide:
+            model, rows = model.double(), map_tensors(widened, rows)
         for_all = partial(WholeDraws, draws, samples, number, len(shares)) if whole else _nothing
         Streams(parts.task.seed, parts.device).reseed("look")
         with seen, means or nullcontext():
@@ -150,12 +188,11 @@ class _Told(Exception):
 
 
 def _loss(compute: Callable[[nn.Module, Any], Computed], model: nn.Module, batch: Any) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")
-        try:
+    try:
+        with watched_losses(model, batch, classes=False):
             loss = compute(model, batch).loss
-        except UserWarning as warning:
-            raise _Told from warning
+    except TaskError as error:
+        raise _Told from error
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         raise _Told
     return loss
