@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
+from torch.nn.utils.rnn import PackedSequence
 
 from hotloop.data.augment import Draws
 from hotloop.data.roles import Roles, assign_roles
@@ -291,7 +292,8 @@ def forward(model: nn.Module, inputs: Any) -> Any:
     """`model(inputs)`, or `model(x1, x2, ...)` for a tuple of several inputs."""
     arguments = call_arguments(model)
     with default_device(model):
-        return model(*inputs, **arguments) if isinstance(inputs, tuple) else model(inputs, **arguments)
+        several = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)
+        return model(*inputs, **arguments) if several else model(inputs, **arguments)
 
 
 def _loss_and_scalars(result: Any) -> tuple[Any, None, dict[str, Tensor]]:

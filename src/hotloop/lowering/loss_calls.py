@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -193,9 +194,14 @@ def _within_one(output: Tensor) -> bool:
 def _made_by(output: Tensor) -> str:
     """Which operation made a tensor, behind views and casts; empty for a leaf."""
     node = output.grad_fn
-    while node is not None and node.name().removesuffix("0").removesuffix("Backward") in _VIEWS:
+    while node is not None and _operation(node) in _VIEWS:
         node = next((before for before, _ in node.next_functions if before is not None), None)
-    return "" if node is None else node.name().removesuffix("0").removesuffix("Backward")
+    return "" if node is None else _operation(node)
+
+
+def _operation(node: Any) -> str:
+    """`Sigmoid` for a `SigmoidBackward0`."""
+    return re.sub(r"Backward\d*$", "", node.name())
 
 
 Check = Callable[[Tensor, Tensor, Tensor], str]

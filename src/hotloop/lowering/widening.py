@@ -23,6 +23,8 @@ class Widening(TorchDispatchMode):
         kwargs = kwargs or {}
         if not function._schema.is_mutable and tree_any(_is_wide, (args, kwargs)):
             args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
+            if kwargs.get("dtype") in _WIDE:  # a cast to what the model computes in, which is float64 here
+                kwargs = {**kwargs, "dtype": _WIDE[kwargs["dtype"]]}
         return function(*args, **kwargs)
 
 
