@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from hotloop.data.tree import tensors
 
 _SHARE = 0.01
 """Of a run's time, for comparing batches."""
-_FREE_S = 0.25
+_FREE_S = 0.5
 """Seconds of comparing that no run is too short for."""
-_ALWAYS = 2
-"""Batches with another share of padding that are compared whatever that takes."""
+_ALWAYS = 3
+"""Batches with another share of padding that are compared whatever that takes, beside those with another kind of it."""
 _LOOKED_AT = 64
 """Batches at the beginning whose padding is counted whatever that takes."""
 
@@ -33,12 +33,13 @@ class LaterBatches:
         self._began = time.perf_counter()
         self._number = self._padded = 0
         self._spent_s = self._longest_s = 0.0
-        self._known: set[Any] = set()
+        self._known: set[Padding] = set()
+        self._kinds: set[tuple[bool, ...]] = set()
         self._waits = False
 
     def compared_first(self, batch: Any) -> None:
         """Notes the batch that was compared before training."""
-        self._known.add(padding_of(batch))
+        self._note(padding_of(batch))
 
     def is_due(self, batch: Any) -> bool:
         """Whether the next batch of the run is to be compared; called once for each."""
@@ -50,13 +51,18 @@ class LaterBatches:
             with self._timed():
                 padding = padding_of(batch)
         other = padding is not None and padding not in self._known
-        if not (self._affords(self._longest_s) and (other or self._waits)) and not (other and self._padded < _ALWAYS):
+        surely = padding is not None and (padding.kinds not in self._kinds or (other and self._padded < _ALWAYS))
+        if not surely and not (self._affords(self._longest_s) and (other or self._waits)):
             return False
         self._padded += other
         self._waits = False
         if padding is not None:
-            self._known.add(padding)
+            self._note(padding)
         return True
+
+    def _note(self, padding: Padding) -> None:
+        self._known.add(padding)
+        self._kinds.add(padding.kinds)
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
@@ -79,15 +85,32 @@ class LaterBatches:
             self._spent_s += time.perf_counter() - began
 
 
-def padding_of(batch: Any) -> tuple[Any, ...]:
-    """The shape of each tensor of a batch and how many of its numbers may be padding, comparable by `==`."""
+class Padding(NamedTuple):
+    """What of a batch may be padding.
+
+    Attributes:
+        shapes: of its tensors.
+        counts: of each tensor the zeros, negative numbers, NaN and repetitions.
+    """
+
+    shapes: tuple[tuple[int, ...], ...] = ()
+    counts: tuple[int, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Which kinds there are at all."""
+        return tuple(count > 0 for count in self.counts)
+
+
+def padding_of(batch: Any) -> Padding:
+    """Counts what may be padding; waits for the device once."""
     counted = [
         (tuple(value.shape), _counts(value.detach())) for value in tensors(batch) if value.layout == torch.strided
     ]
     if not counted:
-        return ()
-    numbers = torch.cat([counts for _, counts in counted]).tolist()  # waits for the device once
-    return (*(shape for shape, _ in counted), *numbers)
+        return Padding()
+    counts = torch.cat([counts for _, counts in counted]).tolist()
+    return Padding(tuple(shape for shape, _ in counted), tuple(counts))
 
 
 def _counts(value: Tensor) -> Tensor:
