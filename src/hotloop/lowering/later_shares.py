@@ -17,7 +17,8 @@ from hotloop.lowering.accumulation import not_in_pieces
 from hotloop.lowering.batch_checks import differs_later
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.later_batches import LaterBatches
-from hotloop.lowering.shares import differing
+from hotloop.lowering.shares import APART, differing
+from hotloop.parallel.draws import Pattern
 from hotloop.rng import preserved
 
 _AGREED = 64
@@ -31,11 +32,12 @@ class LaterShares:
 
     Args:
         parts: with the model before an engine for ranks changes it.
+        draws: how the model draws random numbers.
         tried: whether the first batch could be compared.
     """
 
-    def __init__(self, parts: Ingredients, *, tried: bool) -> None:
-        self._parts = parts
+    def __init__(self, parts: Ingredients, draws: Pattern, *, tried: bool) -> None:
+        self._parts, self._draws = parts, draws
         self._later = LaterBatches() if tried and not parts.world.alone else None
         self._form = _without_numbers(parts.model) if parts.plan.parallel == "sharded" else None
         self._step, self._seen, self._due = -1, 0, False
@@ -54,60 +56,50 @@ class LaterShares:
             return
         self._step, self._seen = step, self._seen + 1
         self._due = self._later.is_due(batch) or self._due
-        if self._parts.plan.parallel == "local":
-            self._check_own(batch, rows)
-        elif (self._seen <= _AGREED or self._seen % _AGREED_EVERY == 0) and self._all_due():
-            with self._later.comparing(), self._parts.meter.waiting():
-                name = self._compared(batch, rows, together)
-            if name:
-                error = not_in_pieces(self._what(name), "use parallel=none", norms=())
-                raise differs_later(error, step)
+        if not self._agrees or not self._all_due():
+            return
+        with self._later.comparing(), self._parts.meter.waiting():
+            name = self._compared(batch, rows, together)
+        if name and self._parts.plan.parallel == "local":
+            self._later = None
+            self._parts.say(APART)
+        elif name:
+            what = f"parallel={self._parts.plan.parallel} changes the gradient of {name!r}"
+            raise differs_later(not_in_pieces(what, "use parallel=none", norms=()), step)
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether the ranks agree before this step; ranks that train by themselves do so at the beginning alone."""
+        later = self._seen % _AGREED_EVERY == 0 and self._parts.plan.parallel != "local"
+        return self._seen <= _AGREED or later
 
     def _all_due(self) -> bool:
         due, self._due = self._parts.world.largest([int(self._due)])[0], False
         return bool(due)
 
-    def _what(self, name: str) -> str:
-        return f"parallel={self._parts.plan.parallel} changes the gradient of {name!r}"
-
-    def _check_own(self, batch: Any, rows: int) -> None:
-        """Of ranks that train by themselves each has a batch of its own, so that a difference is said and no more."""
-        if not self._due or rows < 2 or self._later is None:
-            return
-        self._due = False
-        with self._later.comparing():
-            found = self._difference([batch], self._parts.model, pieces=2)
-        if found:
-            self._later = None
-            self._parts.say(
-                "parallel=local: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone"
-            )
-
     def _compared(self, batch: Any, rows: int, together: Callable[[], AbstractContextManager[None]]) -> str:
         """The parameter whose gradient differs most; empty where none does."""
         world = self._parts.world
-        cut = [
-            part for part in world.gathered(to_device(batch, torch.device("cpu")) if rows else None) if part is not None
-        ]
-        if self._form is None:
-            return world.from_first(lambda: self._difference(cut, self._parts.model, len(cut)))
+        own = to_device(batch, torch.device("cpu")) if rows else None
+        cut = [part for part in world.gathered(own) if part is not None]
         with together():
-            model = _filled(self._form, self._parts.model) if world.first else None
-            found = self._difference(cut, model, len(cut)) if model is not None else ""
-        return world.from_first(lambda: found)
+            model = self._parts.model if self._form is None else _filled(self._form, self._parts.model)
+            found = self._difference(cut, model)  # on each rank, since a step may have something to say to the others
+        untried, name = world.from_first(lambda: found)
+        if untried:
+            self._later = None
+            self._parts.say(f"parallel={self._parts.plan.parallel}: batches after the first aren't compared: {untried}")
+        return name
 
-    def _difference(self, cut: Sequence[Any], model: nn.Module, pieces: int) -> str:
+    def _difference(self, cut: Sequence[Any], model: nn.Module) -> tuple[str, str]:
+        """Why it can't be tried, or the parameter whose gradient differs most."""
         parts = replace(self._parts, model=model)
         try:
             with preserved(*parts.devices):
                 whole = to_device(_joined(cut), parts.device)
-                untried, name = differing(parts, whole, sum(map(_rows, cut)), pieces)
+                return differing(parts, self._draws, whole, sum(map(_rows, cut)), len(cut))
         except Exception as error:
-            untried, name = blame(error), ""
-        if untried:
-            self._later = None
-            parts.say(f"parallel={parts.plan.parallel}: batches after the first aren't compared: {untried}")
-        return name
+            return blame(error), ""
 
 
 def _rows(batch: Any) -> int:

@@ -45,7 +45,8 @@ class SharedStep(EagerStep):
     def __init__(self, parts: Ingredients) -> None:
         _check_gradients(parts)
         self._as_one = look(parts)
-        self._later = LaterShares(parts, tried=check_shares(parts, self._as_one.draws))
+        draws = self._as_one.draws
+        self._later = LaterShares(parts, draws, tried=check_shares(parts, draws))
         self._module = self._engine(Whole(parts.model, parts.compute), parts)  # before the optimizer looks at it
         super().__init__(parts)
         if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples

@@ -31,6 +31,9 @@ from hotloop.task import Computed
 Share = tuple[Any, int]
 """A batch, and how many rows it has."""
 
+APART = "parallel=local: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone"
+"""What is said of ranks that train by themselves, each towards something else."""
+
 _SAMPLES = 5
 """As few as make two shares of different sizes, each of several."""
 
@@ -57,7 +60,7 @@ def check_shares(parts: Ingredients, draws: Pattern) -> bool:
     if untried:
         parts.say(f"{asked}: whether the ranks' gradients add up to that of one process couldn't be tried: {untried}")
     elif name and parts.plan.parallel == "local":
-        parts.say(f"{asked}: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone")
+        parts.say(APART)
     elif name:
         raise not_in_pieces(f"{asked} changes the gradient of {name!r}", "use parallel=none", norms=())
     return not untried and not name
@@ -113,21 +116,27 @@ def _compared(parts: Ingredients, batch: Any, samples: int, draws: Pattern) -> t
     return "", name
 
 
-def differing(parts: Ingredients, batch: Any, samples: int, pieces: int) -> tuple[str, str]:
-    """What `_tried` returns, of a later batch in so many pieces: in float64 where the model can, with draws at their means."""
-    cut, means, seen = list(pieces_of(batch, samples, pieces)), Means(), _Seen()
+def differing(parts: Ingredients, draws: Pattern, batch: Any, samples: int, pieces: int) -> tuple[str, str]:
+    """What `_tried` returns, of a later batch in so many pieces.
+
+    In float64 with draws at their means; where the model can't do that, in its own numbers with those of the whole.
+    """
+    whole, cut = [(batch, samples)], list(pieces_of(batch, samples, pieces))
     if len(cut) < 2:
         return "", ""
+    means, seen, eps = Means(), _Seen(), None
     try:
         with Widening():
-            one, several = (
-                _gradients(parts, shares, Pattern(), means, seen, wide=True) for shares in ([(batch, samples)], cut)
-            )
-        eps = None
-    except Exception:  # the model casts to a dtype of its own
-        one, several = (_gradients(parts, shares, Pattern(), means, seen) for shares in ([(batch, samples)], cut))
-        eps = seen.eps
+            one, several = (_gradients(parts, shares, draws, means, seen, wide=True) for shares in (whole, cut))
+    except _Told:
+        return "", ""
+    except Exception:  # it casts to a dtype of its own
+        means.unknown = means.unknown or "a dtype of its own"
     if means.unknown:
+        means = Means() if draws.odd else None  # type: ignore[assignment]
+        one, several = (_gradients(parts, shares, draws, means, seen) for shares in (whole, cut))
+        eps = seen.eps
+    if means is not None and means.unknown:
         return f"it draws by {means.unknown}", ""
     if not all(bool(value.isfinite().all()) for value in one.values()):
         return "", ""  # training itself reports what isn't finite
