@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hotloop.data.roles import ready
-from hotloop.data.source import Source, Stream, as_source
+from hotloop.data.source import Source, Stream, evaluation_source
 from hotloop.data.tree import inputs_of
 from hotloop.errors import DataError
-from hotloop.evaluation import evaluate, is_classification
+from hotloop.evaluation import evaluate
 from hotloop.inference import Chosen, Progress
 from hotloop.lowering import Program
 from hotloop.lowering.ingredients import Ingredients
@@ -84,9 +84,9 @@ def choose_data(parts: Ingredients, on: str | None, data: Any) -> tuple[str, Sou
     if data is not None:
         if on is not None:
             raise DataError(f"both data and on={on!r}", expected="one of them", fix="leave one out")
-        return "data", ready(
-            as_source(data, "data", collate=parts.task.collate).source, "data", roles.prepare, roles.seed
-        )
+        task = parts.task
+        given = evaluation_source(data, "data", collate=task.collate, batch_size=task.batch_size)
+        return "data", ready(given, "data", roles.prepare, roles.seed)
     if on is None:
         on = "test" if roles.has_test else "validation"
         if on == "validation" and roles.validation is None:
@@ -119,7 +119,7 @@ class Answers:
         self._worst: dict[str, Tensor] = {}
 
     def __call__(self, batch: Any, samples: int, computed: Computed) -> None:
-        if computed.output is not None and is_classification(computed.output, batch[-1]):
+        if computed.classified:
             self._watch(inputs_of(batch), computed.output, batch[-1])
         self.samples += samples
 

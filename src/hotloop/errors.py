@@ -8,6 +8,7 @@ expected, what to do about it.
     ├── DataError             the data can't be used: unequal lengths, NaN, labels out of range, empty, not found
     ├── PlanError             an axis, a value or a combination that doesn't exist
     │   ├── DeviceError       the device isn't there, or tensors live on different devices
+    │   ├── PartsDifferError  the parts of a later batch come to something else than the batch
     │   └── RoomError         there isn't memory enough now for what a plan keeps there
     ├── RunError              a folder that isn't a run, is one already, is in use, or can't be written
     │   ├── CheckpointError   a checkpoint that is torn, tampered with, or of another model
@@ -73,6 +74,10 @@ class DataError(HotloopError):
 
 class PlanError(HotloopError):
     """An axis, a value, or a combination of values that a Plan can't have."""
+
+
+class PartsDifferError(PlanError):
+    """The parts of a batch come to something else than the batch; training ends before its step, with the State saved."""
 
 
 class DeviceError(PlanError):

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotloop.classification import LossReads, correct, has_class_shapes
 from hotloop.data.feed import Treatment, open_feed
 from hotloop.data.order import Dealt
+from hotloop.data.row_count import count_rows
 from hotloop.data.source import Source, Stream, Table
 from hotloop.errors import TaskError, calling
 from hotloop.generators import OwnedGenerators
@@ -60,8 +62,10 @@ def batches(program: Program, source: Source, world: World = ALONE) -> Iterator[
     treatment = Treatment(program.device, roles.seed, roles.prepare)
     order = None
     if not isinstance(source, Stream):
-        size = min(evaluation_batch_size(source, roles.batch_size), len(source))
-        order = Dealt(len(source), size, roles.seed, shuffle=False, rank=world.rank, ranks=world.ranks)
+        sums_samples = program.parts.task.objective.sums_samples
+        size = min(evaluation_batch_size(source, roles.batch_size, sums_samples), len(source))
+        drops = source.batching.drop_last
+        order = Dealt(len(source), size, roles.seed, shuffle=False, drop_last=drops, rank=world.rank, ranks=world.ranks)
     feed = open_feed(source, order, treatment, workers=program.parts.plan.workers, endless=False)
     streams, owned = Streams(roles.seed, *program.devices), OwnedGenerators(program.parts.task.owners(program.model))
     try:
@@ -73,12 +77,18 @@ def batches(program: Program, source: Source, world: World = ALONE) -> Iterator[
         feed.close()
 
 
-def evaluation_batch_size(source: Source, batch_size: int) -> int:
-    """Larger than in training where inputs are small, since no activations are kept.
+def evaluation_batch_size(source: Source, batch_size: int, sums_samples: bool) -> int:
+    """A DataLoader's own; of arrays larger than in training where inputs are small, since no activations are kept.
 
     For a data set that of training, read into memory or not: the last bits of a figure depend on it.
+
+    Args:
+        batch_size: of training.
+        sums_samples: whether the loss is known to be a mean over samples, whatever else is in the batch.
     """
-    if not isinstance(source, Table) or source.read:
+    if not isinstance(source, Stream) and source.batching.batch_size is not None:
+        return source.batching.batch_size
+    if not isinstance(source, Table) or source.read or not sums_samples:
         return batch_size
     return enlarged(batch_size, source.nbytes() // len(source))
 
@@ -95,43 +105,61 @@ class _Sums:
         self.program, self.task = program, program.parts.task
         self.wide = torch.float32 if program.device.type == "mps" else torch.float64  # mps has no float64
         self.samples = 0
+        self.classifies: bool | None = None if self.task.metrics is None else False
         self.totals: dict[str, Any] = {}
         self.counts: dict[str, Any] = {}
 
     def add(self, batch: Any, samples: int) -> Computed | None:
-        computed = self.program.evaluated(batch, samples)
+        computed = self._computed(batch, samples)
         if computed is None:
             return None
         weight = self.task.weight_of(batch, samples)
+        rows, doubt = count_rows(batch, samples)
+        if doubt and self.task.weight is None:
+            self.program.checks.say_uncounted(doubt)
         self._add("loss", weighted(computed.loss.detach().to(self.wide), weight), weight)
         for name, value in computed.scalars.items():
             self._add(name, weighted(value.to(self.wide), weight), weight)
         if computed.output is not None:
-            for name, metric in self._metrics(computed.output, batch[-1]).items():
-                self._add(name, *self._counted(name, metric, computed.output, batch[-1], samples))
-        self.samples += samples
+            for name, metric in self._metrics(computed).items():
+                self._add(name, *self._counted(name, metric, computed.output, batch[-1], rows))
+        self.samples += rows
         return computed
+
+    def _computed(self, batch: Any, samples: int) -> Computed | None:
+        """The forward pass, with a word on whether it is of a classification, which the first batch shows."""
+        if self.classifies is None and not self.task.objective.cross_entropy:
+            with LossReads() as reads:
+                computed = self.program.evaluated(batch, samples)
+            if computed is not None and computed.output is not None:
+                self.classifies = reads.as_classes(computed.output, batch[-1])
+        else:
+            computed = self.program.evaluated(batch, samples)
+        if computed is None or computed.output is None:
+            return computed
+        certain = self.task.objective.cross_entropy or bool(self.classifies)
+        return computed._replace(classified=certain and has_class_shapes(computed.output, batch[-1]))
 
     def _add(self, name: str, total: Any, count: Any) -> None:
         self.totals[name] = self.totals.get(name, 0) + total
         self.counts[name] = self.counts.get(name, 0) + count
 
-    def _metrics(self, output: Any, target: Any) -> dict[str, Callable[[Any, Any], Any]]:
+    def _metrics(self, computed: Computed) -> dict[str, Callable[[Any, Any], Any]]:
         if self.task.metrics is not None:
             return dict(self.task.metrics)
         ignored = self.task.objective.ignore_index
-        if is_classification(output, target):
+        if computed.classified:
             return {"accuracy": lambda output, target: correct(output, target, ignored)}
         return {}
 
-    def _counted(self, name: str, metric: Callable, output: Any, target: Any, samples: int) -> tuple[Any, Any]:
+    def _counted(self, name: str, metric: Callable, output: Any, target: Any, rows: int) -> tuple[Any, Any]:
         value = calling(f"the metric {name!r}", metric, output, target)
         if isinstance(value, tuple):
             return value[0], value[1]
         if isinstance(value, Tensor) and value.ndim == 1:
             return value.to(self.wide).sum(), len(value)
         if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
-            return value * samples, samples
+            return value * rows, rows
         raise TaskError(
             f"the metric {name!r} returned {type(value).__name__}",
             expected="a number, a value per sample, or (sum, count)",
@@ -153,24 +181,3 @@ def figures_of(parts: Sequence[Sums]) -> Figures:
         total, count = (sum(own.get(name, (0.0, 0.0))[place] for _, own in parts) for place in (0, 1))
         values[name] = total / (count or math.nan)  # a mean of nothing is NaN
     return Figures(samples=sum(samples for samples, _ in parts), values=values)
-
-
-def is_classification(output: Any, target: Any) -> bool:
-    """Whether shapes and dtypes are those of class scores (batch, classes, ...) and int64 labels (batch, ...)."""
-    return (
-        isinstance(output, Tensor)
-        and isinstance(target, Tensor)
-        and target.dtype == torch.int64
-        and output.is_floating_point()
-        and output.ndim == target.ndim + 1
-        and output.shape[:1] + output.shape[2:] == target.shape
-    )
-
-
-def correct(output: Tensor, target: Tensor, ignored: int | None = None) -> tuple[Tensor, Tensor | int]:
-    """`(how many targets have the highest score, how many count)`."""
-    hits = output.argmax(dim=1) == target
-    if ignored is None:
-        return hits.sum(), target.numel()
-    counted = target != ignored
-    return (hits & counted).sum(), counted.sum()

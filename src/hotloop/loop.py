@@ -11,7 +11,7 @@ from typing import Any
 from hotloop.checkpoint import Best, Checkpoint, all_finite, check_storable
 from hotloop.continuing import check_data, check_schedule, newest_good
 from hotloop.data.source import Source
-from hotloop.errors import HotloopError, lost_workers_told
+from hotloop.errors import HotloopError, PartsDifferError, lost_workers_told
 from hotloop.evaluation import evaluate
 from hotloop.interrupts import REASONS, Interrupts, Stopped
 from hotloop.lowering import Program
@@ -19,7 +19,7 @@ from hotloop.lowering.step import means_of
 from hotloop.pacing import Cadence, Pace
 from hotloop.parallel.agreeing import check_in_step
 from hotloop.parallel.waiting import Waits
-from hotloop.parallel.world import World
+from hotloop.parallel.world import ALONE, World
 from hotloop.records import EpochRecord
 from hotloop.rng import preserved
 from hotloop.run import Run
@@ -188,6 +188,7 @@ class _Loop:
             sums = self.program.read_sums()
         except Exception as error:
             self.run.mark(self.program.position.step)
+            self._save_before_the_end(self.world if isinstance(error, PartsDifferError) else None)
             raise self._explained(error) from error
         elapsed = time.perf_counter() - started
         self.pace.ran(outcome.steps, elapsed)
@@ -390,9 +391,8 @@ class _Loop:
                 self._save_before_the_end()
                 raise explained_of_callback(error, callback, view, self._saved_step) from error
 
-    def _save_before_the_end(self) -> None:
-        """Saves what was trained before a callback's error ends it; other ranks would not be there to agree."""
+    def _save_before_the_end(self, here: World | None = ALONE) -> None:
+        """Saves what was trained before an error ends it, if all ranks are `here` to agree."""
         self.callbacks = ()  # none is to hear of that checkpoint
-        position = self.program.position
-        if self.world.alone and position.step and self._saved != position:
+        if here == self.world and self.program.position.step and self._saved != self.program.position:
             self._save()

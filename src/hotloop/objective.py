@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_MEANS = (
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss),
+    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss),
+)
+"""Losses of torch that are means over all numbers of the outputs, which may be of any batch."""
 _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 _IGNORED = -100
 """What torch's cross entropies leave out unless told otherwise."""
@@ -25,12 +30,14 @@ class Objective:
         ignore_index: the target that it leaves out; None if there is no such thing.
         class_weights: what each class counts, (classes,); None if all count the same.
         reduction: `mean`, `sum`, `none` or another's word.
+        sums_samples: whether a mean over more samples is the mean of their losses, whatever else is in the batch.
     """
 
     cross_entropy: bool
     ignore_index: int | None
     class_weights: Tensor | None
     reduction: str
+    sums_samples: bool = False
 
     @classmethod
     def of(cls, loss: Any) -> Objective:
@@ -48,6 +55,7 @@ class Objective:
             ignore_index=ignore_index,
             class_weights=weights if isinstance(weights, Tensor) else None,
             reduction=str(said("reduction", "mean")),
+            sums_samples=is_function or type(loss) in _MODULES + _MEANS or any(function is known for known in _MEANS),
         )
 
     def weight_of(self, target: Any, samples: int) -> Any:

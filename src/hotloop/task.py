@@ -11,10 +11,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from hotloop.copies import copied
 from hotloop.data.augment import Draws
 from hotloop.data.roles import Roles, assign_roles
+from hotloop.data.row_count import count_rows
 from hotloop.data.tree import inputs_of
 from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.foreign import call_arguments, default_device, restart_names
@@ -28,11 +30,19 @@ from hotloop.turns import evaluated, scalars_of
 
 
 class Computed(NamedTuple):
-    """What one forward pass gives: the loss, what the model put out (None in the `step` form), further scalars."""
+    """What one forward pass gives.
+
+    Attributes:
+        loss: 0-dim.
+        output: what the model put out; None in the `step` form.
+        scalars: further ones by name, each 0-dim.
+        classified: whether output and target certainly are class scores and labels; only an evaluation knows.
+    """
 
     loss: Tensor
     output: Any
     scalars: dict[str, Tensor]
+    classified: bool = False
 
 
 class Yielded(Computed):
@@ -94,8 +104,8 @@ class Task:
         clip_value: each gradient element is cut to this magnitude.
         average: decay of an exponential average of the weights, such as 0.999; evaluation uses the average.
         metrics: name -> `metric(output, target)`: a mean, or a value per sample, or `(sum, count)`. By default the
-            accuracy, where outputs and targets have the shapes of a classification.
-        weight: `weight(batch)`: what a partial loss counts; default its samples, or for cross entropy the targets
+            accuracy, where the loss reads outputs and targets as a classification.
+        weight: `weight(batch)`: what a partial loss counts; default its rows, or for cross entropy the targets
             that are not `ignore_index`.
         prepare: deterministic preprocessing of a batch's inputs, sample by sample; also applied by `predict`.
         augment: `augment(inputs, draws)`: random augmentation of a training batch, see `hotloop.data.Draws`.
@@ -104,6 +114,8 @@ class Task:
             memory once; by default that is found out. False for one that changes while training goes on.
         predict: `predict(model, inputs) -> output`, where `model(inputs)` is not it.
         shuffle: whether each epoch has an order of its own; default yes, or what the DataLoader does.
+        drop_last: whether an incomplete last batch of each training epoch is left out; default no, or what the DataLoader
+            does.
         monitor: the figure that decides which epoch is best; default `validation_loss`, else `train_loss`.
         goal: whether the monitored figure should fall or rise; default by its name.
         stop_below: stop when the monitored figure falls below (rises above, for a rising goal) this.
@@ -136,6 +148,7 @@ class Task:
     deterministic: bool | None = None
     predict: Callable[[nn.Module, Any], Any] | None = None
     shuffle: bool | None = None
+    drop_last: bool | None = None
     monitor: str | None = None
     goal: Literal["min", "max"] | None = None
     stop_below: float | None = None
@@ -167,6 +180,7 @@ class Task:
             prepare=self.prepare,
             collate=self.collate,
             shuffle=self.shuffle,
+            drop_last=self.drop_last,
         )
 
     def build_model(self) -> nn.Module:
@@ -257,10 +271,11 @@ class Task:
         return forward(model, inputs) if self.predict is None else self.predict(model, inputs)
 
     def weight_of(self, batch: Any, samples: int) -> Any:
-        """What the loss of `batch` counts: a number, or a 0-dim tensor."""
+        """What the loss of `batch`, made of so many samples, counts: a number, or a 0-dim tensor."""
         if self.weight is not None:
             return self.weight(batch)
-        return self.objective.weight_of(batch[-1], samples) if isinstance(batch, tuple | list) else samples
+        rows = count_rows(batch, samples).number
+        return self.objective.weight_of(batch[-1], rows) if isinstance(batch, tuple | list) and batch else rows
 
     def owners(self, model: nn.Module) -> dict[str, Any]:
         """What may hold random generators of those parts that compute a batch, by what to call them."""
@@ -312,7 +327,8 @@ def forward(model: nn.Module, inputs: Any) -> Any:
     """`model(inputs)`, or `model(x1, x2, ...)` for a tuple of several inputs."""
     arguments = call_arguments(model)
     with default_device(model):
-        return model(*inputs, **arguments) if isinstance(inputs, tuple) else model(inputs, **arguments)
+        several = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)
+        return model(*inputs, **arguments) if several else model(inputs, **arguments)
 
 
 def _loss_and_scalars(result: Any) -> tuple[Any, None, dict[str, Tensor]]:

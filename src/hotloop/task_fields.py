@@ -90,8 +90,9 @@ def _check_words(task: Any) -> None:
         raise TaskError(f"goal={task.goal!r}", expected="'min' or 'max'")
     if task.deterministic not in (None, True, False):
         raise TaskError(f"deterministic={task.deterministic!r}", expected="True, False, or None to find out")
-    if task.shuffle not in (None, True, False):
-        raise TaskError(f"shuffle={task.shuffle!r}", expected="True or False")
+    for name in ("shuffle", "drop_last"):
+        if getattr(task, name) not in (None, True, False):
+            raise TaskError(f"{name}={getattr(task, name)!r}", expected="True or False")
     if task.schedule_every not in ("step", "epoch"):
         raise TaskError(f"schedule_every={task.schedule_every!r}", expected="'step' or 'epoch'")
     if not isinstance(task.monitor, str | None):

@@ -25,9 +25,10 @@ from hotloop.data.cut import Cut
 from hotloop.data.on_batches import OnBatches
 from hotloop.data.order import Order
 from hotloop.data.roles import Roles
+from hotloop.data.row_count import count_rows
 from hotloop.data.seeded import NOTE, Seeded, iterated, owners_of, show_dataset
 from hotloop.data.source import Samples, Stream, Table
-from hotloop.data.tree import batch_length, map_tensors, to_device
+from hotloop.data.tree import map_tensors, to_device
 from hotloop.errors import DataError, HotloopError, blame, lost_worker
 from hotloop.generators import OwnedGenerators
 from hotloop.rng import Streams, preserved, seed_for
@@ -230,7 +231,7 @@ class StreamFeed:
         self._owned.seed(seed)
         done = seen = 0
         for number, batch in enumerate(_guarded(loader, seed, partial(self._begin, streams, epoch))):
-            done, size = number + 1, batch_length(batch)
+            done, size = number + 1, count_rows(batch).number
             if number >= start:  # a sample's place in the stream is its number
                 yield self.treatment(batch, epoch, number, torch.arange(seen, seen + size)), size
             seen += size

@@ -236,7 +236,7 @@ def _read(samples: Samples, how: Reading, form: tuple[str, ...]) -> Table:
                 column[done : done + rows] = values
             done += rows
             how.progress(done, count)
-    return Table(columns, read=True)
+    return Table(columns, read=True, batching=samples.batching)
 
 
 def _batches(samples: Samples, how: Reading, indices: Any) -> Generator[Any]:

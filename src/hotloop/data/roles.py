@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from hotloop.data.bundle import Bundle
 from hotloop.data.checks import check_finite
 from hotloop.data.order import Order, split
-from hotloop.data.source import DEFAULT_BATCH_SIZE, Given, Source, Stream, Table, as_source
+from hotloop.data.source import DEFAULT_BATCH_SIZE, Given, Source, Stream, Table, as_source, evaluation_source
 from hotloop.errors import DataError
 
 
@@ -93,6 +93,7 @@ def assign_roles(
     prepare: Callable[[Any], Any] | None,
     collate: Callable | None,
     shuffle: bool | None = None,
+    drop_last: bool | None = None,
 ) -> Roles:
     """Brings the data of a Task in, checks it, splits off validation, and prepares what fits in memory.
 
@@ -106,16 +107,16 @@ def assign_roles(
         validation = data.validation if validation is None else validation
         test = data.test if test is None else test
         data = data.train
-    given = as_source(data, "data", collate=collate, batch_size=batch_size)
-    train, held_out = _split_off(given.source, validation, seed, collate)
-    raw_test = None if test is None else as_source(test, "test", collate=collate).source
+    given = as_source(data, "data", collate=collate, batch_size=batch_size, drop_last=drop_last)
+    train, held_out = _split_off(given.source, validation, seed, collate, batch_size)
+    raw_test = None if test is None else evaluation_source(test, "test", collate=collate, batch_size=batch_size)
     if isinstance(raw_test, Table):
         check_finite(raw_test.columns, "test")  # now, rather than after hours of training
     size = _batch_size(batch_size, given, train)
     order = None
     if not isinstance(train, Stream):
         shuffled = shuffle if shuffle is not None else given.shuffle is not False
-        order = Order(len(train), size, seed, shuffled, given.drop_last)
+        order = Order(len(train), size, seed, shuffled, given.drop_last if drop_last is None else drop_last)
     return Roles(
         train=ready(train, "data", prepare, seed),
         validation=ready(held_out, "validation", prepare, seed) if held_out is not None else None,
@@ -130,13 +131,15 @@ def assign_roles(
     )
 
 
-def _split_off(source: Source, validation: Any, seed: int, collate: Callable | None) -> tuple[Source, Source | None]:
+def _split_off(
+    source: Source, validation: Any, seed: int, collate: Callable | None, batch_size: int | None
+) -> tuple[Source, Source | None]:
     if validation is None:
         return source, None
     if isinstance(validation, bool):
         raise DataError(f"validation={validation}", expected="data, a share such as 0.1, or a number of samples")
     if not isinstance(validation, int | float):
-        return source, as_source(validation, "validation", collate=collate).source
+        return source, evaluation_source(validation, "validation", collate=collate, batch_size=batch_size)
     if isinstance(source, Stream):
         raise DataError(
             f"validation={validation} asks for a share of data that has an order of its own",

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from hotloop.data.feed import Feed
 from hotloop.data.order import Order, Parted, part
+from hotloop.data.row_count import count_rows
 from hotloop.data.seeded import Seeded
 from hotloop.data.source import Samples, Source
 from hotloop.data.tree import map_tensors, tensors
@@ -63,7 +64,8 @@ class CutFeed:
         self.reseeds = self.feed.reseeds
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
-        for batch, samples in self.feed.epoch(epoch, start):
+        for batch, asked in self.feed.epoch(epoch, start):
+            samples = count_rows(batch, asked).number
             first, last = part(samples, self.order.rank, self.order.ranks)
             rows = slice(first, last) if first < last else slice(1)
             yield map_tensors(lambda value, rows=rows: value[rows], batch), samples  # type: ignore[misc]

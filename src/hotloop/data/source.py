@@ -33,6 +33,21 @@ from hotloop.errors import DataError, kind
 from hotloop.rng import seed_for
 
 DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a DataLoader for evaluation cuts its data into batches.
+
+    Attributes:
+        batch_size: samples in a batch; None where no DataLoader says how many.
+        drop_last: whether an incomplete last batch is left out.
+    """
+
+    batch_size: int | None = None
+    drop_last: bool = False
+
+
 _CPU = torch.device("cpu")
 
 
@@ -44,12 +59,14 @@ class Table:
         prepared: whether `prepare` was applied already.
         read: whether they were read from a data set, in whose stead they stand.
         device: where all of them lie.
+        batching: how they are cut into batches for evaluation.
     """
 
     columns: Any
     prepared: bool = False
     read: bool = False
     device: torch.device = _CPU
+    batching: Batching = Batching()
 
     def __len__(self) -> int:
         return next(tensors(self.columns)).shape[0]
@@ -91,12 +108,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Samples:
-    """A map-style data set (`__getitem__` and `__len__`) and how its samples become a batch."""
+    """A map-style data set (`__getitem__` and `__len__`) and how its samples become a batch.
+
+    Attributes:
+        batching: how it is cut into batches for evaluation.
+    """
 
     dataset: Any
     collate: Callable[[list], Any] = default_collate
     workers: int = 0
     loader_options: dict[str, Any] = field(default_factory=dict)
+    batching: Batching = Batching()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -148,7 +170,29 @@ class Given:
     drop_last: bool = False
 
 
-def as_source(data: Any, name: str, *, collate: Callable | None = None, batch_size: int | None = None) -> Given:
+def evaluation_source(data: Any, name: str, *, collate: Callable | None, batch_size: int | None = None) -> Source:
+    """Brings a user's data for evaluation into one form; see `as_source`.
+
+    A DataLoader's own `batch_size`, `drop_last` and `collate_fn` count for its data; its order is that of the data, without
+    its `shuffle`, unless it has a sampler of its own.
+    """
+    has_own = isinstance(data, DataLoader) and data.collate_fn is not default_collate
+    given = as_source(data, name, collate=None if has_own else collate, batch_size=batch_size)
+    if isinstance(given.source, Stream) or given.batch_size is None:
+        return given.source
+    samples = len(given.source)
+    batching = Batching(min(given.batch_size, samples), given.drop_last and given.batch_size <= samples)
+    return replace(given.source, batching=batching)
+
+
+def as_source(
+    data: Any,
+    name: str,
+    *,
+    collate: Callable | None = None,
+    batch_size: int | None = None,
+    drop_last: bool | None = None,
+) -> Given:
     """Brings a user's data into one form.
 
     Args:
@@ -156,22 +200,30 @@ def as_source(data: Any, name: str, *, collate: Callable | None = None, batch_si
             set, a DataLoader, or another iterable of batches that can be run through again and again.
         name: what to call it in an error: `data`, `validation` or `test`.
         collate: turns a list of samples into a batch; None for a loader's own, else torch's default.
-        batch_size: for iterable data sets, which torch cuts into batches itself.
+        batch_size, drop_last: for iterable data sets, which torch cuts into batches itself.
 
     Raises:
-        DataError: it is none of these, is empty, or its arrays have unequal lengths.
+        DataError: it is none of these, is empty, its arrays have unequal lengths, or it cuts its batches itself and
+            `drop_last` asks for others.
     """
-    given = _recognise(data, name, collate, batch_size)
+    if isinstance(data, IterableDataset):
+        size = batch_size or DEFAULT_BATCH_SIZE
+        return Given(Stream(DataLoader(data, batch_size=size, collate_fn=collate, drop_last=bool(drop_last))))
+    given = _recognise(data, name, collate)
+    if isinstance(given.source, Stream) and drop_last not in (None, getattr(data, "drop_last", None)):
+        raise DataError(
+            f"drop_last={drop_last}, and {name} cuts its batches itself",
+            expected="drop_last for arrays or a data set, whose batches hotloop cuts",
+            fix=f"leave drop_last out of the Task, and set it where {name} is made",
+        )
     if not isinstance(given.source, Stream) and len(given.source) == 0:
         raise DataError(f"{name} is empty", expected="one sample or more", fix="check how it was loaded")
     return given
 
 
-def _recognise(data: Any, name: str, collate: Callable | None, batch_size: int | None) -> Given:
+def _recognise(data: Any, name: str, collate: Callable | None) -> Given:
     if isinstance(data, DataLoader):
         return _from_loader(data, name, collate)
-    if isinstance(data, IterableDataset):
-        return Given(Stream(DataLoader(data, batch_size=batch_size or DEFAULT_BATCH_SIZE, collate_fn=collate)))
     if isinstance(data, TensorDataset) and collate is None:
         return Given(_table(data.tensors if len(data.tensors) > 1 else data.tensors[0], name))
     if isinstance(data, list) and data and (collate or isinstance(data[0], tuple | Mapping)):
@@ -216,7 +268,7 @@ def _from_loader(loader: DataLoader, name: str, collate: Callable | None) -> Giv
     )
     collate = collate or loader.collate_fn
     if isinstance(loader.dataset, TensorDataset) and collate is default_collate and not loader.num_workers:
-        return Given(_recognise(loader.dataset, name, None, None).source, **said)
+        return Given(_recognise(loader.dataset, name, None).source, **said)
     options = {
         key: getattr(loader, key)
         for key in ("pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hotloop.copies import NotCopiedError, copied
+from hotloop.data.row_count import count_rows
 from hotloop.data.tree import map_tensors, tensors
-from hotloop.errors import PlanError, blame
+from hotloop.errors import HotloopError, PlanError, blame
 from hotloop.lowering.grouped import in_float64
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.loss_calls import watched_losses
+from hotloop.lowering.widening import Widening
 from hotloop.modes import set_training
 from hotloop.objective import weighted
 from hotloop.task import Computed
@@ -27,7 +31,7 @@ Backward = Callable[[Tensor], Any]
 
 def accumulate(parts: Ingredients, model: nn.Module, batch: Any, samples: int, backward: Backward) -> Computed:
     """Runs `backward` on each piece's share of the loss; returns the loss and scalars of the whole batch."""
-    cut = list(pieces_of(batch, samples, parts.plan.accumulation))
+    cut = list(pieces_of(batch, count_rows(batch, samples).number, parts.plan.accumulation))
     weights = [float(parts.weigh(piece, size)) for piece, size in cut]
     loss: Any = 0.0
     scalars: dict[str, Any] = {}
@@ -52,7 +56,7 @@ def accumulate_on_device(
         backward: also gets a 0-dim bool tensor where what a piece counts depends on the values in it; False if it
             counts nothing, so that its gradients, of a mean of nothing, are to be left out.
     """
-    cut = list(pieces_of(batch, samples, parts.plan.accumulation))
+    cut = list(pieces_of(batch, count_rows(batch, samples).number, parts.plan.accumulation))
     weights = [parts.weigh(piece, size) for piece, size in cut]
     total: Any = sum(weights)
     loss: Any = 0.0
@@ -101,6 +105,10 @@ def check_accumulation(parts: Ingredients, batch: Any, samples: int) -> None:
     check_pieces(parts, batch, samples, pieces, f"accumulation={pieces}", "leave accumulation out")
 
 
+class NotCompared(PlanError):
+    """The gradients of a batch as a whole can't be computed beside training."""
+
+
 def check_pieces(
     parts: Ingredients, batch: Any, samples: int, pieces: int, asked: str, instead: str, wide: bool = True
 ) -> None:
@@ -121,7 +129,7 @@ def check_pieces(
         with roundings:
             whole = _gradients(parts, batch, samples, 1, wide)
             cut = _gradients(parts, batch, samples, pieces, wide)
-    except PlanError:
+    except HotloopError:
         raise
     except Exception as error:
         if isinstance(error, NotCopiedError):
@@ -129,11 +137,13 @@ def check_pieces(
         if whole:
             what = f"{asked} fails in a piece of a batch ({blame(error)})"
             raise not_in_pieces(what, instead, _norms(parts)) from error
-        raise PlanError(
+        raise NotCompared(
             f"{asked} can't be checked{' in float64' * wide}: {blame(error)}",
             expected="a model that runs in float64 too, which casts to no dtype of its own" if wide else "",
             fix=instead,
         ) from error
+    if not all(bool(value.isfinite().all()) for value in whole.values()):
+        return  # training itself reports what isn't finite, and where
     if (name := farthest(whole, cut, None if wide else roundings.eps)) is not None:
         raise not_in_pieces(f"{asked} changes the gradient of {name!r}", instead, _norms(parts))
 
@@ -191,9 +201,11 @@ def _gradients(parts: Ingredients, batch: Any, samples: int, pieces: int, wide: 
     if wide:
         model = model.double()
         batch = map_tensors(lambda value: value.double() if value.is_floating_point() else value, batch)
-    cut = Ingredients(**{**vars(parts), "plan": parts.plan.with_axes(accumulation=pieces)})
-    with Means():
-        accumulate(cut, model, batch, samples, lambda loss: loss.backward())
+    plan, classes = parts.plan.with_axes(accumulation=pieces), bool(parts.task.classes or parts.roles.classes)
+    with parts.on_copied_loss() as own:
+        cut = Ingredients(**{**vars(own), "plan": plan})
+        with Means(), Widening() if wide else nullcontext(), watched_losses(model, batch, classes=classes):
+            accumulate(cut, model, batch, samples, lambda loss: loss.backward())
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 

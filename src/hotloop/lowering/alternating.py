@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hotloop.errors import TaskError, kind
 from hotloop.foreign import default_device
+from hotloop.lowering.first_step import check_clipping, checking_losses
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.precision import numbers
-from hotloop.lowering.step import OF_WEIGHT, EagerStep, needs_closure, refusing_broadcasts
+from hotloop.lowering.step import OF_WEIGHT, EagerStep, needs_closure
 from hotloop.lowering.subnormals import swept
 from hotloop.named_optimizers import NamedOptimizers
 from hotloop.task import Computed
@@ -51,7 +52,7 @@ class AlternatingStep(EagerStep):
         self.draws.seed(step)
         self._clear_gradients()
         self._taken.clear()
-        watched = nullcontext() if self._checked else refusing_broadcasts()
+        watched = nullcontext() if self._checked else checking_losses(self.parts, batch)
         # The contexts stay open from update to update, since those that `step` opens lie inside of them.
         with watched, default_device(self.parts.model), numbers(self.parts):
             generator = self._generator(batch)
@@ -109,7 +110,7 @@ class AlternatingStep(EagerStep):
                     fix="check the name, detach() and torch.no_grad()",
                 )
             if not self._checked:
-                self._check_clipping()
+                check_clipping(self.parts.task, self._trainable)
             self.clip(values)
             member.step()
         torch.clear_autocast_cache()  # it has the weights from before the update

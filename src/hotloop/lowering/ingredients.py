@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.feasible_ranks import JOINT
 from hotloop.foreign import is_built
 from hotloop.lowering.attributes import hand_on, unchanged
+from hotloop.lowering.loss_copy import copied_loss
 from hotloop.lowering.telling import SILENT, During, Say
 from hotloop.modes import evaluation_mode, note_of_modes, set_training, stays_in_eval
 from hotloop.parallel.waiting import Meter
@@ -78,6 +79,29 @@ class Ingredients:
     def devices(self) -> tuple[torch.device, ...]:
         """All that the step computes on, the plan's first."""
         return (self.device, *self.elsewhere)
+
+    @contextmanager
+    def on_copied_loss(self) -> Iterator[Ingredients]:
+        """The same, to try something: what the loss counts or stores meanwhile is a copy's, or is put back.
+
+        Raises:
+            NotCopied: a part of the loss can't be copied.
+        """
+        task = self.task
+        if self.compute == task.compute and task.loss is not None:
+            task = replace(task, loss=copied_loss(task.loss))
+            vars(task)["roles"] = self.roles
+            weigh = self.weigh if self.weigh is _samples else task.weight_of
+            yield replace(self, task=task, compute=task.compute, weigh=weigh)
+            return
+        buffers = list(task.loss.buffers()) if isinstance(task.loss, nn.Module) else []
+        before = [value.clone() for value in buffers]
+        try:
+            yield self  # the plan computes by a function of its own, which calls the loss itself
+        finally:
+            with torch.no_grad():
+                for value, then in zip(buffers, before, strict=True):
+                    value.copy_(then)
 
     @property
     def relayed(self) -> bool:

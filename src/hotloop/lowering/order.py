@@ -28,6 +28,7 @@ from hotloop.lowering.precision import in_precision
 from hotloop.lowering.program import Program
 from hotloop.lowering.residency import resident
 from hotloop.lowering.served import served
+from hotloop.lowering.single_sample import check_single_samples
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.telling import During, Say, in_lines
 from hotloop.lowering.threads import repeatable, with_threads
@@ -95,6 +96,7 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
             parts = transform(parts)
         for note in parts.notes:
             say(note)
+        check_single_samples(parts)
         if plan.parallel == "async":
             return served(parts, Policy.of(plan))
         check_whole_gradients(parts.model, plan)
@@ -166,6 +168,7 @@ def _checked(program: Program) -> Program:
     if plan.accumulation > 1:
         with unchanged(parts.task):
             check_accumulation(parts, batch, samples)
+        program.checks.compared_first(batch)
     if made:
         began = time.perf_counter()
         if plan.compile != "none":

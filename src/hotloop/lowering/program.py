@@ -14,10 +14,12 @@ from torch.fx import GraphModule
 
 from hotloop.data.cut import Cut
 from hotloop.data.feed import Feed, TableFeed
-from hotloop.data.tree import batch_length, to_device
+from hotloop.data.row_count import count_rows
+from hotloop.data.tree import to_device
 from hotloop.lowering.again import any_of_users
 from hotloop.lowering.allocator import keeps, let_go
 from hotloop.lowering.attributes import Attributes, changes_of_samples
+from hotloop.lowering.batch_checks import BatchChecks
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.schedules import restore_schedule
 from hotloop.lowering.step import EagerStep
@@ -58,6 +60,7 @@ class Program:
 
     Attributes:
         position: where in the data training stands.
+        checks: of each batch before its step.
         watched: whether callbacks of the user's are called in training, which may change what the step does.
         inexact: a line for each reason found so far why a resumed run may differ from an uninterrupted one.
         compile_s: seconds that capturing and compiling the step took, or loading it compiled; 0 if it isn't.
@@ -70,6 +73,7 @@ class Program:
         self.compile_s = 0.0
         self.watched = any_of_users(parts.task.callbacks)
         self.inexact: list[str] = []
+        self.checks = BatchChecks(parts)
         self._step = step
         self._mode = TrainingMode(parts.model, parts.in_eval)
         self._switched = step.switched
@@ -135,7 +139,8 @@ class Program:
         try:
             with self.around():
                 taken = self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
-                for done, size in self._step.run(taken, start):
+                checked = self.checks.passing(taken, start) if self.checks.needed else taken
+                for done, size in self._step.run(checked, start):
                     number += done
                     samples += size
         except BaseException:
@@ -151,7 +156,7 @@ class Program:
 
     def _opened(self, epoch: int, first: int) -> Iterator[tuple[Any, int]]:
         feed = self.feed
-        if self._step.cuts_batches and isinstance(feed, TableFeed) and feed.untouched:
+        if self._step.cuts_batches and not self.checks.needed and isinstance(feed, TableFeed) and feed.untouched:
             return feed.cut(epoch, first)
         return feed.epoch(epoch, first)
 
@@ -165,7 +170,9 @@ class Program:
         self._step.begin_span()
         with preserved(*self.devices), self.around():
             batch = to_device(batch, self.device)
-            loss = self._step(batch, batch_length(batch), self.position.step)
+            if self.checks.needed:
+                self.checks.check(batch, count_rows(batch).number, self.position.step)
+            loss = self._step(batch, count_rows(batch).number, self.position.step)
         self.position = Position(self.position.step + 1, self.position.epoch, self.position.batch + 1)
         return loss
 

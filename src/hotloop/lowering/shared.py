@@ -22,6 +22,7 @@ from hotloop.data.tree import to_device
 from hotloop.errors import PlanError, blame
 from hotloop.lowering.attributes import unchanged
 from hotloop.lowering.ingredients import Ingredients, counts_samples
+from hotloop.lowering.later_shares import LaterShares
 from hotloop.lowering.passes import nodes_below
 from hotloop.lowering.shares import check_shares
 from hotloop.lowering.step import EagerStep
@@ -47,7 +48,8 @@ class SharedStep(EagerStep):
         _check_gradients(parts)
         with unchanged(parts.task):
             self._as_one = look(parts)
-            check_shares(parts, self._as_one.draws)
+            draws = self._as_one.draws
+            self._later = LaterShares(parts, draws, tried=check_shares(parts, draws))
         self._module = self._engine(Whole(parts.model, parts.compute), parts)  # before the optimizer looks at it
         super().__init__(parts)
         if self._as_one.draws.odd:  # each rank has its own, rather than all the same ones for different samples
@@ -78,6 +80,7 @@ class SharedStep(EagerStep):
     def _backward(self, batch: Any, samples: int, step: int) -> Computed:
         first, last = part(samples, self.parts.world.rank, self.parts.world.ranks)
         self._rows, self._samples = last - first, samples
+        self._later.check(batch, self._rows, step, self.together)
         return super()._backward(batch, samples, step)
 
     def _compute(self, batch: Any) -> Computed:

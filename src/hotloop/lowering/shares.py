@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -20,9 +19,11 @@ from hotloop.copies import copied
 from hotloop.data.feed import Treatment, open_feed
 from hotloop.data.rows import others_in
 from hotloop.data.tree import map_tensors
-from hotloop.errors import blame, kind
+from hotloop.errors import TaskError, blame, kind
 from hotloop.lowering.accumulation import Means, Roundings, farthest, not_in_pieces, pieces_of, without_rows
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.loss_calls import watched_losses
+from hotloop.lowering.widening import Widening, widened
 from hotloop.modes import set_training
 from hotloop.parallel.draws import Pattern, WholeDraws
 from hotloop.parallel.norms import backward_within
@@ -32,11 +33,14 @@ from hotloop.task import Computed
 Share = tuple[Any, int]
 """A batch, and how many rows it has."""
 
+APART = "parallel=local: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone"
+"""What is said of ranks that train by themselves, each towards something else."""
+
 _SAMPLES = 5
 """As few as make two shares of different sizes, each of several."""
 
 
-def check_shares(parts: Ingredients, draws: Pattern) -> None:
+def check_shares(parts: Ingredients, draws: Pattern) -> bool:
     """Compares the gradient of a few samples with what two shares of them add up to; all ranks call it together.
 
     Batch norms keep to their running statistics, and random numbers are those of the whole, since ranks have both in
@@ -45,6 +49,9 @@ def check_shares(parts: Ingredients, draws: Pattern) -> None:
 
     Args:
         draws: how the model draws random numbers.
+
+    Returns:
+        Whether they could be compared, and agree.
 
     Raises:
         PlanError: the loss, or a layer, looks at the batch as a whole.
@@ -55,9 +62,10 @@ def check_shares(parts: Ingredients, draws: Pattern) -> None:
     if untried:
         parts.say(f"{asked}: whether the ranks' gradients add up to that of one process couldn't be tried: {untried}")
     elif name and parts.plan.parallel == "local":
-        parts.say(f"{asked}: the loss or a layer looks at the batch as a whole, and each rank's at its rows alone")
+        parts.say(APART)
     elif name:
         raise not_in_pieces(f"{asked} changes the gradient of {name!r}", "use parallel=none", norms=())
+    return not untried and not name
 
 
 def _tried(parts: Ingredients, draws: Pattern) -> tuple[str, str]:
@@ -110,10 +118,47 @@ def _compared(parts: Ingredients, batch: Any, samples: int, draws: Pattern) -> t
     return "", name
 
 
+def differing(parts: Ingredients, draws: Pattern, batch: Any, samples: int, pieces: int) -> tuple[str, str]:
+    """What `_tried` returns, of a later batch in so many pieces.
+
+    In float64 with draws at their means; where the model can't do that, in its own numbers with those of the whole.
+    """
+    whole, cut = [(batch, samples)], list(pieces_of(batch, samples, pieces))
+    if len(cut) < 2:
+        return "", ""
+    means, seen, eps = Means(), _Seen(), None
+    try:
+        with Widening():
+            one, several = (_gradients(parts, shares, draws, means, seen, wide=True) for shares in (whole, cut))
+    except _Told:
+        return "", ""
+    except Exception:  # it casts to a dtype of its own
+        means.unknown = means.unknown or "a dtype of its own"
+    if means.unknown:
+        means = Means() if draws.odd else None  # type: ignore[assignment]
+        one, several = (_gradients(parts, shares, draws, means, seen) for shares in (whole, cut))
+        eps = seen.eps
+    if means is not None and means.unknown:
+        return f"it draws by {means.unknown}", ""
+    if not all(bool(value.isfinite().all()) for value in one.values()):
+        return "", ""  # training itself reports what isn't finite
+    return "", farthest(one, several, eps) or ""
+
+
 def _gradients(
-    parts: Ingredients, shares: Sequence[Share], draws: Pattern, means: Means | None, seen: _Seen
+    parts: Ingredients,
+    shares: Sequence[Share],
+    draws: Pattern,
+    means: Means | None,
+    seen: _Seen,
+    *,
+    wide: bool = False,
 ) -> dict[str, Tensor]:
-    """What the shares' gradients add up to under the plan's weights, by parameter, in the model's own numbers."""
+    """What the shares' gradients add up to under the plan's weights, by parameter, in the model's own numbers.
+
+    Args:
+        wide: in float64 instead.
+    """
     weights = [float(parts.weigh(*share)) for share in shares]
     samples = sum(rows for _, rows in shares)
     whole = draws.any and means is None
@@ -125,6 +170,8 @@ def _gradients(
         model = set_training(copied(parts.model), parts.in_eval)
         compute = _with_a_copy_of_the_loss(parts)
         rows = map_tensors(torch.clone, batch)
+        if wide:
+            model, rows = model.double(), map_tensors(widened, rows)
         for_all = partial(WholeDraws, draws, samples, number, len(shares)) if whole else _nothing
         Streams(parts.task.seed, parts.device).reseed("look")
         with seen, means or nullcontext():
@@ -153,12 +200,11 @@ class _Told(Exception):
 
 
 def _loss(compute: Callable[[nn.Module, Any], Computed], model: nn.Module, batch: Any) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")
-        try:
+    try:
+        with watched_losses(model, batch, classes=False):
             loss = compute(model, batch).loss
-        except UserWarning as warning:
-            raise _Told from warning
+    except TaskError as error:
+        raise _Told from error
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         raise _Told
     return loss

@@ -16,6 +16,7 @@ from hotloop.data.feed import peek
 from hotloop.data.tree import batch_length, map_tensors
 from hotloop.errors import PlanError
 from hotloop.lowering.conveying import Conveyor, own_stages
+from hotloop.lowering.first_step import check_clipping, check_loss
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.pieces import Objective, drawn_elsewhere, leaves_of, without_backward
 from hotloop.lowering.shared import look
@@ -51,9 +52,10 @@ class StagedStep(EagerStep):
         self._holding.settle(parts.device, objective.loss)
         super().__init__(parts)
         computed = chain.traced.result(chain.rehearsed[-1].leaving)
-        self._check_loss(computed.loss)
+        check_loss(computed.loss)
+        self._checked = True
         self._names = list(computed.scalars)
-        self._check_clipping()
+        check_clipping(self.parts.task, self._trainable)
         self._keep_own_averages()
         self._shared = self._holding.shared()
         self._convey = Conveyor(parts, objective, self._holding, self._drawn_ahead(seen.draws, chain))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +13,12 @@ from torch.fx import GraphModule
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from hotloop.errors import TaskError, kind
+from hotloop.errors import TaskError
 from hotloop.lowering.accumulation import accumulate
 from hotloop.lowering.attributes import functions_of
+from hotloop.lowering.first_step import check_clipping, check_loss, checking_losses
 from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.loss_sum import sum_doubt
 from hotloop.lowering.plan_limits import check_optimizer, check_trainable
 from hotloop.lowering.step_generators import StepGenerators
 from hotloop.lowering.subnormals import swept
@@ -135,13 +135,14 @@ class EagerStep:
         self._clear_gradients()
         first = not self._checked
         if self.parts.plan.accumulation > 1:
-            computed = accumulate(self.parts, self.parts.model, batch, samples, self._backward_of)
+            with checking_losses(self.parts, batch) if first else nullcontext():
+                computed = accumulate(self.parts, self.parts.model, batch, samples, self._backward_of)
             self._checked = True
         else:
             computed = self._compute_first(batch) if first else self._compute(batch)
             computed = self._differentiate(computed, batch, samples)
         if first:
-            self._check_clipping()
+            check_clipping(self.parts.task, self._trainable)
         self._clip_unscaled()
         return computed
 
@@ -276,11 +277,16 @@ class EagerStep:
 
     def _compute_first(self, batch: Any) -> Computed:
         """The first forward pass: what would train, but on something wrong, is refused."""
-        with refusing_broadcasts():
+        with checking_losses(self.parts, batch):
             computed = self._compute(batch)
         if isinstance(computed, Yielded):
             raise one_for_a_generator()
-        self._check_loss(computed.loss)
+        check_loss(computed.loss)
+        self._checked = True
+        parts = self.parts
+        if parts.world.alone and computed.output is not None:
+            doubt = sum_doubt(parts.task, computed.output, batch[-1], parts.device)
+            parts.say(doubt) if doubt else None
         return computed
 
     def _closure_step(self, batch: Any, samples: int, step: int) -> Computed:
@@ -341,32 +347,6 @@ class EagerStep:
         by_epoch = all(isinstance(one, ReduceLROnPlateau) for one in schedules_of(self.schedule))
         return self.parts.task.schedule_every == "step" and not by_epoch
 
-    def _check_loss(self, loss: Any) -> None:
-        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind(loss)
-            fixed = isinstance(loss, Tensor) and not loss.ndim
-            raise TaskError(
-                f"the loss is {shape}" + (" that depends on no trainable parameter" if fixed else ""),
-                expected="a 0-dim tensor to differentiate",
-                fix="return the mean over the batch" if not fixed else "check detach() and requires_grad",
-            )
-        self._checked = True
-
-    def _check_clipping(self) -> None:
-        """Refuses what torch can't clip."""
-        task, values = self.parts.task, self._trainable
-        sparse = any(value.grad is not None and value.grad.is_sparse for value in values)
-        if sparse and (task.clip_norm is not None or task.clip_value is not None):
-            raise TaskError(
-                "the Task clips gradients, and some are sparse",
-                expected="dense gradients, which torch can clip",
-                fix="leave out clip_norm and clip_value, or sparse=True of the embedding",
-            )
-        if task.clip_value is not None and any(value.is_complex() for value in values):
-            raise TaskError(
-                "clip_value with complex parameters", expected="an order to cut by", fix="use clip_norm instead"
-            )
-
     def _check_ownership(self) -> None:
         own = {id(value) for value in self.holder.parameters()}
         if any(id(value) not in own for value in self._trainable):
@@ -375,22 +355,6 @@ class EagerStep:
                 expected="parameters of the model alone",
                 fix="make it part of the module that the model factory returns, and load weights without assign=True",
             )
-
-
-@contextmanager
-def refusing_broadcasts() -> Iterator[None]:
-    """Turns torch's warning of outputs and targets that broadcast into an error."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")
-        try:
-            yield
-        except UserWarning as warning:
-            target, output, *_ = re.findall(r"\[([\d, ]*)\]", str(warning))
-            raise TaskError(
-                f"the loss got outputs of shape ({output}) and targets of shape ({target})",
-                expected="equal shapes: torch would compare each output with each target",
-                fix="reshape one of them, such as y[:, None] or model(x).flatten()",
-            ) from warning
 
 
 OF_WEIGHT = "weight of "

@@ -36,9 +36,9 @@ class Whole(Around, nn.Module):
         self._compute = compute
 
     def forward(self, batch: Any) -> Any:
-        loss, _, scalars = self._compute(self.model, batch)
+        computed = self._compute(self.model, batch)
         # What doesn't lead to the loss must not look as if its parameters were to get gradients.
-        return loss, {name: value.detach() for name, value in scalars.items()}
+        return computed.loss, {name: value.detach() for name, value in computed.scalars.items()}
 
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters

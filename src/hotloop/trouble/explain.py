@@ -23,6 +23,7 @@ from hotloop.errors import (
     out_of_memory,
 )
 from hotloop.lowering import Program
+from hotloop.lowering.single_sample import NORMALISED
 from hotloop.trouble import devices, dtypes
 from hotloop.trouble.memory import exhausted
 from hotloop.trouble.place import batch_at, local_at, module_at, named, saved, step_under_way, stray_at
@@ -145,6 +146,17 @@ def _sample_with(trouble: _Trouble, label: int) -> str:
     return f" in sample {int(numbers[rows[0]])}" if len(rows) and numbers is not None else ""
 
 
+def _single(trouble: _Trouble) -> HotloopError | None:
+    if NORMALISED not in trouble.text or trouble.during:
+        return None
+    return DataError(
+        f"{trouble.place}: a batch has one value for each channel{trouble.where}, which a batch norm can't normalise",
+        expected="2 samples or more in each batch",
+        fix=f"leave such batches out (drop_last of the Task or the DataLoader), or use another batch_size; "
+        f"{saved(trouble.saved_step)}",
+    )
+
+
 def _index(trouble: _Trouble) -> HotloopError | None:
     if "device-side assert" in trouble.text:
         return DataError(
@@ -179,5 +191,5 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_KINDS: tuple[Callable[[Any], HotloopError | None], ...] = (_other_device, _label, _index, _dtype)
+_KINDS: tuple[Callable[[Any], HotloopError | None], ...] = (_other_device, _single, _label, _index, _dtype)
 """Each recognises one kind of mistake."""

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from hotloop.errors import HotloopError, MemoryExhausted, NonFiniteError, RankLostError, blame, out_of_memory
+from hotloop.errors import (
+    HotloopError,
+    MemoryExhausted,
+    NonFiniteError,
+    PartsDifferError,
+    RankLostError,
+    blame,
+    out_of_memory,
+)
 from hotloop.lowering import Program
 from hotloop.parallel.world import is_loss
 from hotloop.trouble.explain import explained
@@ -21,6 +29,8 @@ def explained_of_rank(error: Exception, program: Program, saved_step: int | None
         fix = "use a smaller batch_size, or more ranks, each of which computes a smaller part of it"
         return MemoryExhausted(f"rank {world.rank}: {place} ran out of memory: {blame(error)}", fix=fix)
     found = explained(error, program, saved_step, during)
+    if isinstance(found, PartsDifferError):  # which all ranks find together
+        return found
     return type(found)(f"rank {world.rank}: {found.given}", expected=found.expected, fix=found.fix)
 
 

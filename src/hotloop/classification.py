@@ -1,0 +1,75 @@
+"""Whether outputs and targets certainly are class scores and labels, so that an accuracy means something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_COMPARES_LABELS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
+"""Losses of scores (batch, classes, ...) and labels (batch, ...)."""
+
+_NORMALISES = (
+    *(F.softmax, torch.softmax, Tensor.softmax),
+    *(F.log_softmax, torch.log_softmax, Tensor.log_softmax),
+)
+
+
+class LossReads(TorchFunctionMode):
+    """Notes which tensors torch's classification losses and softmax read while a loss is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compared: list[tuple[Tensor, Tensor]] = []
+        self._normalised: list[Tensor] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _COMPARES_LABELS:
+            scores = args[0] if args else kwargs.get("input")
+            labels = args[1] if len(args) > 1 else kwargs.get("target")
+            if isinstance(scores, Tensor) and isinstance(labels, Tensor):
+                self._compared.append((scores, labels))
+        elif function in _NORMALISES and args and isinstance(args[0], Tensor):
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if dim in (1, 1 - args[0].ndim):
+                self._normalised.append(args[0])
+        return function(*args, **kwargs)
+
+    def as_classes(self, output: Any, target: Any) -> bool:
+        """Whether the loss read the output as scores of the target's classes, along the output's second dimension."""
+        if not has_class_shapes(output, target) or output.shape[1] < 2:
+            return False
+        compared = any(_same(scores, output) and _same(labels, target) for scores, labels in self._compared)
+        return compared or any(_same(scores, output) for scores in self._normalised)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one, or one is a cast of the other."""
+    if one.dtype != other.dtype:
+        return one.shape == other.shape and one.ndim <= 2
+    return one.shape == other.shape and one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
+
+
+def has_class_shapes(output: Any, target: Any) -> bool:
+    """Whether shapes and dtypes are those of class scores (batch, classes, ...) and int64 labels (batch, ...)."""
+    return (
+        isinstance(output, Tensor)
+        and isinstance(target, Tensor)
+        and target.dtype == torch.int64
+        and output.is_floating_point()
+        and output.ndim == target.ndim + 1
+        and output.shape[:1] + output.shape[2:] == target.shape
+    )
+
+
+def correct(output: Tensor, target: Tensor, ignored: int | None = None) -> tuple[Tensor, Tensor | int]:
+    """`(how many targets have the highest score, how many count)`."""
+    hits = output.argmax(dim=1) == target
+    if ignored is None:
+        return hits.sum(), target.numel()
+    counted = target != ignored
+    return (hits & counted).sum(), counted.sum()

@@ -1,0 +1,157 @@
+"""How many rows a batch has: `collate` may leave samples out, and the rows need not lie along the first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+class Rows(NamedTuple):
+    """The rows of a batch.
+
+    Attributes:
+        number: how many there are; the samples asked for where the rows can't be counted.
+        doubt: why the rows can't be counted; empty where they are counted surely.
+    """
+
+    number: int
+    doubt: str = ""
+
+
+def count_rows(batch: Any, asked: int | None = None) -> Rows:
+    """Counts the rows of a batch.
+
+    Args:
+        batch: tensors, sequences, mappings and objects in any nesting; `(inputs..., target)` in the common case.
+        asked: the samples that the batch was made of, before `collate`; None where nothing says how many.
+    """
+    if type(batch) in (tuple, list) and asked is not None and all(map(_has_rows(asked), batch)):
+        return Rows(asked)  # the common case, at each step
+    columns = list(_columns(batch))
+    if not columns:
+        return Rows(1, "it has no tensors") if asked is None else Rows(asked)
+    if common := _common(columns):
+        return _agreed(columns, common, asked)
+    return _disagreed(columns, batch, asked)
+
+
+class _Column(NamedTuple):
+    """What one part of a batch says of the rows.
+
+    Attributes:
+        firsts: the numbers of rows that it may have, the first dimension of a tensor.
+        seconds: the rows that it has if its first dimension is the time, (time, rows, ...).
+        shape: of a tensor, for messages.
+        ndim: dimensions of a tensor; 0 for anything else.
+    """
+
+    firsts: frozenset[int]
+    seconds: frozenset[int] = frozenset()
+    shape: tuple[int, ...] = ()
+
+    @property
+    def either(self) -> frozenset[int]:
+        return self.firsts | self.seconds
+
+
+def _has_rows(asked: int) -> Any:
+    return lambda item: isinstance(item, Tensor) and not item.is_nested and item.ndim > 0 and item.shape[0] == asked
+
+
+def _columns(item: Any, outermost: bool = True) -> Iterator[_Column]:
+    """The parts of a batch that say something of its rows."""
+    if isinstance(item, PackedSequence):
+        yield _Column(frozenset({int(item.batch_sizes[0])}))
+    elif isinstance(item, Tensor):
+        if item.is_nested:
+            yield _Column(frozenset({item.size(0)}))
+        elif item.ndim:
+            yield _Column(frozenset({item.shape[0]}), frozenset(item.shape[1:2]), tuple(item.shape))
+    elif isinstance(graphs := getattr(item, "num_graphs", None), int):
+        yield _Column(frozenset({graphs}))
+    elif isinstance(item, Mapping):
+        for value in item.values():
+            yield from _columns(value, outermost=False)
+    elif isinstance(item, tuple | list) and item:
+        yield from _of_sequence(item, outermost)
+
+
+def _of_sequence(items: tuple | list, outermost: bool) -> Iterator[_Column]:
+    """A sequence is one of columns, such as `(inputs, target)`, or one of samples, such as images of several sizes."""
+    inner = [column for item in items for column in _columns(item, outermost=False)]
+    same = len({column.firsts for column in inner}) == 1
+    mixed = any(isinstance(item, Tensor | PackedSequence) for item in items) or len(set(map(type, items))) > 1
+    if outermost and (mixed or isinstance(items, tuple)):
+        yield from inner
+    elif not inner or not same:
+        yield _Column(frozenset({len(items)}))
+    else:
+        yield _Column(inner[0].firsts | {len(items)})
+
+
+def _common(columns: list[_Column]) -> frozenset[int]:
+    return reduce(frozenset.intersection, (column.firsts for column in columns))
+
+
+def _agreed(columns: list[_Column], common: frozenset[int], asked: int | None) -> Rows:
+    """All columns have one number of rows, if their first dimension counts them."""
+    if asked in common:
+        return Rows(asked)
+    wide = [column for column in columns if len(column.shape) > 1]
+    timed = asked is not None and bool(wide) and all(asked in column.seconds for column in wide)
+    if timed and len(wide) == len(columns):
+        assert asked is not None
+        if min(common) > asked:
+            return Rows(asked)  # (time, rows, ...), since `collate` makes no samples
+        return Rows(asked, f"{_shapes(columns)}, so either dimension may count the rows of {asked} samples")
+    if len(common) > 1:
+        return _unsure(columns, asked)
+    (number,) = common
+    if asked is None or number <= asked or number % asked == 0:
+        return Rows(number)
+    return Rows(asked, f"{_shapes(columns)}, of {asked} samples")
+
+
+def _disagreed(columns: list[_Column], batch: Any, asked: int | None) -> Rows:
+    """The first dimension counts something else than rows in some columns."""
+    both = reduce(frozenset.intersection, (column.either for column in columns))
+    if len(both) == 1 and (asked is None or min(both) <= asked):
+        return Rows(min(both))  # (time, rows, ...) beside (rows, ...)
+    target = next(_columns(batch[-1], outermost=False), None) if isinstance(batch, tuple | list) else None
+    if asked is not None and any(asked in column.firsts for column in ([target] if target else columns)):
+        return Rows(asked)  # none was left out: a graph has one row for each node, and its target one for each graph
+    return _unsure(columns, asked, target)
+
+
+def _unsure(columns: list[_Column], asked: int | None, target: _Column | None = None) -> Rows:
+    number = min((target or columns[0]).firsts) if asked is None else asked
+    return Rows(number, _shapes(columns) + (f", of {asked} samples" if asked is not None else ""))
+
+
+def _shapes(columns: list[_Column]) -> str:
+    shapes = dict.fromkeys(str(column.shape) if column.shape else f"{max(column.firsts)} items" for column in columns)
+    return f"its tensors have shapes {', '.join(shapes)}"
+
+
+class SecondDimension:
+    """Watches batches of which nothing says how many samples they have, and whose first two dimensions all agree.
+
+    Where only the second dimension varies, it may be the one that counts the samples: (time, rows, ...).
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[int, ...] = ()
+
+    def doubt(self, batch: Any) -> str:
+        """Why the rows may be miscounted; empty where nothing shows it."""
+        shapes = {column.shape[:2] for column in _columns(batch)}
+        if len(shapes) != 1 or len(shape := shapes.pop()) < 2:
+            return ""
+        self._first = self._first or shape
+        if shape[0] != self._first[0] or shape[1] == self._first[1]:
+            return ""
+        return f"batches begin with the dimensions {self._first} and {shape}, of which the second may count the samples"

@@ -1,0 +1,92 @@
+"""Checks each batch of a training on its way to the step: whether its rows are counted, and whether its pieces add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hotloop.data.row_count import SecondDimension, count_rows
+from hotloop.errors import HotloopError, PartsDifferError
+from hotloop.lowering.accumulation import NotCompared, check_accumulation
+from hotloop.lowering.attributes import unchanged
+from hotloop.lowering.ingredients import Ingredients, counts_samples
+from hotloop.lowering.later_batches import LaterBatches
+from hotloop.rng import preserved
+
+
+class BatchChecks:
+    """Checks batches one by one, before their steps.
+
+    Attributes:
+        needed: whether there is something to check.
+    """
+
+    def __init__(self, parts: Ingredients) -> None:
+        self._parts = parts
+        self._said: set[str] = set()
+        self._counts = parts.task.weight is None and not counts_samples(parts) and parts.plan.parallel != "async"
+        self._second = SecondDimension() if self._counts and parts.roles.order is None else None
+        cut = parts.plan.accumulation > 1 and parts.plan.parallel == "none"
+        self._later = LaterBatches() if cut else None
+
+    @property
+    def needed(self) -> bool:
+        return self._counts or self._later is not None
+
+    def compared_first(self, batch: Any) -> None:
+        """Notes the batch that was compared before training."""
+        if self._later is not None:
+            self._later.compared_first(batch)
+
+    def passing(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[Any, int]]:
+        """The batches as they come, each checked; `step` is the number of the first one's step.
+
+        Raises:
+            PartsDifferError: the pieces of a batch come to something else than the batch.
+        """
+        for number, (batch, samples) in enumerate(batches, step):
+            self.check(batch, samples, number)
+            yield batch, samples
+
+    def check(self, batch: Any, samples: int, step: int) -> None:
+        """Checks one batch; see `passing`."""
+        if self._counts:
+            doubt = count_rows(batch, None if self._second else samples).doubt
+            doubt = doubt or (self._second.doubt(batch) if self._second else "")
+            if doubt:
+                self.say_uncounted(doubt)
+        if self._later is not None and self._later.is_due(batch):
+            with self._later.comparing():
+                self._compare(batch, samples, step)
+
+    def _compare(self, batch: Any, samples: int, step: int) -> None:
+        try:
+            with preserved(*self._parts.devices), unchanged(self._parts.task):
+                check_accumulation(self._parts, batch, samples)
+        except NotCompared as error:
+            self._later = None
+            self._say(f"batches after the first aren't compared in pieces and as a whole: {error.given}")
+        except HotloopError as error:
+            raise differs_later(error, step) from error
+
+    def say_uncounted(self, doubt: str) -> None:
+        """Says once that the rows of a batch can't be counted."""
+        self._say(
+            f"the rows of a batch can't be counted surely ({doubt}): figures weigh batches by the samples asked for, where "
+            "these are known; give the Task a weight(batch), what its loss is a mean over",
+            "rows",
+        )
+
+    def _say(self, line: str, kind: str = "") -> None:
+        if (kind or line) not in self._said:
+            self._said.add(kind or line)
+            self._parts.say(line)
+
+
+def differs_later(error: HotloopError, step: int) -> PartsDifferError:
+    """The error of a comparison as that of the batch of step number `step`, from 0."""
+    return PartsDifferError(
+        f"step {step + 1}: {error.given}",
+        expected=error.expected,
+        fix=f"{error.fix}; the State before that step is saved, so that --resume goes on from it",
+    )

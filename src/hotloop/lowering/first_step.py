@@ -1,0 +1,55 @@
+"""Checks of the first training step: what would train, but on something wrong, is refused or reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from hotloop.errors import TaskError, kind
+from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.loss_calls import watched_losses
+from hotloop.task import Task
+
+
+@contextmanager
+def checking_losses(parts: Ingredients, batch: Any) -> Iterator[None]:
+    """Checks the losses of torch that are called within, and reports those that can't be meant.
+
+    Raises:
+        TaskError: output and target of a loss broadcast against each other.
+    """
+    classes = bool(parts.task.classes or parts.roles.classes)
+    with watched_losses(parts.model, batch, classes=classes) as calls:
+        yield
+    for doubt in calls.doubts if calls is not None else ():
+        parts.say(doubt)
+
+
+def check_loss(loss: Any) -> None:
+    """Raises TaskError unless the loss is a 0-dim tensor that depends on a trainable parameter."""
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind(loss)
+        fixed = isinstance(loss, Tensor) and not loss.ndim
+        raise TaskError(
+            f"the loss is {shape}" + (" that depends on no trainable parameter" if fixed else ""),
+            expected="a 0-dim tensor to differentiate",
+            fix="return the mean over the batch" if not fixed else "check detach() and requires_grad",
+        )
+
+
+def check_clipping(task: Task, parameters: Sequence[Tensor]) -> None:
+    """Raises TaskError if the Task clips gradients that torch can't clip."""
+    sparse = any(value.grad is not None and value.grad.is_sparse for value in parameters)
+    if sparse and (task.clip_norm is not None or task.clip_value is not None):
+        raise TaskError(
+            "the Task clips gradients, and some are sparse",
+            expected="dense gradients, which torch can clip",
+            fix="leave out clip_norm and clip_value, or sparse=True of the embedding",
+        )
+    if task.clip_value is not None and any(value.is_complex() for value in parameters):
+        raise TaskError(
+            "clip_value with complex parameters", expected="an order to cut by", fix="use clip_norm instead"
+        )

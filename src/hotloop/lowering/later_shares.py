@@ -1,0 +1,139 @@
+"""Whether the gradients of the ranks' rows add up to that of the batch, for batches after the first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotloop.data.tree import flatten, to_device
+from hotloop.errors import blame
+from hotloop.lowering.accumulation import not_in_pieces
+from hotloop.lowering.attributes import unchanged
+from hotloop.lowering.batch_checks import differs_later
+from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.later_batches import LaterBatches
+from hotloop.lowering.shares import APART, differing
+from hotloop.parallel.draws import Pattern
+from hotloop.rng import preserved
+
+_AGREED = 64
+"""Steps at the beginning before each of which the ranks agree whether to compare its batch."""
+_AGREED_EVERY = 16
+"""Steps between two such agreements later, so that they take no hundredth of the time."""
+
+
+class LaterShares:
+    """Compares batches that ranks share, before their steps; all ranks call it together.
+
+    Args:
+        parts: with the model before an engine for ranks changes it.
+        draws: how the model draws random numbers.
+        tried: whether the first batch could be compared.
+    """
+
+    def __init__(self, parts: Ingredients, draws: Pattern, *, tried: bool) -> None:
+        self._parts, self._draws = parts, draws
+        self._later = LaterBatches() if tried and not parts.world.alone else None
+        self._form = _without_numbers(parts.model) if parts.plan.parallel == "sharded" else None
+        self._step, self._seen, self._due = -1, 0, False
+
+    def check(self, batch: Any, rows: int, step: int, together: Callable[[], AbstractContextManager[None]]) -> None:
+        """Compares the batch of which this rank has so many rows, if that is due.
+
+        Args:
+            step: number of the step; an optimizer may call the loss several times in one.
+            together: brings the parameters of all ranks together.
+
+        Raises:
+            PartsDifferError: the ranks' gradients don't add up to that of the batch.
+        """
+        if self._later is None or step == self._step:
+            return
+        self._step, self._seen = step, self._seen + 1
+        self._due = self._later.is_due(batch) or self._due
+        if not self._agrees or not self._all_due():
+            return
+        with self._later.comparing(), self._parts.meter.waiting(), unchanged(self._parts.task):
+            name = self._compared(batch, rows, together)
+        if name and self._parts.plan.parallel == "local":
+            self._later = None
+            self._parts.say(APART)
+        elif name:
+            what = f"parallel={self._parts.plan.parallel} changes the gradient of {name!r}"
+            raise differs_later(not_in_pieces(what, "use parallel=none", norms=()), step)
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether the ranks agree before this step; ranks that train by themselves do so at the beginning alone."""
+        later = self._seen % _AGREED_EVERY == 0 and self._parts.plan.parallel != "local"
+        return self._seen <= _AGREED or later
+
+    def _all_due(self) -> bool:
+        due, self._due = self._parts.world.largest([int(self._due)])[0], False
+        return bool(due)
+
+    def _compared(self, batch: Any, rows: int, together: Callable[[], AbstractContextManager[None]]) -> str:
+        """The parameter whose gradient differs most; empty where none does."""
+        world = self._parts.world
+        own = to_device(batch, torch.device("cpu")) if rows else None
+        cut = [part for part in world.gathered(own) if part is not None]
+        with together():
+            model = self._parts.model if self._form is None else _filled(self._form, self._parts.model)
+            found = self._difference(cut, model)  # on each rank, since a step may have something to say to the others
+        untried, name = world.from_first(lambda: found)
+        if untried:
+            self._later = None
+            self._parts.say(f"parallel={self._parts.plan.parallel}: batches after the first aren't compared: {untried}")
+        return name
+
+    def _difference(self, cut: Sequence[Any], model: nn.Module) -> tuple[str, str]:
+        """Why it can't be tried, or the parameter whose gradient differs most."""
+        parts = replace(self._parts, model=model)
+        try:
+            with preserved(*parts.devices):
+                whole = to_device(_joined(cut), parts.device)
+                return differing(parts, self._draws, whole, sum(map(_rows, cut)), len(cut))
+        except Exception as error:
+            return blame(error), ""
+
+
+def _rows(batch: Any) -> int:
+    leaves, _ = flatten(batch)
+    return len(leaves[0])
+
+
+def _joined(cut: Sequence[Any]) -> Any:
+    """The batch of which each rank has some rows."""
+    columns = zip(*(flatten(part)[0] for part in cut), strict=True)
+    _, unflatten = flatten(cut[0])
+    return unflatten(torch.cat(column) for column in columns)
+
+
+def _without_numbers(model: nn.Module) -> nn.Module:
+    """The model without memory for its parameters and buffers."""
+    meta = {id(value): _on_meta(value) for value in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, meta)
+
+
+def _on_meta(value: Tensor) -> Tensor:
+    empty = torch.empty_like(value, device="meta")
+    return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
+
+
+def _filled(form: nn.Module, model: nn.Module) -> nn.Module:
+    """A model with the numbers of another one, whose parameters are whole."""
+    made = copy.deepcopy(form)
+    for named in (nn.Module.named_parameters, nn.Module.named_buffers):
+        values = dict(named(model))
+        for name, value in named(made):
+            own = values[name].detach().clone()
+            torch.utils.swap_tensors(
+                value, nn.Parameter(own, value.requires_grad) if named is nn.Module.named_parameters else own
+            )
+    return made
