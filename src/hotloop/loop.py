@@ -198,7 +198,7 @@ class _Loop:
         if not math.isfinite(sums["loss"]):
             raise self._nonfinite(self.program.position.step)
         self._loss = self._recent(sums)
-        self.run.note_all_inexact(self.program.inexact_reasons(), self.say)
+        self._note_inexact()
         if not self.world.alone and self._saved is None and before.batch + before.epoch == 0:
             check_in_step(self.world, self.program.state())
         if self._steps == outcome.steps and self._saved is None:
@@ -215,8 +215,7 @@ class _Loop:
             check_storable(self.program.optimizer_state(), "optimizer")
 
     def _note_inexact(self) -> None:
-        for reason in filter(self.run.note_inexact, self.program.inexact):
-            self.say(reason)
+        self.run.note_all_inexact(self.program.inexact, self.say)
 
     def _end_epoch(self, sums: dict[str, float]) -> bool:
         """Validates and notes an epoch; False if something stopped that: its last batch stays the position."""

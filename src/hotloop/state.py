@@ -134,6 +134,12 @@ def on_host(value: Any, *, lent: bool) -> Any:
     return value
 
 
+def sums_on_host(sums: dict[str, Any]) -> dict[str, Any]:
+    """A copy of an epoch's sums on the CPU; the count is a number, wherever it was added up."""
+    copied = host_copy(sums)
+    return copied | {"weight": copied["weight"].item()} if isinstance(copied["weight"], Tensor) else copied
+
+
 def capture_model(model: nn.Module, *, lent: bool = False) -> dict[str, dict[str, Any]]:
     """Parameters, buffers, extra state and `requires_grad` of a module, on the CPU: copies, unless `lent`."""
     extra = {name: module.get_extra_state() for name, module in _with_extra_state(model)}

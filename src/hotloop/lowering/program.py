@@ -21,14 +21,14 @@ from hotloop.lowering.allocator import keeps, let_go
 from hotloop.lowering.attributes import Attributes, changes_of_samples
 from hotloop.lowering.batch_checks import BatchChecks
 from hotloop.lowering.ingredients import Ingredients
-from hotloop.lowering.schedules import restore_schedule
+from hotloop.lowering.schedules import restore_schedule, schedule_left
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.training_mode import TrainingMode
 from hotloop.modes import evaluation_mode
 from hotloop.optimizer_state import restore as restore_optimizer
 from hotloop.parallel.waiting import Spent
 from hotloop.rng import preserved
-from hotloop.schedules import schedules_of, state_of
+from hotloop.schedules import state_of
 from hotloop.state import (
     Position,
     State,
@@ -37,6 +37,7 @@ from hotloop.state import (
     host_copy,
     on_host,
     restore_model,
+    sums_on_host,
 )
 from hotloop.task import Computed
 
@@ -149,7 +150,7 @@ class Program:
         finally:
             done = number - start
             self.position = Position(number, epoch, first + done)
-        self._step.owned.note_late()
+        self.inexact += self._step.owned.find_late()
         # A stream's own word on its length may be wrong: it has ended when nothing comes any more.
         ended = done < steps or (self.parts.roles.exact and first + done == self.feed.batches)
         return Outcome(done, samples, ended)
@@ -205,14 +206,6 @@ class Program:
 
     def heed(self, reason: Callable[[], str | None]) -> None:
         """Says how to ask why to stop, if there is a reason: for who may wait for others within a step. Nobody does here."""
-
-    def inexact_reasons(self) -> list[str]:
-        """Why a resumed run may differ from an uninterrupted run, as far as steps since the last call show it."""
-        return [
-            f"{path} came into being in a step: what the first step of each process draws from it doesn't follow from the "
-            "seed, so a resumed run may differ"
-            for path in self._step.owned.take_late()
-        ]
 
     def look_again(self, callbacks: Iterable[Any]) -> None:
         """Has a compiled step see whether it still does what was compiled, if one of these callbacks is the user's.
@@ -299,7 +292,7 @@ class Program:
             self._weights(lent=lent),
             optimizer=self._step.optimizer_state(lent=lent),
             schedule=host_copy(state_of(self._step.schedule)),
-            sums=_plain_counts(host_copy(self._step.totals())),
+            sums=sums_on_host(self._step.totals()),
             scaler={} if self._step.scaler is None else self._step.scaler.state_dict(),
             outer=on_host(self._step.outer, lent=lent),
         )
@@ -385,8 +378,7 @@ class Program:
 
     def schedule_left(self) -> int | None:
         """Steps that the learning-rate schedule can still take, or epochs if it goes by these; None if it has no end."""
-        bounded = [one for one in schedules_of(self._step.schedule) if getattr(one, "total_steps", None) is not None]
-        return min((one.total_steps - one.last_epoch for one in bounded), default=None)
+        return schedule_left(self._step.schedule)
 
     def steps_left(self) -> int | None:
         """Training steps that the learning-rate schedule allows from here; None if it has no end, or an epoch none."""
@@ -407,8 +399,3 @@ def _rows_of(feed: Feed) -> Any:
     if isinstance(feed, TableFeed) and feed.untouched and feed.treatment.device.type == "cpu":
         return feed.table.columns
     return None
-
-
-def _plain_counts(sums: dict[str, Any]) -> dict[str, Any]:
-    """Counts as numbers, whether they were added up here or on the device."""
-    return sums | {"weight": sums["weight"].item()} if isinstance(sums["weight"], Tensor) else sums

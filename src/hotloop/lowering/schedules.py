@@ -26,3 +26,9 @@ def restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
         )
     if schedule is not None:
         schedule.load_state_dict(host_copy(saved))
+
+
+def schedule_left(schedule: Any) -> int | None:
+    """Steps that the schedule can still take; None if it has no end."""
+    bounded = [one for one in schedules_of(schedule) if getattr(one, "total_steps", None) is not None]
+    return min((one.total_steps - one.last_epoch for one in bounded), default=None)

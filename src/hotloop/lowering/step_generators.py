@@ -27,7 +27,6 @@ class StepGenerators:
         self.of_batch = OwnedGenerators(task.owners(model), near=_NEAR)
         self.of_update = OwnedGenerators({"optimizer": optimizer, "schedule": schedule}, near=_NEAR)
         self._world = world
-        self._late: list[str] = []
         self._is_first = True
         self.refresh()
 
@@ -42,13 +41,13 @@ class StepGenerators:
         self.of_batch.seed(seed_for(seed, "rank", rank) if rank else seed)
         self.of_update.seed(seed)
 
-    def note_late(self) -> None:
-        """Notes generators that steps made since the last call of `refresh`."""
-        for owned in (self.of_batch, self.of_update):
-            self._late += owned.found_late(thorough=self._is_first)
+    def find_late(self) -> list[str]:
+        """A line for each generator that steps made since the last call of `refresh`."""
+        both = (self.of_batch, self.of_update)
+        late = [path for owned in both for path in owned.found_late(thorough=self._is_first)]
         self._is_first = False
-
-    def take_late(self) -> list[str]:
-        """Paths of the generators that steps made, since the last call."""
-        late, self._late, self._is_first = self._late, [], False
-        return late
+        return [
+            f"a step makes the random generator {path}: what the first step of each process draws from it doesn't follow "
+            "from the seed, so a resumed run may differ"
+            for path in late
+        ]
