@@ -186,8 +186,7 @@ class Program:
             yield
 
     def prime(self) -> bool:
-        """Sets what belongs to the process as the plan has it, for a clock that begins after it; whether its memory was
-        another plan's before, which the first step finds given back, or has to give back."""
+        """Sets what the plan changes in the process; whether the process kept memory by another plan before."""
         before = keeps()
         with self.around():
             return keeps() != before
