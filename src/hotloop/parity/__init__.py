@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -149,13 +149,17 @@ def _proven(task: Task, programs: Sequence[Program], draws: Followed, progress: 
     # More baselines can only allow more, so what passes beside one passes beside all of them.
     left = [number for number, parity in enumerate(found) if parity.parity == "broken"]
     plain = [number for number in left if not _reduces_unasked(programs[number], found[number])]
-    for numbers in [*([plain] if plain else []), *([number] for number in left if number not in plain)]:
-        again = _compared(
-            task, [programs[number] for number in numbers], draws, progress, brief=False, of=found[numbers[0]]
-        )
-        for number, parity in zip(numbers, again, strict=True):
-            seconds = (found[number].seconds or 0.0) + (parity.seconds or 0.0)
-            found[number] = parity.model_copy(update={"seconds": seconds})
+    again: dict[int, Parity] = {}
+    if plain:
+        parities = _compared(task, [programs[number] for number in plain], draws, progress, brief=False)
+        again |= zip(plain, parities, strict=True)
+    for number in [number for number in left if number not in plain]:
+        again[number] = _compared(
+            task, [programs[number]], draws, progress, brief=False, in_formats=found[number].arithmetic
+        )[0]
+    for number, parity in again.items():
+        seconds = (found[number].seconds or 0.0) + (parity.seconds or 0.0)
+        found[number] = parity.model_copy(update={"seconds": seconds})
     return found
 
 
@@ -171,13 +175,13 @@ def _compared(
     progress: Progress,
     *,
     brief: bool,
-    of: Parity | None = None,
+    in_formats: Mapping[str, str] | None = None,
 ) -> list[Parity]:
     """As `prove_programs` does; `brief` beside few baselines, which allows less.
 
     Args:
-        of: what was found of the first beside few baselines. Where that one computes in fewer bits than the baseline
-            without being asked to, it is the only one, and it is held against the baseline in the same formats.
+        in_formats: those of the only Program's products, where they have fewer bits than the baseline's without being asked
+            for: it is held against the baseline in the same ones.
     """
     began = time.monotonic()
     plans = [program.parts.plan for program in programs]
@@ -203,8 +207,8 @@ def _compared(
         plain = witnesses[0].program
         reduced = peers(task, plans[0], plain, few=brief)
         asked = bool(reduced)
-        if of is not None and _reduces_unasked(programs[0], of):
-            reduced = in_formats_of(programs[0], plain, coarsest(of.arithmetic))
+        if in_formats is not None:
+            reduced = in_formats_of(programs[0], plain, coarsest(in_formats))
         whole = [truth.program, *(witness.program for witness in [*witnesses, *reduced])]
         try:
             with nullcontext() if draws is None else draws.followed(whole):
