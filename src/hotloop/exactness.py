@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,7 +28,43 @@ def unset_draws(task: Task, model: nn.Module, optimizer: Optimizer) -> Iterator[
     yield from unset_generators(owners | functions | task.owners(model))
 
 
-DETECTORS: tuple[Detector, ...] = (unset_draws,)
+def optimizers_in_hooks(task: Task, model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    """Optimizers that update a parameter from a hook on its gradient, as where each layer has one of its own."""
+    updated = [value for group in optimizer.param_groups for value in group["params"]]
+    for value in [*model.parameters(), *updated]:
+        for hook in [*(value._backward_hooks or {}).values(), *(value._post_accumulate_grad_hooks or {}).values()]:
+            if (other := next(_optimizers_of(hook, {id(optimizer)}), None)) is not None:
+                yield f"a hook on a parameter's gradient has an optimizer ({type(other).__name__}), whose state is not saved"
+                return
+
+
+def _optimizers_of(value: Any, seen: set[int]) -> Iterator[Optimizer]:
+    """Those that a function reaches by its closure, its defaults or the object that it is a method of."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inner: list[Any] = []
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = list(value)
+    elif isinstance(value, partial):
+        inner = [value.func, value.args, value.keywords]
+    elif isinstance(value, MethodType):
+        inner = [vars(value.__self__) if hasattr(value.__self__, "__dict__") else None]
+    elif isinstance(value, FunctionType):
+        variables = inspect.getclosurevars(value)
+        inner = [variables.nonlocals, value.__defaults__, value.__kwdefaults__]
+        inner += [one for one in variables.globals.values() if isinstance(one, Optimizer | dict | list)]
+    elif hasattr(value, "__call__") and not isinstance(value, type | nn.Module):  # noqa: B004
+        inner = [getattr(value, "__dict__", None)]
+    for one in inner:
+        yield from _optimizers_of(one, seen)
+
+
+DETECTORS: tuple[Detector, ...] = (unset_draws, optimizers_in_hooks)
 
 
 def inexact_reasons(task: Task, model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -227,7 +227,14 @@ class Task:
         if not parameters:
             raise TaskError("the model has no trainable parameter", expected="one or more", fix="check requires_grad")
         optimizer = checked_optimizer(calling("the optimizer factory", self.optimizer, parameters))
-        if inspect.isgeneratorfunction(self.step) and not isinstance(optimizer, NamedOptimizers):
+        several = isinstance(optimizer, NamedOptimizers)
+        if several and self.step is None:
+            raise TaskError(
+                "the Task has several optimizers and a loss(output, target), which gives one loss",
+                expected="a step(model, batch) that yields (name, loss) for each update",
+                fix="give such a step, or one optimizer with parameter groups",
+            )
+        if inspect.isgeneratorfunction(self.step) and not several:
             raise one_for_a_generator()
         return optimizer
 

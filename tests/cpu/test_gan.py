@@ -484,6 +484,13 @@ def test_a_mistake_is_one_line(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_several_optimizers_with_a_loss_are_refused(tmp_path: Path) -> None:
+    given = dict(model=lambda: nn.Linear(6, 4), loss=nn.MSELoss(), data=(REAL, NOISE[:, 0]))
+    a_task = hotloop.Task(**given, optimizer=lambda p: {"a": SGD(p[:1], lr=0.1), "b": SGD(p[1:], lr=0.1)})
+    with pytest.raises(TaskError, match=r"several optimizers and a loss\(output, target\)"):
+        trained(a_task, tmp_path / "run")
+
+
 def test_an_error_after_an_update_closes_what_the_step_had_open(tmp_path: Path) -> None:
     closed = []
 

@@ -67,7 +67,8 @@ class _Finder:
             self._done = True
             self.watch.note_batch(batch)
             event = self.watch.first(loss_finite=False)
-            self.empty = "" if event else empty_mean(self._program, batch)
+            undefined = computed is not None and math.isnan(float(computed.loss))
+            self.empty = empty_mean(self._program, batch) if undefined and not event else ""
             where = f"it has {self.empty}, in a batch" if self.empty else "the loss itself, from finite outputs"
             self.found = self._told(event, batch) if event else where
         elif finite:

@@ -141,7 +141,7 @@ class _Replay:
         task, state = program.parts.task, "NaN" if math.isnan(loss) else "infinite"
         if not math.isfinite(loss):
             known = type(task.loss).__name__ if isinstance(task.loss, nn.Module) else getattr(task.loss, "__name__", "")
-            if empty := empty_mean(program, batch):
+            if math.isnan(loss) and (empty := empty_mean(program, batch)):
                 return f"the loss became {state}: it has {empty}, in this batch", INSTEAD
             given = f"the loss itself{f' ({known})' if known else ''} became {state}; no output of a module is to blame"
             return given, self._slower() or _LOSS
