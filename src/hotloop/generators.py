@@ -126,7 +126,7 @@ class OwnedGenerators:
 
     def states(self) -> dict[str, bytes]:
         """What the generators would draw next, by path, to be compared with ==."""
-        return {one.path: _state_of(one.value) for one in self._found}
+        return {one.path: _state_of(one.value) for one in self._found if not _why_unset(one)}
 
 
 @cache
