@@ -46,6 +46,7 @@ ORDER = (
     "rng",
     "sources",
     "reachable",
+    "entropy",
     "generators",
     "data/tree",
     "data/bundle",
