@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotloop.entropy import entropy_of
 from hotloop.reachable import MOST_ITEMS, MOST_OBJECTS, Reached, Walk, walk
 from hotloop.rng import mix, word_of
 
@@ -126,7 +127,7 @@ class OwnedGenerators:
 
     def states(self) -> dict[str, bytes]:
         """What the generators would draw next, by path, to be compared with ==."""
-        return {one.path: _state_of(one.value) for one in self._found}
+        return {one.path: _state_of(one.value) for one in self._found if not _why_unset(one)}
 
 
 @cache
@@ -136,7 +137,7 @@ def draws(kind: type) -> bool:
 
 
 def unset_generators(owners: Mapping[str, Any]) -> list[str]:
-    """One line for each generator of the owners that can't be set.
+    """One line for each generator of the owners that can't be set, and for each function that asks the operating system.
 
     Args:
         owners: by what to call them.
@@ -156,6 +157,7 @@ def unset_generators(owners: Mapping[str, Any]) -> list[str]:
             )
     if len(settable := _settable(found)) > _MOST:
         lines.append(f"{list(settable)[_MOST]} is one of more than {_MOST} random generators: {_CANT}")
+    lines += entropy_of(found.functions)
     if not found.is_complete:
         lines.append(
             f"{' and '.join(owners)} lead to more than {MOST_OBJECTS:,} objects: hotloop doesn't look for random "

@@ -208,7 +208,7 @@ class _Walker:
             with suppress(ValueError):  # a variable that has no value yet
                 yield f".{name}", cell.cell_contents, None
         is_users = _of_user(function)
-        if is_users:
+        if is_users and function.__name__ not in _CONSTRUCTORS:
             self._found.functions.append((path, function))
         for name, holder, key in _globals_of(function):
             if is_users or self._is_wanted(type(holder[key])):
@@ -272,7 +272,7 @@ def _of_user(value: Any) -> bool:
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
     """`(name, namespace, key)` of the globals that a function reads, and of those of the user's modules: `settings.rng`."""
-    namespace, names = function.__globals__, _names_of(function.__code__)
+    namespace, names = function.__globals__, names_of(function.__code__)
     for name in names:
         value = namespace.get(name, sys.modules.get(name))  # the function itself may import it
         if not isinstance(value, ModuleType):
@@ -283,9 +283,9 @@ def _globals_of(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], s
 
 
 @cache
-def _names_of(code: CodeType) -> tuple[str, ...]:
+def names_of(code: CodeType) -> tuple[str, ...]:
     """Globals and attributes that code names, functions inside of it included."""
-    inside = [name for item in code.co_consts if isinstance(item, CodeType) for name in _names_of(item)]
+    inside = [name for item in code.co_consts if isinstance(item, CodeType) for name in names_of(item)]
     return tuple(dict.fromkeys([*code.co_names, *inside]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,69 @@ class Holding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
+
+
+def _random_file(x: Tensor) -> Tensor:
+    import os
+
+    return x + os.urandom(1)[0] / 255
+
+
+def _random_token(x: Tensor) -> Tensor:
+    from secrets import randbelow
+
+    return x + randbelow(10)
+
+
+def _random_name(x: Tensor) -> Tensor:
+    return x * len(uuid.uuid4().hex)
+
+
+def _fresh(x: Tensor) -> Tensor:
+    rng = np.random.default_rng()
+    return x + noise(rng)
+
+
+def _fresh_at_once(x: Tensor) -> Tensor:
+    return x + np.random.RandomState().normal()
+
+
+def _reseeded(x: Tensor) -> Tensor:
+    torch.seed()
+    return x + torch.rand(())
+
+
+ENTROPY: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "os": (_random_file, "os.urandom()"),
+    "secrets": (_random_token, "secrets.randbelow()"),
+    "uuid": (_random_name, "uuid.uuid4()"),
+    "fresh": (_fresh, "default_rng()"),
+    "fresh at once": (_fresh_at_once, "RandomState()"),
+    "reseeded": (_reseeded, "seed()"),
+}
+
+
+@pytest.mark.parametrize("kind", ENTROPY)
+@pytest.mark.parametrize("nested", [False, True])
+def test_numbers_of_the_operating_system_are_named(kind: str, nested: bool) -> None:
+    transform, name = ENTROPY[kind]
+    data = Transformed(Compose(lambda x: transform(x)) if nested else transform)
+    lines = facts_of(lowered(task_of(data=data)).parts).inexact
+    assert len(lines) == 1 and f"calls {name}, whose numbers don't follow from the seed" in lines[0]
+
+
+def test_a_generator_that_an_object_keeps_is_none_of_them() -> None:
+    class Late(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            if self.rng is None:
+                rng = np.random.default_rng()
+                self.rng = rng
+            return super().__getitem__(index)
+
+        def reset(self) -> None:
+            self.rng = np.random.default_rng()
+
+    assert_resumes(lambda: task_of(data=Late(None)))
 
 
 def test_too_many_are_named() -> None:

@@ -47,6 +47,7 @@ ORDER = (
     "rng",
     "sources",
     "reachable",
+    "entropy",
     "generators",
     "data/tree",
     "data/row_count",
