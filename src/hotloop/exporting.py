@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from hotloop.data.tree import tensors
 from hotloop.errors import ExportError, HotloopError, blame, calling
 from hotloop.files import write_atomic
 from hotloop.formats import FORMATS, Format, Graph, Runner, Subject, names_of
-from hotloop.inference import Chosen, first_inputs, preparation, samples_of
+from hotloop.inference import Chosen, first_inputs, preparation, restored_model, samples_of
+from hotloop.modes import rewrites_weights
 from hotloop.records import Exported, Port
 from hotloop.rng import preserved
 from hotloop.task import Task
@@ -60,6 +62,9 @@ def export_weights(
         )
     with preserved(), torch.no_grad(), _quiet():
         subject = _subject(task, model, prepare and graph, batch_size if graph else None, inputs)
+        if not graph:
+            source = restored_model(task, chosen.state) if rewrites_weights(model) else model
+            subject = replace(subject, weights=source.state_dict())
         content = form.write(subject)
         loaded = _loaded(form, content, subject, path.name)
         sizes = _TRIED if subject.batch_size is None else (subject.batch_size,)

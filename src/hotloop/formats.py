@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import safetensors.torch
@@ -22,6 +22,7 @@ from hotloop.data.tree import map_tensors, tensors
 from hotloop.errors import ExportError, HotloopError, blame
 from hotloop.inference import output_of
 from hotloop.lowering.ingredients import built_model
+from hotloop.modes import set_training, stays_in_eval
 from hotloop.task import Task
 
 _CAPTURED_WITH = 4
@@ -52,6 +53,7 @@ class Subject:
 
     Attributes:
         model: on the CPU, in evaluation mode.
+        weights: the `state_dict` to write, which a model in training mode has: one that merges weights in `eval()` has not yet.
         prepare: what the file does to its inputs; None where it takes prepared ones.
         inputs: real samples as the file takes them: a tensor, a tuple or a dict of them.
         batch_size: the only number of samples that a graph takes; None for any.
@@ -62,6 +64,7 @@ class Subject:
     prepare: Callable[[Any], Any] | None
     inputs: Any
     batch_size: int | None = None
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def whole(self) -> Whole:
@@ -165,11 +168,12 @@ class Weights:
 
     def write(self, subject: Subject) -> bytes:
         stream = io.BytesIO()
-        torch.save(subject.model.state_dict(), stream)
+        torch.save(subject.weights, stream)
         return stream.getvalue()
 
     def read(self, content: bytes, subject: Subject) -> Runner:
         model = built_model(subject.task)
+        set_training(model, stays_in_eval(model))
         model.load_state_dict(self.load(content))
         return replace(subject, model=model.eval()).whole
 
@@ -181,7 +185,7 @@ class Safetensors(Weights):
     """The `state_dict` as safetensors: `model.load_state_dict(safetensors.torch.load_file(file))`."""
 
     def write(self, subject: Subject) -> bytes:
-        state = subject.model.state_dict()
+        state = subject.weights
         other = [name for name, value in state.items() if not isinstance(value, Tensor)]
         if other:
             raise ExportError(

@@ -31,7 +31,7 @@ def note_of_modes(model: nn.Module) -> str:
     if names:
         module, more = model.get_submodule(names[0]), f" and {len(names) - 1} more" * (len(names) > 1)
         place = f"{names[0]!r} ({type(module).__name__})" if names[0] else "the model itself"
-        return f"{place}{more} stay in evaluation mode while training, as the model factory returned them"
+        return f"{place}{more} in evaluation mode throughout training, as the model factory returned the model"
     if not model.training:
         return (
             "the model factory returned the model in evaluation mode as a whole: all of it is trained in training mode"
@@ -67,7 +67,7 @@ def evaluation_mode(modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()
     """The modules in evaluation mode, and the optimizers before them; afterwards modes and weights are as they were."""
     modes = [(module, module.training) for root in modules for module in root.modules()]
     roots = [root.training for root in modules]
-    contents = _Contents(modules) if optimizers or any(map(_rewrites, modules)) else None
+    contents = _Contents(modules) if optimizers or any(map(rewrites_weights, modules)) else None
     with torch.no_grad():
         for optimizer in optimizers:
             optimizer.eval()
@@ -87,7 +87,7 @@ def evaluation_mode(modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()
             contents.put_back()
 
 
-def _rewrites(model: nn.Module) -> bool:
+def rewrites_weights(model: nn.Module) -> bool:
     """Whether a class below the model overrides `train` or `eval`, and so may change weights when it is switched."""
     return any(_overrides_modes(module) for module in model.modules())
 

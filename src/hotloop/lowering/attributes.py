@@ -7,6 +7,7 @@ were made is saved and put back by place, such as `step/calls`. What has changed
 from __future__ import annotations
 
 import enum
+import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -50,12 +51,13 @@ class Attributes:
     def changed(self) -> tuple[dict[str, Any], list[str]]:
         """What has changed since the objects were made: contents by place, and a line for each that can't be saved."""
         now = self._now()
+        moved = _moved(self._before, now)
         places = [place for place in {**self._before, **now} if not is_same(self._before.get(place), now.get(place))]
-        contents = {place: now[place].content for place in places if self._can_be_saved(place, now)}
-        lost = [
-            place for place in places if place not in contents and not is_same(self._start.get(place), now.get(place))
-        ]
-        outer = [place for place in lost if not _is_inside(place, contents) and not _is_inside(place, lost)]
+        able = {place for place in places if self._can_be_saved(place, now) and not _is_within(place, moved)}
+        contents = {place: now[place].content for place in places if place in able}
+        since = [place for place in places if not is_same(self._start.get(place), now.get(place))]
+        lost = [place for place in since if place not in able]
+        outer = [place for place in lost if not _is_inside(place, able) and not _is_inside(place, lost)]
         told = [place.replace("/", ".") for place in outer if not place.startswith("callbacks/")]
         return contents, [f"training changes {name}, which no checkpoint stores" for name in told]
 
@@ -90,7 +92,8 @@ class Attributes:
             contents
         )
         wanted = {place: content for place, content in wanted.items() if place.startswith(below)}
-        _put_all(wanted, now)
+        moved = _moved(self._before, now)
+        _put_all({place: content for place, content in wanted.items() if not _is_within(place, moved)}, now)
         for place in now.keys() - self._start.keys() - wanted.keys():
             around, _, name = place.rpartition("/")
             if now[place].is_complete and place.startswith(below) and (owner := now[around].owner) is not None:
@@ -106,10 +109,25 @@ def _put_all(contents: Mapping[str, Any], now: Found) -> None:
         value, (around, _, name) = now.get(place), place.rpartition("/")
         if value is None:
             owner = now[around].owner if around in now else None
-            if owner is not None and not hasattr(owner, name):
+            if owner is not None and not _has(owner, name):
                 vars(owner)[name] = host_copy(content)
         elif value.put is not None and not value.is_alias and not are_equal(value.content, content):
             value.put(host_copy(content))
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether an object has an attribute of its own, a module's parameters among them."""
+    return name in vars(owner) or (isinstance(owner, nn.Module) and name in {*owner._parameters, *owner._buffers})
+
+
+def _moved(before: Found, now: Found) -> set[str]:
+    """Places that name another object than before, as where one of a list is chosen: what is below them is another's."""
+    aliases = {
+        place for place in {**before, **now} if any(place in one and one[place].is_alias for one in (before, now))
+    }
+    moved = {place for place in aliases if not is_same(before.get(place), now.get(place))}
+    targets = {one[place].content for place in moved for one in (before, now) if place in one and one[place].is_alias}
+    return moved | targets
 
 
 def restore_model_attributes(model: nn.Module, contents: Mapping[str, Any] | None) -> None:
@@ -210,6 +228,8 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
             if id(value) in places:
                 found[place] = Value(places[id(value)], is_alias=True)
                 continue
+            if (name := _name_of(value)) and name not in found:  # the same, whichever way leads to it
+                found[place], place = Value(name, is_alias=True), name
             places[id(value)] = place
             kept.append(value)
         if (one := content_of(value, put)) is not None:
@@ -225,6 +245,20 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
     return found
 
 
+def _name_of(value: Any) -> str:
+    """What a class, a module or a function without a closure is called; empty for anything else."""
+    if isinstance(value, type):
+        return f"class {value.__qualname__}"
+    if inspect.ismodule(value):
+        return f"module {value.__name__}"
+    return f"{value.__qualname__}()" if inspect.isfunction(value) and not value.__closure__ else ""
+
+
+def _is_within(place: str, others: Collection[str]) -> bool:
+    return place in others or _is_inside(place, others)
+
+
 def _is_inside(place: str, others: Collection[str]) -> bool:
     """Whether something around a place is among others."""
-    return any(place.startswith(f"{one}/") for one in others)
+    ends = (end for end, letter in enumerate(place) if letter == "/")
+    return any(place[:end] in others for end in ends)
