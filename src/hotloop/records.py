@@ -22,7 +22,7 @@ class EpochRecord(Record):
         train: `loss` and further scalars, averaged over the epoch while training went on.
         validation: `loss` and metrics after the epoch; empty without validation data.
         learning_rate: of the first parameter group, at the end of the epoch.
-        samples: how many were trained on.
+        samples: how many the batches were made of; `collate` may have left some out, which `train` doesn't count.
         seconds: training and validation, without checkpoints.
         samples_per_s: training alone.
     """

@@ -220,3 +220,9 @@ def _check_rows(parts: Ingredients) -> None:
     batch = peek(parts.roles, few)
     asked = f"microbatches={microbatches}"
     check_pieces(parts, batch, batch_length(batch), 2, asked, "use microbatches=1", wide=False)
+    objective = parts.task.objective
+    if parts.task.weight is None and not (objective.sums_samples or objective.cross_entropy):
+        parts.say(
+            f"{asked}: microbatches are compared with the batch on the first samples alone; a loss that divides by what a batch "
+            "holds, such as unpadded targets, needs a weight(batch)"
+        )
