@@ -20,6 +20,7 @@ from hotloop.errors import HotloopError, RunError, TaskError
 from hotloop.launch import ranks_of
 from hotloop.loop import train_loop
 from hotloop.lowering import Program, lower
+from hotloop.lowering.cudnn import inexact_reasons
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.order import closed_unless_done
 from hotloop.lowering.telling import During, Say
@@ -245,6 +246,10 @@ def _train(
         changed = {name: getattr(handle.record, name) for name in ("overrides", "checkpoint_every")}
         handle.keep(plan=plan, record=before.record.model_copy(update=changed))
         handle.task = task
+        for reason in inexact_reasons(program.parts):
+            if handle.note_inexact(reason):
+                events += 1
+                say(reason)
         return train_loop(
             relower,
             handle,

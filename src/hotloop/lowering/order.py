@@ -17,6 +17,7 @@ from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.feasible import check, is_plain
 from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.allocator import with_allocator
+from hotloop.lowering.cudnn import with_cudnn
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.hooked import check_whole_gradients
 from hotloop.lowering.ingredients import Ingredients, placed
@@ -62,6 +63,7 @@ TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
     with_implementation,
     with_threads,
     with_allocator,
+    with_cudnn,
     repeatable,
     with_engines_heard,
 )
