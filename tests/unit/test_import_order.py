@@ -39,6 +39,7 @@ ORDER = (
     "feasible_ranks",
     "feasible",
     "rules",
+    "cuda_rules",
     "wanted",
     "files",
     "npy",
