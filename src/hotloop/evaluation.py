@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.data.feed import Treatment, open_feed
+from hotloop.data.feed import SamplesFeed, StreamFeed, Treatment, open_feed
 from hotloop.data.order import Dealt
 from hotloop.data.source import Source, Stream, Table
 from hotloop.errors import TaskError, calling
-from hotloop.interrupts import Stopped
+from hotloop.handlers import Stopped
 from hotloop.lowering import Program
 from hotloop.objective import weighted
 from hotloop.parallel.world import ALONE, World
@@ -62,6 +62,8 @@ def batches(program: Program, source: Source, world: World = ALONE) -> Iterator[
         size = min(evaluation_batch_size(source, roles.batch_size), len(source))
         order = Dealt(len(source), size, roles.seed, shuffle=False, rank=world.rank, ranks=world.ranks)
     feed = open_feed(source, order, treatment, workers=program.parts.plan.workers, endless=False)
+    if isinstance(feed, SamplesFeed | StreamFeed):
+        feed.check = program.check
     streams = Streams(roles.seed, *program.devices)
     try:
         for number, (batch, samples) in enumerate(feed.epoch(0)):

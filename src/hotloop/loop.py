@@ -13,7 +13,8 @@ from hotloop.continuing import check_data, check_schedule, newest_good
 from hotloop.data.source import Source
 from hotloop.errors import HotloopError, lost_workers_told
 from hotloop.evaluation import evaluate
-from hotloop.interrupts import REASONS, Interrupts, Stopped
+from hotloop.handlers import Stopped
+from hotloop.interrupts import REASONS, Interrupts
 from hotloop.lowering import Program
 from hotloop.pacing import Cadence, Pace
 from hotloop.parallel.agreeing import check_in_step
@@ -94,7 +95,7 @@ class _Loop:
         self._shown: tuple[EpochRecord, ...] = ()
         self._loss: float | None = None
         self._waits = Waits(self.world, self.run.log, self.say)
-        self.program.heed(self.interrupts.reason)
+        self.program.heed(self.interrupts.reason, self.interrupts.check)
         self._begin_epoch()
 
     @property
@@ -185,9 +186,10 @@ class _Loop:
         try:
             outcome = self.program.advance(steps)
             sums = self.program.read_sums()
-        except LateDraw:
-            self._begin_again()
-            return
+        except (LateDraw, Stopped) as ended:
+            if isinstance(ended, LateDraw):
+                self._begin_again()
+            return  # a wait for a batch was given up, and `_next` says why
         except Exception as error:
             self.run.mark(self.program.position.step)
             raise self._explained(error) from error
@@ -326,8 +328,7 @@ class _Loop:
         self.program.look_again(self.callbacks)
 
     @property
-    def _reserve_s(self) -> float:
-        """Kept back for saving, when time is limited."""
+    def _reserve_s(self) -> float:  # for saving, when time is limited
         return 2 * self.cadence.cost_s
 
     @property
@@ -395,6 +396,5 @@ class _Loop:
     def _save_before_the_end(self) -> None:
         """Saves what was trained before a callback's error ends it; other ranks would not be there to agree."""
         self.callbacks = ()  # none is to hear of that checkpoint
-        position = self.program.position
-        if self.world.alone and position.step and self._saved != position:
+        if self.world.alone and self.program.position.step and self._saved != self.program.position:
             self._save()

@@ -57,6 +57,8 @@ ORDER = (
     "data/checks",
     "data/roles",
     "data/ahead",
+    "data/workers",
+    "data/changes",
     "data/feed",
     "data/rows",
     "data/positions",

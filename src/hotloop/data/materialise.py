@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hotloop.data.feed import Seeded, end_workers, of_data, sample_of, started
+from hotloop.data.feed import Seeded, of_data, sample_of, started
 from hotloop.data.order import Order
 from hotloop.data.source import Samples, Table
 from hotloop.data.tree import apply_to_inputs, map_tensors, tensors
+from hotloop.data.workers import end_workers
 from hotloop.errors import DataError, PlanError, RoomError, blame, calling, kind
 from hotloop.rng import Streams, generator_for, generator_states
 

@@ -190,7 +190,8 @@ def _check(parts: Ingredients) -> None:
 
 def _feed(parts: Ingredients) -> Feed:
     order, world, source = parts.roles.order, parts.world, parts.roles.train
-    opened = partial(open_feed, source, workers=parts.plan.workers)
+    # A data set that is said to change is copied anew into each epoch's workers, as torch's loaders do.
+    opened = partial(open_feed, source, workers=parts.plan.workers, endless=parts.task.deterministic is not False)
     if parts.dealt.alone:
         return opened(order, _treatment(parts))
     assert order is not None

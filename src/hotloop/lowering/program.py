@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hotloop.data.changes import summary
 from hotloop.data.cut import Cut
-from hotloop.data.feed import Feed, TableFeed
+from hotloop.data.feed import Feed, SamplesFeed, StreamFeed, TableFeed
+from hotloop.data.source import Samples, Table
 from hotloop.data.tree import batch_length, to_device
+from hotloop.data.workers import Check
 from hotloop.errors import CheckpointError
 from hotloop.lowering.again import any_of_users
 from hotloop.lowering.allocator import keeps, let_go
@@ -54,6 +57,7 @@ class Program:
     Attributes:
         position: where in the data training stands.
         watched: whether callbacks of the user's are called in training, which may change what the step does.
+        check: raises Stopped, for who waits for a batch; see `heed`.
         compile_s: seconds that capturing and compiling the step took, or loading it compiled; 0 if it isn't.
     """
 
@@ -62,10 +66,12 @@ class Program:
         self.feed = feed
         self.position = Position()
         self.compile_s = 0.0
+        self.check: Check = lambda: None
         self.watched = any_of_users(parts.task.callbacks)
         self._step = step
         self._batches: Iterator[tuple[Any, int]] | None = None
-        self._tells_users = False
+        self._tells_users = self._said_changed = False
+        self._summary: tuple[Any, ...] | None = None
         if feed.reseeds or not parts.world.alone:
             self.seed_all()
 
@@ -181,8 +187,18 @@ class Program:
             self._step.make_ready(batch, samples)
         self.restore(before)
 
-    def heed(self, reason: Callable[[], str | None]) -> None:
-        """Says how to ask why to stop, if there is a reason: for who may wait for others within a step. Nobody does here."""
+    def heed(self, reason: Callable[[], str | None], check: Check = lambda: None) -> None:
+        """Says how to ask why to stop, if there is a reason: for who may wait for others within a step, or for a batch.
+
+        Ranks go on together, so that none of them gives up a wait by itself.
+
+        Args:
+            check: raises Stopped if there is a reason.
+        """
+        if self.parts.world.alone:
+            self.check = check
+            if isinstance(self.feed, SamplesFeed | StreamFeed):
+                self.feed.check = check
 
     def look_again(self, callbacks: Iterable[Any]) -> None:
         """Has a compiled step see whether it still does what was compiled, if one of these callbacks is the user's.
@@ -192,6 +208,21 @@ class Program:
         self._tells_users = any_of_users(callbacks)
         if self._tells_users:
             self._step.look_again()
+            self._compare_data()
+
+    def _compare_data(self) -> None:
+        """Says once that a data set which was read into memory has changed since: batches don't show that."""
+        given = self.parts.task.roles.train
+        if not isinstance(given, Samples) or not isinstance(self.parts.roles.train, Table) or self._said_changed:
+            return
+        now = summary(given.dataset)
+        self._said_changed = self._summary is not None and self._summary != now
+        if self._said_changed:
+            self.parts.say(
+                "the data set has changed since it was read into memory, and training goes on with what was read:"
+                " set deterministic=False in the Task, or residency=stream in the plan"
+            )
+        self._summary = now
 
     def seed_all(self) -> None:
         """From now on, seeds Python's and NumPy's generators at each step, drawn from or not."""

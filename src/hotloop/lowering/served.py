@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hotloop.data.order import Order
 from hotloop.data.tree import to_device
+from hotloop.data.workers import Check
 from hotloop.errors import HotloopError, PlanError, TrainingError
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.program import Program
@@ -175,7 +176,7 @@ class ServedProgram(Program):
         """How many updates of each staleness there were."""
         return dict(self._step.staleness)
 
-    def heed(self, reason: Callable[[], str | None]) -> None:
+    def heed(self, reason: Callable[[], str | None], check: Check = lambda: None) -> None:
         self.feed.heard = reason
 
     def employ(self, crew: Crew) -> None:
