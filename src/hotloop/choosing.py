@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from hotloop import cuda_rules
 from hotloop.arithmetic import REDUCED
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
 from hotloop.feasible import Refused, check, refused, settings
@@ -25,7 +26,7 @@ from hotloop.rng import preserved
 from hotloop.rules import Choice, left_open, passed_over, ranked, unrolled
 from hotloop.task import Task
 from hotloop.tuning.bounds import Makeup
-from hotloop.tuning.candidates import laying_changes, recorded_changes, rewriting_changes, without
+from hotloop.tuning.candidates import laying_changes, rewriting_changes, without
 from hotloop.verdicts import Verdict
 from hotloop.view import Callback
 from hotloop.wanted import Wanted
@@ -35,11 +36,7 @@ NOTHING_KEPT = Memory()
 
 
 def placed(plan: Plan, device: str | None = None) -> Plan:
-    """The plan on the device asked for; without a word, on this machine's accelerator if there is one.
-
-    Raises:
-        DeviceError: there is no such device here.
-    """
+    """The plan on the device asked for, else on this machine's accelerator if there is one; DeviceError if it lacks the device."""
     if device is None and "device" not in plan.model_fields_set:
         device = next((name for name in devices() if name != "cpu"), "cpu")
     return plan.with_axes(device=str(check_device(plan.device if device is None else device)))
@@ -104,7 +101,7 @@ def _only_eager(considered: Considered) -> str:
     """Why nothing could be compiled here, where that wasn't said with what was passed over; empty if it could."""
     refused = [one.violation.reason for one in considered.refused if one.axis == "compile"]
     said = any(line.startswith("compile=") for line in considered.passed_over)
-    return refused[0] if refused and not said else unrolled(considered.facts)
+    return refused[0] if refused and not said else unrolled(considered.facts, considered.device.kind)
 
 
 def _once(say: Say) -> Say:
@@ -143,13 +140,14 @@ def _weighed(
     rewrites = any(way.rewrites != "none" for way in ways)
     limit_s, program.watched = until - time.monotonic(), watched
     to_come = memory.to_come(facts.steps)
+    cheapest = min(ways, key=lambda way: way.compile != "none")  # what is recorded alone takes seconds
     with closing(program):
         hope = hoped(
             program,
             facts.steps,
-            way=ways[0].compile,
+            way=cheapest.compile,
             rewrites=rewrites,
-            recorded=ways[0].graphs != "none",
+            recorded=cheapest.graphs != "none",
             limit_s=limit_s,
             to_come=to_come,
             normed=facts.normed,
@@ -160,12 +158,14 @@ def _weighed(
         return lower(task, plan, say, during), plan
     from hotloop.settling import Settling  # proofs and races take a second to import, which other runs do without
 
-    say(f"auto compiles: {hope}")
+    first = next((way for way in ways if way.compile != "none"), cheapest)
+    compiling = hope if first.compile == cheapest.compile else hope.by(first.compile, recorded=first.graphs != "none")
+    say(f"auto compiles: {compiling}" if compiling.compilations else f"auto records: {hope}")
     instead = [way for way in instead if hope.by(way.compile).compilations]
     memory.spend()
-    last, most_s = choices[-1].plan, hope.compiling_s
+    last, most_s = choices[-1].plan, compiling.compiling_s
     settling = Settling(task, facts, plan, last, allowed, say, during, watched, memory.keep, to_come, most_s)
-    verdict = settling.run(_likeliest_first(ways, hope.made), hope.compilations, instead)
+    verdict = settling.run(_likeliest_first(ways, hope.made), compiling.compilations, instead)
     return _settled(task, [*ways, *instead, settling.otherwise], verdict, say, during, memory)
 
 
@@ -177,7 +177,7 @@ def _untried(
     compiled = [one for one in others if one.with_axes(compile=plan.compile) == plan]
     allowed = accepted(wanted.plan)
     steps = None if facts.steps is None else facts.steps + memory.to_come(facts.steps)
-    return _promising(_ways(compiled, facts, wanted), plan, steps, allowed, memory, say)
+    return _promising(_ways(compiled, plan, facts, wanted), plan, steps, allowed, memory, say)
 
 
 def _promising(
@@ -191,11 +191,11 @@ def _promising(
     def untried(ways: list[Plan]) -> list[Plan]:
         against = {way: memory.against(way, eager, allowed, steps) for way in ways}
         if len({way.layout for way in ways}) > 1:  # which makes a greater difference than whether a step is rewritten
-            lost = {way.layout: way for way in ways if memory.lost(way)}
+            lost = {(way.layout, way.compile): way for way in ways if memory.lost(way)}
             against |= {
-                way: f"{lost[way.layout].brief()} was raced before, and lost"
+                way: f"{lost[way.layout, way.compile].brief()} was raced before, and lost"
                 for way in ways
-                if not against[way] and way.layout in lost
+                if not against[way] and (way.layout, way.compile) in lost
             }
         for way, why in against.items():
             if why:
@@ -226,21 +226,21 @@ def _unsettled(facts: TaskFacts, plan: Plan) -> str:
     )
 
 
-def _ways(compiled: list[Plan], facts: TaskFacts, wanted: Wanted) -> list[Plan]:
-    """The first of the compiled plans, with its step recorded or images laid with channels last, rewritten or both, and as it is.
+def _ways(compiled: list[Plan], eager: Plan, facts: TaskFacts, wanted: Wanted) -> list[Plan]:
+    """The first of the compiled plans, with images laid with channels last, rewritten or both, and as it is.
 
-    A compiler writes the update its own way.
+    A compiler writes the update its own way. On CUDA see `cuda_rules`; there a recorded step need not be compiled.
     """
+    fixed = wanted.plan.model_fields_set
+    if wanted.asked and eager.device.startswith("cuda"):
+        return cuda_rules.auto_ways(eager.with_axes(optimizer=wanted.plan.optimizer), facts, here(eager.device), fixed)
     if not compiled:
         return []
     plan = compiled[0].with_axes(optimizer=wanted.plan.optimizer)
     machine = here(plan.device)
-    recorded, laid, rewritten = (
-        changes(facts, machine, plan) for changes in (recorded_changes, laying_changes, rewriting_changes)
-    )
-    both = [{**one, **other} for one in [*recorded[:1], *laid] for other in rewritten]
-    changes = [*both, *recorded, *laid, *rewritten]
-    return [*(plan.with_axes(**change) for change in without(changes, wanted.plan.model_fields_set)), plan]
+    laid, rewritten = (changes(facts, machine, plan) for changes in (laying_changes, rewriting_changes))
+    both = [{**one, **other} for one in laid for other in rewritten]
+    return [*(plan.with_axes(**change) for change in without([*both, *laid, *rewritten], fixed)), plan]
 
 
 def _likeliest_first(ways: list[Plan], made: Makeup | None) -> list[Plan]:
@@ -347,13 +347,14 @@ class Foreseen:
     Attributes:
         remembered: what it runs, where an earlier race found it the fastest and proved it; else
         choice: what it runs, by the rules and by what races found, unless
-        compiled: one of these turns out to be faster, and is proven; if some timed steps say that trying it pays.
+        compiled: one of these, compiled or recorded, turns out to be faster, and is proven; if some timed steps say that
+            trying it pays.
         passed_over, left_open, refused, device: see `Considered`.
     """
 
     remembered: Plan | None
     choice: Choice
-    compiled: list[Plan]
+    compiled: list[Choice]
     passed_over: list[str]
     left_open: list[str]
     refused: list[Refused]
@@ -376,7 +377,7 @@ def foreseen(task: Task, wanted: Wanted, facts: TaskFacts, memory: Memory, remem
     return Foreseen(
         remembered=remembered,
         choice=choice,
-        compiled=ways,
+        compiled=[Choice(way, cuda_rules.reasons(way, choice.plan, considered.facts)) for way in ways],
         passed_over=[*considered.passed_over, *passed_over],
         left_open=left_open(considered.facts, ways[0] if ways else choice.plan),
         refused=considered.refused,

@@ -171,7 +171,13 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def lost_worker(error: BaseException) -> DataError | None:
-    """What to say if what it came from is that a process that loads data died."""
+    """What to say if what it came from is that a process that loads data died, or found no shared memory for a batch."""
+    if any(_NO_SHARED_MEMORY.search(str(one)) for one in _causes(error)):
+        return DataError(
+            "a worker process that loads the data found no room for a batch in shared memory (/dev/shm)",
+            expected="room for several batches of each worker",
+            fix="use --workers 0, or give more shared memory, of which docker gives 64 MB without --shm-size",
+        )
     if not any(map(_of_worker, _causes(error))):
         return None
     return DataError(
@@ -179,6 +185,10 @@ def lost_worker(error: BaseException) -> DataError | None:
         expected="workers that live until training ends",
         fix="see what happens with --workers 0; lack of memory is a common cause",
     )
+
+
+_NO_SHARED_MEMORY = re.compile(r"unable to \w+ shared memory|<?/torch_\d+_\w+>?.*No space left|out of shared memory")
+"""As torch's allocator of shared memory says it, and its DataLoader of a worker that the system killed by SIGBUS."""
 
 
 @contextmanager

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hotloop.classification import LossReads, correct, has_class_shapes
-from hotloop.data.feed import Treatment, open_feed
+from hotloop.data.feed import SamplesFeed, StreamFeed, Treatment, open_feed
 from hotloop.data.order import Dealt
 from hotloop.data.row_count import count_rows
 from hotloop.data.source import Source, Stream, Table
 from hotloop.errors import TaskError, calling
 from hotloop.generators import OwnedGenerators
-from hotloop.interrupts import Stopped
+from hotloop.handlers import Stopped
 from hotloop.lowering import Program
 from hotloop.objective import weighted
 from hotloop.parallel.world import ALONE, World
@@ -67,6 +67,8 @@ def batches(program: Program, source: Source, world: World = ALONE) -> Iterator[
         drops = source.batching.drop_last
         order = Dealt(len(source), size, roles.seed, shuffle=False, drop_last=drops, rank=world.rank, ranks=world.ranks)
     feed = open_feed(source, order, treatment, workers=program.parts.plan.workers, endless=False)
+    if isinstance(feed, SamplesFeed | StreamFeed):
+        feed.check = program.check
     streams, owned = Streams(roles.seed, *program.devices), OwnedGenerators(program.parts.task.owners(program.model))
     try:
         for number, (batch, samples) in enumerate(feed.epoch(0)):

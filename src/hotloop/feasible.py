@@ -83,7 +83,7 @@ def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
     kinds = {device.kind for device in hardware.devices}
     named = {
         axis: get_args(Plan.model_fields[axis].annotation)
-        for axis in ("engine", "precision", "layout", "residency", "compile", "optimizer", "allocator")
+        for axis in ("engine", "precision", "layout", "residency", "compile", "optimizer", "allocator", "cudnn")
     }
     missing = tuple(kind for kind in ("cuda", "mps", "xpu") if kind not in kinds)
     return {"device": missing, **named, "rewrites": ("all",), "graphs": ("step", 8), "accumulation": (2,)}
@@ -116,6 +116,7 @@ _OF_TORCH = {
     "optimizer": "the update is written out",
     "accumulation": "a batch is not cut into pieces there",
     "threads": "it sets torch's threads, and NumPy has its own",
+    "cudnn": "array operations don't call cuDNN",
 }
 """Why an axis is not for the arrays engine."""
 
@@ -327,6 +328,19 @@ def _kept_memory(case: Case) -> Iterator[Violation]:
         yield Violation(("allocator",), reason, "use allocator=default")
 
 
+# --- cudnn
+
+
+def _algorithms(case: Case) -> Iterator[Violation]:
+    if case.plan.cudnn == "default":
+        return
+    fix = "use cudnn=default"
+    if case.device.kind != "cuda":
+        yield Violation(("cudnn", "device"), f"cuDNN is for CUDA devices, and {case.device.name} is none", fix)
+    if not case.facts.has_convolution_layers:
+        yield Violation(("cudnn",), "the model has no convolution, whose algorithm cuDNN could choose", fix)
+
+
 # --- update
 
 
@@ -366,6 +380,7 @@ RULES: tuple[Rule, ...] = (
     _rewritten,
     _graphs,
     _kept_memory,
+    _algorithms,
     _implementation,
     _pieces,
 )

@@ -1,4 +1,4 @@
-"""Handlers of signals, for a while."""
+"""Handlers of signals, for a while, and what their signals raise where something is given up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from types import FrameType
 
 INTERRUPTING = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and how systems ask for an end."""
+
+
+class Stopped(Exception):
+    """Something was given up on the way, for `reason`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 @contextmanager

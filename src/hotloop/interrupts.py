@@ -10,18 +10,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 from hotloop.errors import HotloopError
-from hotloop.handlers import INTERRUPTING, handled
+from hotloop.handlers import INTERRUPTING, Stopped, handled
 
 REASONS = (None, "stop-after", "SIGTERM", "SIGINT")
 """Why to stop: what several ranks have heard comes down to the last of these."""
-
-
-class Stopped(Exception):
-    """Something was given up on the way, for `reason`."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class Terminated(KeyboardInterrupt):

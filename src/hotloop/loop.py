@@ -13,7 +13,8 @@ from hotloop.continuing import check_data, check_schedule, newest_good
 from hotloop.data.source import Source
 from hotloop.errors import HotloopError, PartsDifferError, lost_workers_told
 from hotloop.evaluation import evaluate
-from hotloop.interrupts import REASONS, Interrupts, Stopped
+from hotloop.handlers import Stopped
+from hotloop.interrupts import REASONS, Interrupts
 from hotloop.lowering import Program
 from hotloop.lowering.step import means_of
 from hotloop.pacing import Cadence, Pace
@@ -93,7 +94,7 @@ class _Loop:
         self._shown: tuple[EpochRecord, ...] = ()
         self._loss: float | None = None
         self._waits = Waits(self.world, self.run.log, self.say)
-        self.program.heed(self.interrupts.reason)
+        self.program.heed(self.interrupts.reason, self.interrupts.check)
         self._begin_epoch()
 
     @property
@@ -186,6 +187,8 @@ class _Loop:
         try:
             outcome = self.program.advance(steps)
             sums = self.program.read_sums()
+        except Stopped:
+            return  # the wait for a batch has ended, and `_next` reports why
         except Exception as error:
             self.run.mark(self.program.position.step)
             self._save_before_the_end(self.world if isinstance(error, PartsDifferError) else None)
@@ -324,8 +327,7 @@ class _Loop:
         self.program.look_again(self.callbacks)
 
     @property
-    def _reserve_s(self) -> float:
-        """Kept back for saving, when time is limited."""
+    def _reserve_s(self) -> float:  # for saving, when time is limited
         return 2 * self.cadence.cost_s
 
     @property

@@ -120,6 +120,10 @@ class Plan(BaseModel):
         threads: threads of one operation on the CPU; None leaves torch's choice.
         allocator: what becomes of the memory that a step on the CPU frees. `default`: as the C library has it; `keep`: it
             stays for the next step, where glibc would give it back to the system and have it zeroed again (Linux).
+        cudnn: how cuDNN chooses the algorithm of a convolution on CUDA. `default`: as the process has it, by a heuristic
+            unless the program chose otherwise; `benchmark`: cuDNN times its algorithms on each new shape and takes the
+            fastest. A process keeps its first choice for a shape. A recorded step (`graphs`) chooses anew while it is
+            recorded, and each recording may choose another algorithm, so a resumed run may differ in its last bits.
         parallel: how several processes, the ranks, share the training. `data`: each computes a part of each batch;
             `sharded`: the same, with parameters and optimizer state spread over the ranks; `async`: a parameter server
             and workers; `local`: ranks that average their weights now and then; `stages`: the model split by layers;
@@ -170,6 +174,7 @@ class Plan(BaseModel):
     workers: int | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)
     allocator: Literal["default", "keep"] = "default"
+    cudnn: Literal["default", "benchmark"] = "default"
     parallel: Literal["none", "data", "sharded", "async", "local", "stages", "tensor", "towers"] = "none"
     ranks: int | None = Field(default=None, ge=1)
     sync_every: int | None = Field(default=None, ge=1)

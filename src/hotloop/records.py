@@ -80,6 +80,7 @@ class TaskFacts(Record):
         closure: whether the optimizer asks for the loss itself, as LBFGS does.
         images: whether an input or a parameter has the 4 or 5 dimensions of images.
         convolutions: whether a parameter has them.
+        has_convolution_layers: whether the model convolves, over sequences too, as far as its layers and parameters show.
         normed: whether a layer of torch's normalises over the batch.
         recurrent: whether a layer is one of torch's recurrent ones.
         drops: whether a layer of torch's drops numbers at random.
@@ -107,6 +108,7 @@ class TaskFacts(Record):
     closure: bool = False
     images: bool = False
     convolutions: bool = False
+    has_convolution_layers: bool = False
     normed: bool = False
     recurrent: bool = False
     drops: bool = False

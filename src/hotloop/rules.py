@@ -140,7 +140,7 @@ def _data(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
 def _compilation(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
     device = device_of(plan, hardware)
     value = {"cpu": "package", "cuda": "step"}.get(device.kind if device else "")
-    if value and _long(facts) and not facts.recurrent:
+    if value and is_long(facts) and not facts.recurrent:
         why = f"with {facts.steps:,} steps a compilation may pay, which train times some steps to tell"
         yield Wish("compile", value, f"compile={value}: {why}")
 
@@ -150,14 +150,17 @@ def read_again(facts: TaskFacts) -> bool:
     return facts.steps is None or facts.batches is None or facts.steps > facts.batches
 
 
-def unrolled(facts: TaskFacts) -> str:
-    """Why a long run isn't compiled whatever its steps take; empty if nothing speaks against it."""
-    if not (_long(facts) and facts.recurrent):
+def unrolled(facts: TaskFacts, kind: str) -> str:
+    """Why a long run on a kind of device isn't compiled whatever its steps take; empty if nothing speaks against it."""
+    if not (is_long(facts) and facts.recurrent):
         return ""
+    if kind == "cuda":
+        return "cuDNN reads the weights of recurrent layers as one piece of memory, which a captured step can't"
     return "captured, recurrent layers are written out time step by time step, which compilers take very long for"
 
 
-def _long(facts: TaskFacts) -> bool:
+def is_long(facts: TaskFacts) -> bool:
+    """Whether a run has steps enough for what must be proven: compiled steps, and recorded ones."""
     return facts.steps is not None and facts.steps >= COMPILED_FROM_STEPS
 
 
@@ -174,8 +177,9 @@ def _reasons(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[str]:
         tf32 = device is not None and device.kind == "cuda" and facts.convolutions
         loop = ", which compute convolutions in tf32 here, where precision=fp32 computes in fp32" if tf32 else ""
         yield f"precision=default: torch's own settings{loop}; fewer bits change the result, so they have to be asked for"
-    if "compile" not in kept and not _long(facts):
+    if "compile" not in kept and not is_long(facts):
         run = "a stream doesn't say how many steps there are" if facts.steps is None else f"{facts.steps:,} steps"
         yield f"compile=none: a compilation is tried from {COMPILED_FROM_STEPS:,} steps on ({run})"
-    if "compile" not in kept and (why := unrolled(facts)):
+    device = device_of(plan, hardware)
+    if "compile" not in kept and device is not None and (why := unrolled(facts, device.kind)):
         yield f"compile=none: {why}"

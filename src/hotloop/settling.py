@@ -69,7 +69,8 @@ class Settling:
         self._held = Held(self.task, self._listened_to, compiling_s=self.compiling_s)
 
     def run(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan] = ()) -> Verdict | None:
-        """Compiles up to `most` of `ways`, the first that can be; the winner is `otherwise`, or faster and proven.
+        """Compiles up to `most` of `ways`, the first that can be, and records one that isn't compiled; the winner is
+        `otherwise`, or faster and proven.
 
         What can't be compiled is in the Verdict too. None where there was no memory for a race, or it failed.
 
@@ -112,7 +113,10 @@ class Settling:
         if why := lacking([self._lowered(self.baseline)]):
             self.say(f"auto goes on eagerly: nothing compiled could be proven, since {why}")
             return self.eager
-        ready = self._compiled(ways, min(most, room))
+        compiled = [way for way in ways if way.compile != "none"]
+        ready = self._compiled(compiled, min(most, room))
+        if len(ready) < room:
+            ready += self._recorded([way for way in ways if way.compile == "none"])
         if all(way.brief() in self._timings for way in ways):  # with why it can't be
             ready = self._compiled(instead, 1)
         if not ready:
@@ -142,6 +146,10 @@ class Settling:
             elif len(ready) < most and self._can_be_lowered(way):
                 ready.append(way)
         return ready + [way for way in alike[: most - len(ready)] if self._can_be_lowered(way)]
+
+    def _recorded(self, ways: Sequence[Plan]) -> list[Plan]:
+        """The first step that can be recorded as it runs eagerly, which takes seconds."""
+        return next(([way] for way in ways if self._can_be_lowered(way)), [])
 
     def _can_be_lowered(self, way: Plan) -> bool:
         try:
@@ -214,7 +222,9 @@ class Settling:
 
     def _listened_to(self, task: Task, plan: Plan) -> Program:
         """Lowers a plan, and says what goes on where it is compiled; the others were told of before."""
-        program = lower(task, plan, *((self.say, self.during) if plan.compile != "none" else ()))
+        program = lower(
+            task, plan, *((self.say, self.during) if plan.compile != "none" or plan.graphs != "none" else ())
+        )
         program.watched = self.watched
         return program
 

@@ -27,6 +27,7 @@ from hotloop.launch import ranks_of
 from hotloop.loop import train_loop
 from hotloop.lowering import Program, lower
 from hotloop.lowering.again import any_of_users
+from hotloop.lowering.cudnn import inexact_reasons
 from hotloop.lowering.facts import facts_of
 from hotloop.lowering.order import closed_unless_done
 from hotloop.lowering.telling import During, Say
@@ -271,6 +272,10 @@ def _train(
             say(
                 "the model factory has made other models since the one that is trained: a callback must not change the last"
             )
+        for reason in inexact_reasons(program.parts):
+            if handle.note_inexact(reason):
+                events += 1
+                say(reason)
         return train_loop(
             relower,
             handle,

@@ -65,6 +65,7 @@ class Hope:
         limit_s: until the run is to stop, whatever is left of it.
         made: of what the step is, where that is known.
         normed: whether the step normalises over the batch, which makes a proof longer.
+        doing: what is tried, as a word: compiling, or recording without a compiler.
         looks: how often the run sees whether callbacks have changed what was compiled, and `look_s` what that takes.
     """
 
@@ -80,12 +81,13 @@ class Hope:
     copying_s: float = 0.0
     to_come: int = 0
     normed: bool = False
+    doing: str = "compiling"
 
     def by(self, way: str, *, recorded: bool = False) -> Hope:
         """By another way to compile, as the plan's axis says it; as a CUDA graph, too, if it is recorded."""
         operations = None if self.made is None else self.made.operations
         gain, look_s = compiling_gains(self.made, self.step_s, way, recorded=recorded), trace_s(operations or 0)
-        return replace(self, gain=gain, compile_s=compile_s(operations, way), look_s=look_s)
+        return replace(self, gain=gain, compile_s=compile_s(operations, way), look_s=look_s, doing=_doing(way))
 
     @property
     def wins_s(self) -> float:
@@ -125,9 +127,13 @@ class Hope:
         if self.to_come and self.costs_s() >= self.steps * self.step_s:
             lost = ", longer than the run itself"
         return (
-            f"a step takes {milliseconds(1e3 * self.step_s)}{loading}, so compiling {most} {self.wins_s:,.0f} s"
+            f"a step takes {milliseconds(1e3 * self.step_s)}{loading}, so {self.doing} {most} {self.wins_s:,.0f} s"
             f" of the {self.steps:,} steps left{runs}{looking}, and with a proof it may take {self.costs_s():.0f} s{limit}{lost}"
         )
+
+
+def _doing(way: str) -> str:
+    return "recording" if way == "none" else "compiling"
 
 
 @dataclass(frozen=True)
@@ -236,6 +242,7 @@ def hoped(
                 copying_s=copying_s,
                 to_come=to_come,
                 normed=normed,
+                doing=_doing(way),
             )
             if not hope.pays():
                 return hope

@@ -61,28 +61,54 @@ def test_a_step_of_images_is_compiled_with_rewrites_too(long, pretended, found) 
     assert pretended[-1] == Plan(compile="package")  # as it was set
 
 
+EAGERLY, AS_SET = (32, "none", "fused"), (32, "none", "default")
+"""Steps that are recorded and not compiled, and the form of their update."""
+
+
 @pytest.mark.parametrize(
     ("fixed", "recorded"),
     [
-        ({}, [(32, "all"), (32, "none"), ("step", "none"), ("none", "all"), ("none", "none")]),
-        ({"residency": "stream"}, [("step", "all"), ("step", "none"), ("none", "all"), ("none", "none")]),
+        ({}, [(32, "all"), EAGERLY, (32, "none"), ("step", "none"), ("none", "all"), ("none", "none"), AS_SET]),
+        (
+            {"residency": "stream"},
+            [
+                ("step", "all"),
+                ("step", "none", "fused"),
+                ("step", "none"),
+                ("none", "all"),
+                ("none", "none"),
+                ("step", "none", "default"),
+            ],
+        ),
         ({"graphs": "none"}, [("none", "all"), ("none", "none")]),
-        ({"rewrites": "none"}, [(32, "none"), ("step", "none"), ("none", "none")]),
+        ({"rewrites": "none"}, [EAGERLY, (32, "none"), ("step", "none"), ("none", "none"), AS_SET]),
+        ({"compile": "none"}, [EAGERLY, AS_SET, ("step", "none", "default")]),
+        ({"compile": "none", "optimizer": "foreach"}, [(32, "none", "foreach"), ("step", "none", "foreach")]),
     ],
-    ids=["data on the device", "data elsewhere", "not recorded", "not rewritten"],
+    ids=["data on the device", "data elsewhere", "not recorded", "not rewritten", "not compiled", "lists"],
 )
-def test_on_cuda_a_compiled_step_is_recorded_too(
-    fixed: dict[str, Any], recorded: list[tuple[Any, str]], monkeypatch: pytest.MonkeyPatch
+def test_on_cuda_a_compiled_step_is_recorded_too_and_so_is_the_eager_one(
+    fixed: dict[str, Any], recorded: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The likeliest way to win first; the step as it is stays, for where none can be recorded."""
     told, machine = made_up(steps=rules.COMPILED_FROM_STEPS), a_machine(A_GPU)
     monkeypatch.setattr(choosing, "here", lambda device: machine)
-    compiled = [one.plan for one in rules.ranked(told, machine, Plan(**fixed)) if one.plan.compile == "step"]
-    ways = choosing._ways(compiled, told, Wanted(Plan(**fixed), auto=True))
-    assert [(way.graphs, way.rewrites) for way in ways] == recorded
-    plain = {way.with_axes(graphs="none", rewrites="none") for way in ways}
-    assert plain == {compiled[0].with_axes(optimizer="default")}
+    asked = Wanted(Plan(**fixed), auto=True)
+    choices = rules.ranked(told, machine, Plan(**fixed))
+    eager = next(one.plan for one in choices if one.plan.compile == "none")
+    ways = choosing._ways([one.plan for one in choices if one.plan.compile == "step"], eager, told, asked)
+    found = [(way.graphs, way.rewrites, *([way.optimizer] if way.compile == "none" else [])) for way in ways]
+    assert found == recorded
+    assert all(way.optimizer == "default" for way in ways if way.compile == "step")
     assert [way for way in ways if violations(way, told, machine)] == []
+    assert choosing._ways([], eager, told, Wanted(Plan(**fixed), auto=True, asked=False)) == []
+
+
+def test_on_cuda_nothing_is_recorded_in_short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, machine = made_up(steps=rules.COMPILED_FROM_STEPS - 1), a_machine(A_GPU)
+    monkeypatch.setattr(choosing, "here", lambda device: machine)
+    eager = rules.ranked(told, machine, Plan())[0].plan
+    assert choosing._ways([], eager, told, Wanted(Plan(), auto=True)) == []
 
 
 @pytest.mark.parametrize("nothing", [False, True])
@@ -177,14 +203,13 @@ def test_a_layout_that_lost_is_not_compiled_again_in_the_next_run(long, pretende
     assert list(dict.fromkeys(compiled)) == [LAID.with_axes(rewrites="all"), REWRITTEN]
 
 
-def test_on_a_gpu_they_lie_as_usual_and_so_do_volumes() -> None:
-    """Nobody has measured anything else there."""
+def test_volumes_lie_as_usual() -> None:
+    """Nobody has measured anything else."""
     told = made_up(images=True, convolutions=True, inputs=[[1, 6, 6]])
     volumes = told.model_copy(update={"inputs": [[1, 6, 6, 6]]})
     assert laying_changes(volumes, a_machine(), Plan(device="cpu")) == []
     assert laying_changes(told, a_machine(), Plan(device="cpu")) == [{"layout": "channels_last"}]
     assert laying_changes(told, a_machine(), Plan(device="cpu", layout="channels_last")) == []
-    assert laying_changes(told, a_machine(A_GPU), Plan(device="cuda:0")) == []
 
 
 def test_a_compilation_must_save_twice_what_it_takes_with_its_proof() -> None:

@@ -26,6 +26,11 @@ from tests.cpu.test_plans import STEPS, after, assert_equal_within_rounding, bas
 TWO = Plan(graphs=2, residency="device")  # of three whole batches in an epoch: one replay of two, and one of one
 RUNS = [(name, plan) for name in ("mlp", "cnn", "gpt") for plan in (Plan(graphs="step"), TWO)]
 RUNS += [("lstm", TWO), ("vae", Plan(graphs="step")), ("residual", Plan(graphs="step", layout="channels_last"))]
+RUNS += [
+    (name, Plan(graphs="step", optimizer=how, layout=layout))
+    for name, layout in (("gpt", "contiguous"), ("residual", "contiguous"), ("residual", "channels_last"))
+    for how in ("foreach",)
+]
 RUNS += [("mlp", Plan(graphs="step", optimizer="forloop")), ("mlp", Plan(graphs="step", accumulation=3))]
 
 
@@ -102,11 +107,40 @@ def one_cycle(optimizer: torch.optim.Optimizer, total: int) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total, cycle_momentum=cycles)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_a_graph_takes_in_the_fused_update_however_weights_lie(name: str, layout: str) -> None:
+    task = family("residual", optimizer=optimizer(name), schedule=of_the_rate)
+    program = hotloop.lower(task, Plan(graphs="step", optimizer="fused", layout=layout))
+    assert_equal_within_rounding(after(program, 9), after(hotloop.lower(task), 9))
+    assert len(replays(program)) >= 9 - 1 - 2
+
+
+class Transposed(nn.Module):
+    """The gradient of its weight has other strides than the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 6, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat([self.weight.t()])
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_a_fused_update_in_a_graph_reads_gradients_that_lie_otherwise(name: str) -> None:
+    task = a_task(model=Transposed, optimizer=optimizer(name), schedule=of_the_rate)
+    program = hotloop.lower(task, Plan(graphs="step", optimizer="fused"))
+    assert_equal_within_rounding(after(program, 4), after(hotloop.lower(task), 4))
+    assert replays(program)
+
+
+def of_the_rate(optimizer: torch.optim.Optimizer, total: int) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total, cycle_momentum=False)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_a_fused_update_takes_the_learning_rate_alone(name: str) -> None:
-    def of_the_rate(optimizer: torch.optim.Optimizer, total: int) -> Any:
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total, cycle_momentum=False)
-
     plan = Plan(graphs="step", optimizer="fused")
     task = family("mlp", optimizer=optimizer(name), schedule=of_the_rate)
     assert_equal_within_rounding(after(hotloop.lower(task, plan), 9), after(hotloop.lower(task), 9))

@@ -20,6 +20,7 @@ ON_GPU: dict[str, Any] = {"device": "cuda:0"}
 RANKS: dict[str, Any] = {"parallel": "data"}
 STAGES = {"parallel": "stages"}
 GRAPHS = {**ON_GPU, "graphs": "step"}
+TIMED, CONVOLVES = {"cudnn": "benchmark"}, {"has_convolution_layers": True}
 APART = {"placement": "decoder=cpu,encoder=cuda:0"}
 
 REFUSED = {
@@ -57,6 +58,10 @@ REFUSED = {
         CPU, {}, {"rewrites": "draw_by_words", "accumulation": 2}, ("a whole batch", "accumulation=1"),
     ),
     "memory that nobody can keep": (CPU, {}, {"allocator": "keep"}, ("only glibc", "allocator=default")),
+    "cuDNN on a CPU": (CPU, CONVOLVES, TIMED, ("cuDNN is for CUDA devices", "cudnn=default")),
+    "cuDNN on a Mac": (MAC, CONVOLVES, {"device": "mps", **TIMED}, ("mps is none", "cudnn=default")),
+    "cuDNN without a convolution": (GPU, {}, {**ON_GPU, **TIMED}, ("the model has no convolution", "cudnn=default")),
+    "cuDNN for arrays": (GPU, CONVOLVES, {**ON_GPU, **TIMED, "engine": "arrays"}, ("don't call cuDNN", "engine=eager")),
     "arrays rewritten": (CPU, {}, {"engine": "arrays", "rewrites": "all"}, ("captured step", "rewrites=none")),
     "graphs on a CPU": (CPU, {}, {"graphs": "step"}, ("graphs are CUDA's", "graphs=none")),
     "graphs on a Mac": (MAC, {}, {"device": "mps", "graphs": "step"}, ("mps has none",)),
@@ -156,6 +161,12 @@ RUNS = {
     "several steps in one replay, of data that lies there": (GPU, {}, {**ON_GPU, "graphs": 8, "residency": "device"}),
     "memory kept": (a_machine(allocator="glibc"), {}, {"allocator": "keep"}),
     "the host's memory kept beside a GPU": (a_machine(A_GPU, allocator="glibc"), {}, {**ON_GPU, "allocator": "keep"}),
+    "cuDNN's timing": (GPU, CONVOLVES, {**ON_GPU, **TIMED}),
+    "cuDNN's timing, compiled and recorded": (
+        GPU,
+        CONVOLVES,
+        {**GRAPHS, **TIMED, "compile": "step", "layout": "channels_last", "optimizer": "fused"},
+    ),
     "pieces compiled": (CPU, {}, {"compile": "step", "accumulation": 2}),
     "fp16 with its update apart": (GPU, {}, {**ON_GPU, "compile": "forward", "precision": "fp16"}),
     "an implementation that's there": (CPU, {}, {"optimizer": "fused"}),
@@ -211,6 +222,7 @@ def test_the_table_names_every_value_that_cannot_be_run_and_no_other() -> None:
         *(("compile", "forward"), ("compile", "step"), ("compile", "package")),
         *(("optimizer", "forloop"), ("optimizer", "foreach"), ("optimizer", "fused")),
         *(("rewrites", "all"), ("graphs", "step"), ("graphs", 8), ("accumulation", 2), ("allocator", "keep")),
+        ("cudnn", "benchmark"),
     }
 
 
@@ -227,7 +239,7 @@ def test_a_plain_plan_differs_only_in_where_it_runs(axis: str) -> None:
              "compile": "step", "rewrites": "all", "graphs": 2, "optimizer": "fused", "accumulation": 2, "workers": 1,
              "threads": 1, "parallel": "data", "ranks": 2, "sync_every": 2, "outer": "nesterov", "staleness": 1,
              "correction": "none", "workforce": "ray", "pipeline": "gpipe", "microbatches": 2, "split": "1",
-             "placement": "1=cpu", "allocator": "keep"}  # fmt: skip
+             "placement": "1=cpu", "allocator": "keep", "cudnn": "benchmark"}  # fmt: skip
     assert is_plain(BASELINE)
     assert is_plain(BASELINE.with_axes(**{axis: other[axis]})) is (axis in ("device", "workers", "threads"))
 

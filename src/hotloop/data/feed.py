@@ -7,12 +7,9 @@ A feed's `epoch(epoch, start)` yields `(batch, samples)` from batch number `star
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -21,16 +18,19 @@ from torch.utils.data import DataLoader
 
 from hotloop.data.ahead import moved
 from hotloop.data.augment import Draws
+from hotloop.data.changes import summary
 from hotloop.data.cut import Cut
 from hotloop.data.on_batches import OnBatches
 from hotloop.data.order import Order
 from hotloop.data.roles import Roles
 from hotloop.data.row_count import count_rows
-from hotloop.data.seeded import NOTE, Seeded, iterated, owners_of, show_dataset
+from hotloop.data.seeded import NOTE, Seeded, iterated, owners_of
 from hotloop.data.source import Samples, Stream, Table
 from hotloop.data.tree import map_tensors, to_device
+from hotloop.data.workers import Check, InWorker, checking, end_workers, reporting
 from hotloop.errors import DataError, HotloopError, blame, lost_worker
 from hotloop.generators import OwnedGenerators
+from hotloop.handlers import Stopped
 from hotloop.rng import Streams, preserved, seed_for
 
 
@@ -126,7 +126,11 @@ class TableFeed:
 class SamplesFeed:
     """Loads a map-style data set, here or in workers; each sample's random draws follow from (seed, epoch, sample).
 
-    One loader serves all epochs, so that workers start once and go on loading across the end of an epoch.
+    One loader serves all epochs, so that workers start once and go on loading across the end of an epoch. Where the data set
+    has changed since they started, they start again at the next epoch: their copies of it don't see that.
+
+    Attributes:
+        check: is called while a batch is waited for; raises Stopped to give that up.
     """
 
     samples: Samples
@@ -134,7 +138,9 @@ class SamplesFeed:
     treatment: Treatment
     workers: int | None = None
     endless: bool = True
+    check: Check = field(default=lambda: None, init=False)
     _batches: Any = field(default=None, init=False)
+    _summary: tuple[Any, ...] = field(default=(), init=False)
     _next: tuple[int, int] | None = field(default=None, init=False)
     reseeds: bool = field(default=True, init=False)
 
@@ -142,7 +148,7 @@ class SamplesFeed:
         self.batches: int | None = self.order.batches
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
-        if self._next != (epoch, start):
+        if self._next != (epoch, start) or self._has_changed():
             self._start(epoch, start)
         loaded = self._loaded(epoch, start)
         if self.treatment.device.type != "cpu":
@@ -161,11 +167,21 @@ class SamplesFeed:
     def _after(self, epoch: int) -> tuple[int, int] | None:
         return (epoch + 1, 0) if self.endless else None
 
+    def _has_changed(self) -> bool:
+        """Whether the data set is another one than the workers have."""
+        return self._loads_apart and self._summary != summary(self.samples.dataset)
+
+    @property
+    def _loads_apart(self) -> bool:
+        return bool(self.samples.workers if self.workers is None else self.workers)
+
     def _start(self, epoch: int, start: int) -> None:
         self.close()
+        if self._loads_apart:
+            self._summary = summary(self.samples.dataset)
         seed = self.treatment.seed
         pinned = {"pin_memory": True} if self.treatment.device.type == "cuda" else {}
-        self._batches = started(
+        batches = started(
             self.samples,
             Seeded(self.samples, seed),
             seed,
@@ -174,10 +190,14 @@ class SamplesFeed:
             collate_fn=self.samples.collate,
             **pinned,
         )
+        self._batches = checking(batches, lambda: self.check())
 
     def _load(self) -> Any:
         try:
             return next(self._batches)
+        except Stopped:
+            self.close()
+            raise
         except Exception as error:
             self.close()
             raise of_data(error) from error
@@ -196,22 +216,22 @@ def started(samples: Samples, dataset: Any, seed: int, workers: int | None, **ho
             dataset,
             num_workers=workers,
             generator=torch.Generator().manual_seed(seed_for(seed, "workers")),
-            **options | how | {"worker_init_fn": _InWorker(options.get("worker_init_fn"))},
+            **options | how | {"worker_init_fn": InWorker(options.get("worker_init_fn"))},
         )
     )
 
 
-def end_workers(batches: Any) -> None:
-    """Ends the processes of a loader's iterator; its deletion alone may come late, as an error under way holds it."""
-    getattr(batches, "_shutdown_workers", lambda: None)()
-
-
 @dataclass
 class StreamFeed:
-    """Runs a user's loader as it is; resuming skips the batches already seen."""
+    """Runs a user's loader as it is; resuming skips the batches already seen.
+
+    Attributes:
+        check: is called while a batch is waited for; raises Stopped to give that up.
+    """
 
     stream: Stream
     treatment: Treatment
+    check: Check = field(default=lambda: None, init=False)
     reseeds: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -230,7 +250,7 @@ class StreamFeed:
         self._owned.refresh()
         self._owned.seed(seed)
         done = seen = 0
-        for number, batch in enumerate(_guarded(loader, seed, partial(self._begin, streams, epoch))):
+        for number, batch in enumerate(_guarded(loader, seed, partial(self._begin, streams, epoch), self.check)):
             done, size = number + 1, count_rows(batch).number
             if number >= start:  # a sample's place in the stream is its number
                 yield self.treatment(batch, epoch, number, torch.arange(seen, seen + size)), size
@@ -259,10 +279,11 @@ class StreamFeed:
         pass
 
 
-def _guarded(loader: Any, seed: int, before: Callable[[int], None]) -> Iterator[Any]:
+def _guarded(loader: Any, seed: int, before: Callable[[int], None], check: Check) -> Iterator[Any]:
     """The batches of a user's loader, with `before(number)` called before each; its error becomes one line."""
     try:
-        batches = iterated(loader, seed)
+        with reporting(loader):
+            batches = checking(iterated(loader, seed), check)
         for number in itertools.count():
             before(number)
             try:
@@ -270,6 +291,9 @@ def _guarded(loader: Any, seed: int, before: Callable[[int], None]) -> Iterator[
             except StopIteration:
                 return
             yield batch
+    except Stopped:
+        end_workers(batches)
+        raise
     except Exception as error:
         raise of_data(error) from error
 
@@ -284,33 +308,6 @@ def of_data(error: Exception) -> HotloopError:
     last = (getattr(error, "__notes__", None) or str(error).splitlines() or [""])[-1]
     where, remedy = (f" {last}", ", or leave that sample out") if last.startswith(NOTE) else ("", "")
     return DataError(f"the data set raised {blame(error)}{where}", fix=f"mend the data set{remedy}")
-
-
-@dataclass(frozen=True)
-class _InWorker:
-    """What a worker process does first: it makes sure of its parent, and leaves Ctrl-C and SIGTERM to it.
-
-    torch's workers end with the process that they find as their parent; one killed while they start is not found.
-    The signals reach all processes of a terminal or a batch job, but training still needs data for its last steps, and then
-    ends its workers itself.
-    """
-
-    then: Callable[[int], None] | None = None
-    parent: int = field(default_factory=os.getpid)
-
-    def __call__(self, worker: int) -> None:
-        if os.getppid() != self.parent:
-            os._exit(1)
-        show_dataset()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _once_ignored)
-        if self.then is not None:
-            self.then(worker)
-
-
-def _once_ignored(number: int, frame: FrameType | None) -> None:
-    """Lets the next signal of this kind end the process, as nothing else would a worker that hangs."""
-    signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)

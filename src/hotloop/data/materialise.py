@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hotloop.data.feed import end_workers, of_data, started
+from hotloop.data.feed import of_data, started
 from hotloop.data.on_batches import OnBatches
 from hotloop.data.order import Order
 from hotloop.data.seeded import Seeded, sample_of
 from hotloop.data.source import Samples, Table
 from hotloop.data.tree import map_tensors, tensors
+from hotloop.data.workers import end_workers
 from hotloop.errors import DataError, PlanError, RoomError, blame, kind
 from hotloop.rng import generator_for, generator_states, seed_for
 

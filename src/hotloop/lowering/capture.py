@@ -39,6 +39,7 @@ from hotloop.lowering.rewound import no_rewound_draws
 from hotloop.lowering.side_effects import no_side_effects, no_side_effects_of_update, refused
 from hotloop.lowering.step import EagerStep
 from hotloop.lowering.subnormals import without_subnormals
+from hotloop.lowering.update import lay_out_gradients
 from hotloop.patches import patched
 from hotloop.quiet import unlogged
 from hotloop.task import Computed, hooked_parameter
@@ -254,6 +255,7 @@ class _Tracer:
                 elif isinstance(held, Tensor):
                     put(optimizer, place, now)
             step.clip([value for group in optimizer.param_groups for value in group["params"]])
+            lay_out_gradients(optimizer)
             with no_side_effects_of_update(optimizer, {id(value): name for name, value in parameters.items()}):
                 bare_step(type(optimizer).step)(optimizer)
             if self.step.parts.device.type == "cpu":

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from hotloop.data.feed import peek
@@ -57,6 +58,7 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
         **_of_optimizer(optimizer, model),
         images=not (dimensions | {value.ndim for value in tensors(inputs_of(batch))}).isdisjoint(_IMAGES),
         convolutions=not dimensions.isdisjoint(_IMAGES),
+        has_convolution_layers=not dimensions.isdisjoint(_IMAGES) or _convolves(model),
         normed=normalises(model),
         recurrent=any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules()),
         drops=any(map(_drops, model.modules())),
@@ -68,6 +70,11 @@ def facts_of(parts: Ingredients, source_digest: str = "") -> TaskFacts:
 def normalises(model: nn.Module) -> bool:
     """Whether it has a layer of torch's that normalises over the batch."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def _convolves(model: nn.Module) -> bool:
+    """Whether a layer of torch's is a convolution."""
+    return any(isinstance(module, _ConvNd) for module in model.modules())
 
 
 def _drops(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from hotloop.errors import PlanError, blame, out_of_memory
 from hotloop.lowering.binding import by_place, step_tensors
 from hotloop.lowering.capture import Captured, Update
 from hotloop.lowering.compiled import CompiledStep, Runner, built, signature
+from hotloop.lowering.cudnn import FreshChoice
 from hotloop.lowering.drawing import draws_nothing
 from hotloop.lowering.hyper import Hyper, Moved
 from hotloop.lowering.ingredients import Ingredients, counts_samples
@@ -89,6 +90,7 @@ class GraphedStep(CompiledStep):
         graphs = parts.plan.graphs
         self.at_once = graphs if isinstance(graphs, int) else 1
         self._recorder = Recorder(parts.device)
+        self._choice = FreshChoice() if parts.plan.cudnn == "benchmark" else None
         self._recordings: dict[int, Recording] = {}
         self._own = Batches((), 0)
         # The last table that batches were rows of, and whether these are like what is recorded.
@@ -297,7 +299,8 @@ class GraphedStep(CompiledStep):
 
     def _recorded(self, works: Sequence[Work]) -> Recording:
         try:
-            return self._recorder.record(works, draws=self._may_draw)
+            record = partial(self._recorder.record, works, draws=self._may_draw)
+            return record() if self._choice is None else self._choice(record)
         except Exception as error:
             if out_of_memory(error):
                 raise

@@ -19,6 +19,7 @@ from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.allocator import with_allocator
 from hotloop.lowering.alternating import AlternatingStep
 from hotloop.lowering.attributes import unchanged
+from hotloop.lowering.cudnn import with_cudnn
 from hotloop.lowering.facts import facts_of, trial_optimizer
 from hotloop.lowering.hooked import check_whole_gradients
 from hotloop.lowering.ingredients import Ingredients, placed
@@ -66,6 +67,7 @@ TRANSFORMS: tuple[Callable[[Ingredients], Ingredients], ...] = (
     with_implementation,
     with_threads,
     with_allocator,
+    with_cudnn,
     repeatable,
     with_engines_heard,
 )
@@ -199,7 +201,8 @@ def _check(parts: Ingredients) -> None:
 
 def _feed(parts: Ingredients) -> Feed:
     order, world, source = parts.roles.order, parts.world, parts.roles.train
-    opened = partial(open_feed, source, workers=parts.plan.workers)
+    # A data set that is said to change is copied anew into each epoch's workers, as torch's loaders do.
+    opened = partial(open_feed, source, workers=parts.plan.workers, endless=parts.task.deterministic is not False)
     if parts.dealt.alone:
         return opened(order, _treatment(parts))
     assert order is not None

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from hotloop.data.cut import Cut
-from hotloop.data.feed import Feed, TableFeed
+from hotloop.data.feed import Feed, SamplesFeed, StreamFeed
 from hotloop.data.row_count import count_rows
 from hotloop.data.tree import to_device
+from hotloop.data.workers import Check
 from hotloop.lowering.again import any_of_users
 from hotloop.lowering.allocator import keeps, let_go
 from hotloop.lowering.attributes import Attributes, changes_of_samples
 from hotloop.lowering.batch_checks import BatchChecks
+from hotloop.lowering.batch_cursor import BatchCursor
+from hotloop.lowering.data_changes import DataChanges
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.schedules import restore_schedule, schedule_left
 from hotloop.lowering.step import EagerStep
@@ -64,6 +65,7 @@ class Program:
         checks: of each batch before its step.
         watched: whether callbacks of the user's are called in training, which may change what the step does.
         inexact: a line for each reason found so far why a resumed run may differ from an uninterrupted one.
+        check: raises Stopped, for who waits for a batch; see `heed`.
         compile_s: seconds that capturing and compiling the step took, or loading it compiled; 0 if it isn't.
     """
 
@@ -72,6 +74,7 @@ class Program:
         self.feed = feed
         self.position = Position()
         self.compile_s = 0.0
+        self.check: Check = lambda: None
         self.watched = any_of_users(parts.task.callbacks)
         self.inexact: list[str] = []
         self.checks = BatchChecks(parts)
@@ -80,8 +83,9 @@ class Program:
         self._switched = step.switched
         self._trainable = step.trainable()
         self._attributes = Attributes(parts.task, step.objects(), step.saved_tensors)
-        self._batches: Iterator[tuple[Any, int]] | None = None
+        self._batches = BatchCursor(feed, step, self.checks)
         self._tells_users = False
+        self._data_changes = DataChanges(parts)
         if feed.reseeds or not parts.world.alone:
             self.seed_all()
 
@@ -131,21 +135,16 @@ class Program:
                 self._step.look_again()
         epoch, first = self.position.epoch, self.position.batch
         number = start = self.position.step
-        if self._batches is None:
-            self._batches = self._opened(epoch, first)
-            self._step.cut_from = _rows_of(self.feed)
         self._mode.set()
         self._step.begin_span()
         samples = 0
         try:
             with self.around():
-                taken = self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
-                checked = self.checks.passing(taken, start) if self.checks.needed else taken
-                for done, size in self._step.run(checked, start):
+                for done, size in self._step.run(self._batches.take(self.position, steps), start):
                     number += done
                     samples += size
         except BaseException:
-            self._batches = None  # what was taken and not trained on is taken again
+            self._batches.reset()
             raise
         finally:
             done = number - start
@@ -154,12 +153,6 @@ class Program:
         # A stream's own word on its length may be wrong: it has ended when nothing comes any more.
         ended = done < steps or (self.parts.roles.exact and first + done == self.feed.batches)
         return Outcome(done, samples, ended)
-
-    def _opened(self, epoch: int, first: int) -> Iterator[tuple[Any, int]]:
-        feed = self.feed
-        if self._step.cuts_batches and not self.checks.needed and isinstance(feed, TableFeed) and feed.untouched:
-            return feed.cut(epoch, first)
-        return feed.epoch(epoch, first)
 
     def step(self, batch: Any) -> Tensor:
         """Runs one step on a batch of the caller's, for a loop of one's own; returns the loss, 0-dim, detached.
@@ -203,8 +196,18 @@ class Program:
             self._step.make_ready(batch, samples)
         self.restore(before)
 
-    def heed(self, reason: Callable[[], str | None]) -> None:
-        """Says how to ask why to stop, if there is a reason: for who may wait for others within a step. Nobody does here."""
+    def heed(self, reason: Callable[[], str | None], check: Check = lambda: None) -> None:
+        """Says how to ask why to stop, if there is a reason: for who may wait for others within a step, or for a batch.
+
+        Ranks go on together, so that none of them gives up a wait by itself.
+
+        Args:
+            check: raises Stopped if there is a reason.
+        """
+        if self.parts.world.alone:
+            self.check = check
+            if isinstance(self.feed, SamplesFeed | StreamFeed):
+                self.feed.check = check
 
     def look_again(self, callbacks: Iterable[Any]) -> None:
         """Has a compiled step see whether it still does what was compiled, if one of these callbacks is the user's.
@@ -214,6 +217,7 @@ class Program:
         self._tells_users = any_of_users(callbacks)
         if self._tells_users:
             self._step.look_again()
+            self._data_changes.report()
 
     def seed_all(self) -> None:
         """From now on, seeds Python's and NumPy's generators at each step, drawn from or not."""
@@ -236,7 +240,7 @@ class Program:
         """Goes on to the next epoch; `figure` is the monitored one, which plateau schedulers watch."""
         self._step.end_epoch(figure)
         self.position = Position(self.position.step, self.position.epoch + 1, 0)
-        self._batches = None
+        self._batches.reset()
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
@@ -337,7 +341,7 @@ class Program:
         self._step.draws.drawn = state.drawn is not False
         self._attributes.restore(state.attributes)
         self.position = state.position
-        self._batches = None
+        self._batches.reset()
 
     def restore_weights(self, state: State) -> None:
         """Goes to what an evaluation depends on alone.
@@ -388,13 +392,6 @@ class Program:
 
     def close(self) -> None:
         """Ends worker processes, and gives back the memory that was kept for steps."""
-        self._batches = None
+        self._batches.reset()
         self.feed.close()
         let_go(self.parts)
-
-
-def _rows_of(feed: Feed) -> Any:
-    """The arrays of which batches are rows and nothing else; None where they are something else."""
-    if isinstance(feed, TableFeed) and feed.untouched and feed.treatment.device.type == "cpu":
-        return feed.table.columns
-    return None

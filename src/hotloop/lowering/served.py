@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hotloop.data.order import Order
 from hotloop.data.tree import to_device
+from hotloop.data.workers import Check
 from hotloop.errors import HotloopError, PlanError, TrainingError
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.program import Program
@@ -164,7 +165,7 @@ class ServedProgram(Program):
         ledger = self.feed.ledger
         ledger.paused = True
         try:
-            if self._batches is not None and ledger.outstanding:
+            if self._batches.is_open and ledger.outstanding:
                 self.advance(ledger.outstanding)
         finally:
             ledger.paused = False
@@ -175,14 +176,14 @@ class ServedProgram(Program):
         """How many updates of each staleness there were."""
         return dict(self._step.staleness)
 
-    def heed(self, reason: Callable[[], str | None]) -> None:
+    def heed(self, reason: Callable[[], str | None], check: Check = lambda: None) -> None:
         self.feed.heard = reason
 
     def employ(self, crew: Crew) -> None:
         """From now on these workers compute the gradients, and any others are ended."""
         self.feed.close()
         self.feed.employ(crew)
-        self._batches = None
+        self._batches.reset()
 
 
 def served(parts: Ingredients, policy: Policy) -> ServedProgram:

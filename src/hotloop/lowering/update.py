@@ -38,7 +38,7 @@ def with_implementation(parts: Ingredients) -> Ingredients:
 
 
 def _mend_fused(optimizer: torch.optim.Optimizer, parts: Ingredients) -> None:
-    """Keeps torch's fused kernels from what they can't take, step by step; see `_Fallback` and `_laid_out`."""
+    """Keeps torch's fused kernels from what they can't take, step by step; see `_Fallback` and `lay_out_gradients`."""
     falls_back = isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
     # As its constructor would set it. Without it the scaler of fp16 unscales by itself, as the form to fall back to needs.
     optimizer._step_supports_amp_scaling = not falls_back  # type: ignore[attr-defined]
@@ -114,12 +114,16 @@ def _mixed(have: list[bool]) -> bool:
 
 
 def _laid_out(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Gives each gradient the strides of its parameter, since fused kernels walk both in the order of memory.
+    lay_out_gradients(optimizer)
 
-    Autograd lays out what it accumulates so; gradients from a compiled program or from other ranks come as they are.
+
+def lay_out_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Gives each gradient that a fused kernel reads the strides of its parameter, since it walks both in the order of memory.
+
+    Autograd lays out what it accumulates so; gradients from a captured step or from other ranks come as they are.
     """
     for group in optimizer.param_groups:
-        for value in group["params"]:
+        for value in group["params"] if group.get("fused") else ():
             gradient = value.grad
             if gradient is not None and not gradient.is_sparse and gradient.stride() != value.stride():
                 value.grad = torch.empty_like(value, dtype=gradient.dtype, requires_grad=False).copy_(gradient)

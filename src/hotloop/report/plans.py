@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from hotloop.feasible import Refused
 
 if TYPE_CHECKING:
     from hotloop.choosing import Foreseen
+    from hotloop.rules import Choice
 
 _REMEMBERED = "remembered as the fastest that is proven equal"
 
@@ -28,13 +29,24 @@ def page(found: Foreseen) -> RenderableType:
     lines += [f"{first}: {choice.plan.brief()}", *(f"  {reason}" for reason in choice.why)]
     if found.compiled:
         tries = "that" if len(found.compiled) == 1 else "one or two of these"
+        if any(one.plan.compile == "none" for one in found.compiled):
+            tries += ", and one with compile=none,"
         lines.append(
             f"  unless compiled it is faster and proven: --plan auto tries {tries} first, if timed steps say it pays:"
         )
-        lines += [f"    {plan.brief()}" for plan in found.compiled]
+        lines += _with_new_reasons(found.compiled)
     lines += [f"auto passes over {line}" for line in found.passed_over]
     lines += [f"train finds out about {line}" for line in found.left_open]
     return Group(*(Text(line) for line in lines), refusals(found.refused))
+
+
+def _with_new_reasons(choices: Sequence[Choice]) -> Iterator[str]:
+    """Each plan, and behind it the reasons that no plan before it has."""
+    told = set[str]()
+    for choice in choices:
+        yield f"    {choice.plan.brief()}"
+        yield from (f"      {reason}" for reason in choice.why if reason not in told)
+        told.update(choice.why)
 
 
 def refusals(refused: Sequence[Refused]) -> Table:
@@ -55,7 +67,8 @@ def document(found: Foreseen) -> dict[str, Any]:
         "plan": (remembered or choice.plan).model_dump(),
         "why": list(choice.why) if remembered is None else [_REMEMBERED],
         "remembered": remembered is not None,
-        "compiled": [plan.model_dump() for plan in found.compiled] if remembered is None else [],
+        "compiled": [one.plan.model_dump() for one in found.compiled] if remembered is None else [],
+        "compiled_why": [list(one.why) for one in found.compiled] if remembered is None else [],
         "passed_over": found.passed_over,
         "left_open": found.left_open,
         "refused": [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
 
+from hotloop import cuda_rules
+from hotloop.cuda_rules import Change, is_cuda, recordings
 from hotloop.feasible import device_of, violations
 from hotloop.hardware import Hardware
 from hotloop.lowering.rewrites.mm_by_onednn import mkl_is_slow
@@ -13,14 +14,7 @@ from hotloop.records import TaskFacts
 from hotloop.rules import read_again
 from hotloop.verdicts import MARGIN, Timing
 
-Change = dict[str, Any]
-"""Axes and the values that they get."""
-
-
-_AT_ONCE = (32, 8)
-"""Steps of one replay that are tried where an epoch has twice as many or more: the more, the less the host has to do."""
-
-SOUGHT = ("optimizer", "residency", "allocator", "layout", "threads", "compile", "graphs", "rewrites")
+SOUGHT = ("optimizer", "residency", "allocator", "layout", "threads", "compile", "graphs", "rewrites", "cudnn")
 """Axes that a search changes."""
 
 
@@ -51,31 +45,18 @@ def likeliest(changes: Iterable[Change], rules: Plan | None) -> list[Change]:
 
 def compiled_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
     """Ways to compile, likeliest best first; a package on a CPU, where a step by itself costs more to call."""
-    device = device_of(base, hardware)
     ways: Sequence[Change] = [{"compile": "package"}, {"compile": "step"}, {"compile": "forward"}]
-    if device is not None and device.kind == "cuda":
-        recorded = _recorded(facts)
+    if is_cuda(base, hardware):
+        recorded = recordings(facts)
         compiled = ({"compile": "step", **one} for one in recorded)
         ways = [*compiled, *recorded, {"compile": "step"}, {"compile": "forward"}]
     return _feasible(ways, facts, hardware, base)
 
 
-def recorded_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
-    """A compiled step as a CUDA graph, likeliest best first: several in one replay where the data lies on the device."""
-    return _feasible(_recorded(facts), facts, hardware, base)
-
-
-def _recorded(facts: TaskFacts) -> list[Change]:
-    several = next((count for count in _AT_ONCE if facts.batches is None or 2 * count <= facts.batches), None)
-    return [*([] if several is None else [{"graphs": several}]), {"graphs": "step"}]
-
-
 def rewriting_changes(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Change]:
-    """What may make a compiled plan faster still: with images or dropout, or where small products are slow: on a GPU, or where
-    oneDNN multiplies faster than torch's own library."""
-    device = device_of(base, hardware)
-    on_gpu = device is not None and device.kind == "cuda"
-    some = on_gpu or facts.convolutions or facts.drops or mkl_is_slow(hardware.processor.model)
+    """What may make a plan compiled for a CPU faster still: with images or dropout, or where oneDNN multiplies faster than torch's
+    own library."""
+    some = facts.convolutions or facts.drops or mkl_is_slow(hardware.processor.model)
     return _feasible([{"rewrites": "all"}] if some else [], facts, hardware, base)
 
 
@@ -92,7 +73,7 @@ def variants(
     compiled: Plan, facts: TaskFacts, hardware: Hardware, base: Plan, fixed: Collection[str], pooled: bool
 ) -> list[Plan]:
     """A compiled plan with images laid with channels last, and rewritten, for which they lie as usual; the likeliest first, and last
-    the plan as it is.
+    the plan as it is. On CUDA the rules of `cuda_rules` propose the variants.
 
     Args:
         base: of the search, in whose layout images lie as usual.
@@ -100,6 +81,8 @@ def variants(
         pooled: whether the step has pooling that can be rewritten.
     """
     usual = compiled.with_axes(layout=base.layout)
+    if is_cuda(compiled, hardware):
+        return list(dict.fromkeys([*cuda_rules.variants(usual, facts, hardware, fixed), compiled]))
     laid, rewritten = laying_changes(facts, hardware, usual), rewriting_changes(facts, hardware, usual)
     changes = without([*rewritten, *laid] if pooled else [*laid, *rewritten], fixed)
     return list(dict.fromkeys([*(usual.with_axes(**change) for change in changes), compiled]))
@@ -151,12 +134,12 @@ def promising(plans: Iterable[Plan], timings: Sequence[Timing | None]) -> tuple[
 def apart(plan: Plan, base: Plan, each_axis: bool) -> str:
     """The axes in which a plan differs, whose plans may beat each other in a race; empty where it's among all others.
 
-    Plans that differ in other axes can be put together, and compiled ones stay, since the fastest may fail its proof.
+    Plans that differ in other axes can be put together, and compiled or recorded ones stay, since the fastest may fail its proof.
 
     Args:
         each_axis: whether those of other axes will be put together.
     """
-    if not each_axis and plan.compile == "none":
+    if not each_axis and plan.compile == "none" and plan.graphs == "none":
         return ""
     return " ".join(axis for axis in Plan.model_fields if getattr(plan, axis) != getattr(base, axis))
 

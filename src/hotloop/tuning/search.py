@@ -282,7 +282,7 @@ class Search:
                     return True
             return False
         while len(plans) > 2 and not self._pays_again(way, left_s, len(plans) - 1):
-            plans.pop(1)  # the likeliest stays, and the step as it is
+            plans.pop(-2)  # the likeliest stays, and the step as it is
         seconds = budget.race_s(1 / 8, len(plans), self._spent_s)
         raced = (
             self._race(plans, seconds) if seconds else self._race([way.plan], budget.race_s(1 / 8, 1, self._spent_s))

@@ -1,0 +1,49 @@
+"""The batches of a training, from its position on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from hotloop.data.cut import Cut
+from hotloop.data.feed import Feed, TableFeed
+from hotloop.lowering.batch_checks import BatchChecks
+from hotloop.lowering.step import EagerStep
+from hotloop.state import Position
+
+
+class BatchCursor:
+    """Opens the feed where training stands, and goes on from call to call until `reset`."""
+
+    def __init__(self, feed: Feed, step: EagerStep, checks: BatchChecks) -> None:
+        self._feed, self._step, self._checks = feed, step, checks
+        self._batches: Iterator[tuple[Any, int]] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._batches is not None
+
+    def take(self, position: Position, steps: int) -> Iterator[tuple[Any, int]]:
+        """Up to so many batches of the position's epoch, each checked on its way."""
+        if self._batches is None:
+            self._batches = self._open(position)
+            self._step.cut_from = self._rows()
+        taken = self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
+        return self._checks.passing(taken, position.step) if self._checks.needed else taken
+
+    def reset(self) -> None:
+        """The next call of `take` opens the feed anew: batches that were taken and not trained on are taken again."""
+        self._batches = None
+
+    def _open(self, position: Position) -> Iterator[tuple[Any, int]]:
+        feed = self._feed
+        if self._step.cuts_batches and not self._checks.needed and isinstance(feed, TableFeed) and feed.untouched:
+            return feed.cut(position.epoch, position.batch)
+        return feed.epoch(position.epoch, position.batch)
+
+    def _rows(self) -> Any:
+        """The arrays of which batches are rows and nothing else; None where batches are something else."""
+        feed = self._feed
+        is_plain = isinstance(feed, TableFeed) and feed.untouched and feed.treatment.device.type == "cpu"
+        return feed.table.columns if isinstance(feed, TableFeed) and is_plain else None

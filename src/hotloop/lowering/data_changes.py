@@ -1,0 +1,33 @@
+"""Whether a data set that was read into memory has changed since: batches of what was read don't show the change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hotloop.data.changes import summary
+from hotloop.data.source import Samples, Table
+from hotloop.lowering.ingredients import Ingredients
+
+
+class DataChanges:
+    """Compares the Task's data set with its state at the last comparison."""
+
+    def __init__(self, parts: Ingredients) -> None:
+        given = parts.task.roles.train
+        is_read = isinstance(given, Samples) and isinstance(parts.roles.train, Table)
+        self._dataset = given.dataset if is_read and isinstance(given, Samples) else None
+        self._say = parts.say
+        self._summary: tuple[Any, ...] | None = None
+
+    def report(self) -> None:
+        """Says once that the data set has changed since it was read."""
+        if self._dataset is None:
+            return
+        now = summary(self._dataset)
+        if self._summary is not None and self._summary != now:
+            self._dataset = None
+            self._say(
+                "the data set has changed since it was read into memory, and training goes on with what was read:"
+                " set deterministic=False in the Task, or residency=stream in the plan"
+            )
+        self._summary = now
