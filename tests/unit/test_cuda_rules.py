@@ -38,6 +38,8 @@ FIRST = {
     ("small images", "fp32"): [REWRITTEN, f"{REWRITTEN} cudnn=benchmark", "optimizer=fused cudnn=benchmark",
                                f"{LAID} cudnn=benchmark"],
     ("large images", "fp32"): [TIMED, "optimizer=fused cudnn=benchmark", f"{LAID} cudnn=benchmark", REWRITTEN],
+    ("large images", "default"): [f"{LAID} cudnn=benchmark", "layout=channels_last optimizer=fused cudnn=benchmark", TIMED,
+                                  REWRITTEN],
     ("large images", "bf16"): [f"{LAID} cudnn=benchmark", "layout=channels_last optimizer=fused cudnn=benchmark", TIMED,
                                REWRITTEN],
     ("volumes", "fp32"): [REWRITTEN, f"{REWRITTEN} cudnn=benchmark", "optimizer=fused cudnn=benchmark"],
@@ -55,12 +57,12 @@ def of_kind(kind: str, **changed: Any) -> TaskFacts:
 
 def eager(told: TaskFacts, precision: str = "fp32", machine: Hardware = GPU) -> Plan:
     """What `auto` trains with where nothing is compiled, with the Task's own form of the update."""
-    choices = ranked(told, machine, Plan() if precision == "fp32" else Plan(precision=precision))  # type: ignore[arg-type]
+    choices = ranked(told, machine, Plan(precision=precision))  # type: ignore[arg-type]
     return next(one.plan for one in choices if one.plan.compile == "none").with_axes(optimizer="default")
 
 
 def brief(plan: Plan) -> str:
-    return plan.with_axes(device="cpu", precision="fp32", residency="stream", graphs="none").brief()
+    return plan.with_axes(device="cpu", precision="default", residency="stream", graphs="none").brief()
 
 
 @pytest.mark.parametrize(("kind", "precision"), FIRST, ids=" ".join)
