@@ -21,6 +21,7 @@ from hotloop.errors import HotloopError, PlanError, blame
 from hotloop.lowering.grouped import in_float64
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.loss_calls import watched_losses
+from hotloop.lowering.loss_copy import NotCopied
 from hotloop.lowering.widening import Widening
 from hotloop.objective import weighted
 from hotloop.task import Computed
@@ -121,6 +122,7 @@ def check_pieces(
     Raises:
         PlanError: they differ, or a piece can't be run: a layer or the loss looks at the batch as a whole; or float64 is
             not for this model.
+        NotCopied: the loss can't be copied.
     """
     whole: dict[str, Tensor] = {}
     roundings = Roundings()
@@ -128,7 +130,7 @@ def check_pieces(
         with roundings:
             whole = _gradients(parts, batch, samples, 1, wide)
             cut = _gradients(parts, batch, samples, pieces, wide)
-    except HotloopError:
+    except (HotloopError, NotCopied):
         raise
     except Exception as error:
         if whole:
