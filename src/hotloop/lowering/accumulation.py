@@ -22,7 +22,7 @@ from hotloop.lowering.grouped import in_float64
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.loss_calls import watched_losses
 from hotloop.lowering.loss_copy import NotCopied
-from hotloop.lowering.widening import Widening
+from hotloop.lowering.widening import Widening, widen_model, widened
 from hotloop.objective import weighted
 from hotloop.task import Computed
 
@@ -198,8 +198,8 @@ _SLACK = 1e4
 def _gradients(parts: Ingredients, batch: Any, samples: int, pieces: int, wide: bool) -> dict[str, Tensor]:
     model = copy.deepcopy(parts.model).train()
     if wide:
-        model = model.double()
-        batch = map_tensors(lambda value: value.double() if value.is_floating_point() else value, batch)
+        widen_model(model)
+        batch = map_tensors(lambda value: value.double() if value.is_floating_point() else widened(value), batch)
     plan, classes = parts.plan.with_axes(accumulation=pieces), bool(parts.task.classes or parts.roles.classes)
     with parts.on_copied_loss() as own:
         cut = Ingredients(**{**vars(own), "plan": plan})
