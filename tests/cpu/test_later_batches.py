@@ -292,3 +292,19 @@ def test_trying_pieces_leaves_what_a_loss_counts_as_it_was() -> None:
     program = lower(task, Plan(accumulation=2))
     program.advance(4)
     assert float(program.parts.task.loss.seen) == 8  # type: ignore[union-attr, operator]
+
+
+def test_a_loss_that_cannot_be_copied_is_trained_in_pieces_and_said() -> None:
+    held = (number for number in [1])
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        assert held is not None
+        return F.cross_entropy(output, target)
+
+    lines: list[str] = []
+    program = lower(a_task(loss, (X[:, 0], LABELS)), Plan(accumulation=2), lines.append)
+    program.advance(4)
+    (line,) = lines
+    assert line.startswith(
+        "whether the pieces of a batch add up to the batch isn't tried any more: held can't be copied"
+    )

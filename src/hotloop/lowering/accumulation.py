@@ -21,7 +21,8 @@ from hotloop.errors import HotloopError, PlanError, blame
 from hotloop.lowering.grouped import in_float64
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.loss_calls import watched_losses
-from hotloop.lowering.widening import Widening
+from hotloop.lowering.loss_copy import NotCopied
+from hotloop.lowering.widening import Widening, widen_model, widened
 from hotloop.modes import set_training
 from hotloop.objective import weighted
 from hotloop.task import Computed
@@ -122,6 +123,7 @@ def check_pieces(
     Raises:
         PlanError: they differ, or a piece can't be run: a layer or the loss looks at the batch as a whole; or float64 is
             not for this model.
+        NotCopied: the loss can't be copied.
     """
     whole: dict[str, Tensor] = {}
     roundings = Roundings()
@@ -129,7 +131,7 @@ def check_pieces(
         with roundings:
             whole = _gradients(parts, batch, samples, 1, wide)
             cut = _gradients(parts, batch, samples, pieces, wide)
-    except HotloopError:
+    except (HotloopError, NotCopied):
         raise
     except Exception as error:
         if isinstance(error, NotCopiedError):
@@ -199,8 +201,8 @@ _SLACK = 1e4
 def _gradients(parts: Ingredients, batch: Any, samples: int, pieces: int, wide: bool) -> dict[str, Tensor]:
     model = set_training(copied(parts.model), parts.in_eval)
     if wide:
-        model = model.double()
-        batch = map_tensors(lambda value: value.double() if value.is_floating_point() else value, batch)
+        widen_model(model)
+        batch = map_tensors(lambda value: value.double() if value.is_floating_point() else widened(value), batch)
     plan, classes = parts.plan.with_axes(accumulation=pieces), bool(parts.task.classes or parts.roles.classes)
     with parts.on_copied_loss() as own:
         cut = Ingredients(**{**vars(own), "plan": plan})

@@ -11,6 +11,7 @@ from hotloop.lowering.accumulation import NotCompared, check_accumulation
 from hotloop.lowering.attributes import unchanged
 from hotloop.lowering.ingredients import Ingredients, counts_samples
 from hotloop.lowering.later_batches import LaterBatches
+from hotloop.lowering.loss_copy import NotCopied
 from hotloop.rng import preserved
 
 
@@ -33,10 +34,20 @@ class BatchChecks:
     def needed(self) -> bool:
         return self._counts or self._later is not None
 
-    def compared_first(self, batch: Any) -> None:
-        """Notes the batch that was compared before training."""
-        if self._later is not None:
+    def compare_first(self, batch: Any, samples: int) -> None:
+        """Compares the first batch before training.
+
+        Raises:
+            PlanError: its pieces come to something else than the batch, or can't be compared.
+        """
+        if self._later is None:  # the workers of a server have pieces, too
+            check_accumulation(self._parts, batch, samples)
+            return
+        try:
+            check_accumulation(self._parts, batch, samples)
             self._later.compared_first(batch)
+        except NotCopied as error:
+            self._give_up(str(error))
 
     def passing(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[Any, int]]:
         """The batches as they come, each checked; `step` is the number of the first one's step.
@@ -63,11 +74,14 @@ class BatchChecks:
         try:
             with preserved(*self._parts.devices), unchanged(self._parts.task):
                 check_accumulation(self._parts, batch, samples)
-        except NotCompared as error:
-            self._later = None
-            self._say(f"batches after the first aren't compared in pieces and as a whole: {error.given}")
+        except (NotCompared, NotCopied) as error:
+            self._give_up(str(error))
         except HotloopError as error:
             raise differs_later(error, step) from error
+
+    def _give_up(self, why: str) -> None:
+        self._later = None
+        self._say(f"whether the pieces of a batch add up to the batch isn't tried any more: {why}")
 
     def say_uncounted(self, doubt: str) -> None:
         """Says once that the rows of a batch can't be counted."""

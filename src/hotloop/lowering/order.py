@@ -15,7 +15,6 @@ from hotloop.data.order import Parted
 from hotloop.data.rows import CutFeed, PartedFeed, looks_around
 from hotloop.errors import MemoryExhausted, blame, out_of_memory
 from hotloop.feasible import check, is_plain
-from hotloop.lowering.accumulation import check_accumulation
 from hotloop.lowering.allocator import with_allocator
 from hotloop.lowering.alternating import AlternatingStep
 from hotloop.lowering.attributes import unchanged
@@ -169,8 +168,7 @@ def _checked(program: Program) -> Program:
         batch, samples = next(open_feed(parts.roles.train, parts.roles.order, _treatment(parts), workers=0).epoch(0))
     if plan.accumulation > 1:
         with unchanged(parts.task):
-            check_accumulation(parts, batch, samples)
-        program.checks.compared_first(batch)
+            program.checks.compare_first(batch, samples)
     if made:
         began = time.perf_counter()
         if plan.compile != "none":

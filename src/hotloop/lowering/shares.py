@@ -23,7 +23,7 @@ from hotloop.errors import TaskError, blame, kind
 from hotloop.lowering.accumulation import Means, Roundings, farthest, not_in_pieces, pieces_of, without_rows
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.loss_calls import watched_losses
-from hotloop.lowering.widening import Widening, widened
+from hotloop.lowering.widening import Widening, widen_model, widened
 from hotloop.modes import set_training
 from hotloop.parallel.draws import Pattern, WholeDraws
 from hotloop.parallel.norms import backward_within
@@ -171,7 +171,7 @@ def _gradients(
         compute = _with_a_copy_of_the_loss(parts)
         rows = map_tensors(torch.clone, batch)
         if wide:
-            model, rows = model.double(), map_tensors(widened, rows)
+            model, rows = widen_model(model), map_tensors(widened, rows)
         for_all = partial(WholeDraws, draws, samples, number, len(shares)) if whole else _nothing
         Streams(parts.task.seed, parts.device).reseed("look")
         with seen, means or nullcontext():

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
 _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+def widen_model(model: nn.Module) -> nn.Module:
+    """The model in float64, in place; `module.double()` leaves complex numbers as they are."""
+    return model.double()._apply(widened)
 
 
 class Widening(TorchDispatchMode):
