@@ -17,14 +17,14 @@ import numpy as np
 from torch import nn
 
 from hotloop.data.source import Samples, Stream
-from hotloop.lowering.contents import Value, are_equal, content_of, is_same
+from hotloop.lowering.contents import CONTAINERS, Value, are_equal, content_of, is_same
 from hotloop.lowering.owners import Put, held_by, items_of
 from hotloop.lowering.reach import package_of
 from hotloop.rng import preserved
 from hotloop.state import host_copy
 from hotloop.task import Task
 
-_IMMUTABLE = bool | int | float | str | None | bytes | complex | enum.Enum | tuple | frozenset | np.generic
+_IMMUTABLE = (bool, int, float, str, type(None), bytes, complex, enum.Enum, tuple, frozenset, np.generic)
 _OPENED = 256
 """Items of a container whose items are compared one by one, where they are more than plain values."""
 
@@ -56,7 +56,7 @@ class Attributes:
         able = {place for place in places if self._can_be_saved(place, now) and not _is_within(place, moved)}
         contents = {place: now[place].content for place in places if place in able}
         since = [place for place in places if not is_same(self._start.get(place), now.get(place))]
-        lost = [place for place in since if place not in able]
+        lost = dict.fromkeys(place for place in since if place not in able)
         outer = [place for place in lost if not _is_inside(place, able) and not _is_inside(place, lost)]
         told = [place.replace("/", ".") for place in outer if not place.startswith("callbacks/")]
         return contents, [f"training changes {name}, which no checkpoint stores" for name in told]
@@ -234,7 +234,7 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
             kept.append(value)
         if (one := content_of(value, put)) is not None:
             found[place] = one
-        elif isinstance(value, dict | list | tuple | set | frozenset | deque):
+        elif isinstance(value, CONTAINERS):
             found[place] = Value((type(value).__name__, len(value)))
             if len(value) <= _OPENED:
                 left.extend((f"{place}/{name}", item, how) for name, item, how in items_of(value))
