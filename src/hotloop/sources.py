@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -139,10 +140,27 @@ def _version(package: str) -> str | None:
 
 def module_name(path: Path) -> str:
     """The name under which a file is imported: its own, unless an installed module has that one."""
-    return f"_{path.stem}_task" if _is_taken(path.stem) else path.stem
+    return f"_{path.stem}_task" if is_taken(path.stem) else path.stem
 
 
-def _is_taken(name: str) -> bool:
+def packaged_name(path: Path) -> str:
+    """`package.module` of a file that imports relatively, as `from .net import build` does; its own name for others.
+
+    The package is made of the folders above the file with an `__init__.py`, and of as many as its imports go up.
+    """
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return module_name(path)  # running the file says what is wrong with it
+    levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    if not any(levels):
+        return module_name(path)
+    above = itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), path.parents)
+    folders = path.parents[: max(len(list(above)), *levels)]
+    return ".".join([folder.name for folder in reversed(folders)] + [path.stem] * (path.stem != "__init__"))
+
+
+def is_taken(name: str) -> bool:
     if name in sys.stdlib_module_names or name in ("__main__", "hotloop"):
         return True
     return PathFinder.find_spec(name, [entry for entry in sys.path if is_installed(entry)]) is not None
@@ -354,7 +372,7 @@ class Copies(MetaPathFinder):
         forget_copies()
         for file in self.files:
             name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            if not _is_taken(name.partition(".")[0]):
+            if not is_taken(name.partition(".")[0]):
                 sys.modules.pop(name, None)
         sys.meta_path.insert(0, self)
         make_importable(self.folder)

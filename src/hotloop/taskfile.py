@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,9 +24,10 @@ from hotloop.sources import (
     digest_of,
     file_named,
     forget_copies,
+    is_taken,
     local_sources,
     make_importable,
-    module_name,
+    packaged_name,
     split,
 )
 from hotloop.task import Task
@@ -60,7 +61,7 @@ def load_task(reference: str, parameters: Mapping[str, str] | None = None) -> Lo
     forget_copies()
     path = file_named(where)
     if path is not None:
-        module, root = _load_file(path), path.resolve().parent
+        module, root = _load_file(path.resolve())
         stem = path.stem
     else:
         module = _load_module(where, reference)
@@ -108,12 +109,43 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
 
 
-def _load_file(path: Path) -> ModuleType:
-    path = path.resolve()
-    make_importable(path.parent)
-    spec = importlib.util.spec_from_file_location(module_name(path), path)
+def _load_file(path: Path) -> tuple[ModuleType, Path]:
+    """The module of a file, and the folder that its package lies in, or the file if it is in none."""
+    name = packaged_name(path)
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    root = path.parents[package.count(".") + 1 if package else 0]
+    make_importable(root)
+    if package:
+        _import_package(package, root)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    return _execute(spec, path.name)
+    return _execute(spec, path.name), root
+
+
+def _import_package(package: str, root: Path) -> None:
+    """Imports the package below `root`, also where one of the same name was imported from elsewhere.
+
+    Raises:
+        TaskError: an installed package has that name.
+    """
+    top = package.partition(".")[0]
+    if is_taken(top):
+        raise TaskError(
+            f"the folder {root / top} is a package, since its Task imports relatively, and {top!r} is an installed one",
+            expected="a name that no installed package has",
+            fix="rename the folder, or import without the dot",
+        )
+    if list(getattr(sys.modules.get(top), "__path__", ())) != [str(root / top)]:
+        for name in [name for name in sys.modules if f"{name}.".startswith(f"{top}.")]:
+            del sys.modules[name]
+        spec = PathFinder.find_spec(top, [str(root)])
+        assert spec is not None
+        if spec.loader is not None:
+            _execute(spec, f"{top}/__init__.py")
+        else:  # a folder without an `__init__.py`; Python would look into all folders of that name
+            sys.modules[top] = importlib.util.module_from_spec(spec)
+            sys.modules[top].__path__ = [str(root / top)]
+    _running(package, importlib.import_module, package)
 
 
 def _execute(spec: ModuleSpec, what: str) -> ModuleType:
