@@ -32,6 +32,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hotloop.texts import printable
+
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in ')
 _NO_MEMORY = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|DefaultCPUAllocator: not enough memory|std::bad_alloc"
@@ -58,6 +60,7 @@ class HotloopError(Exception):
     """
 
     def __init__(self, given: str, *, expected: str = "", fix: str = "") -> None:
+        given, expected, fix = printable(given), printable(expected), printable(fix)
         self.given, self.expected, self.fix = given, expected, fix
         parts = [given + (f"; expected {expected}" if expected else ""), fix[:1].upper() + fix[1:]]
         super().__init__(". ".join(" ".join(part.split()).rstrip(".") for part in parts if part))

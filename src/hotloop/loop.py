@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotloop.checkpoint import Best, Checkpoint, all_finite
-from hotloop.continuing import check_data, check_schedule, newest_good
+from hotloop.continuing import check_data, check_schedule, newest_good, restore
 from hotloop.data.source import Source
 from hotloop.errors import HotloopError, lost_workers_told
 from hotloop.evaluation import evaluate
@@ -119,10 +119,10 @@ class _Loop:
 
     def _go_back(self) -> None:
         check_data(self.run.record.facts, self.program)
-        found = self.world.from_first(lambda: newest_good(self.run.checkpoints, self.say))
+        found = self.world.from_first(lambda: newest_good(self.run, self.say))
         if found is not None:
             checkpoint, path = found
-            self.program.restore(checkpoint.state)
+            restore(self.program, checkpoint, path)
             self.history, self.best = list(checkpoint.history), checkpoint.best
             sums = self.program.read_sums()
             self._read = sums["loss"], sums["weight"]

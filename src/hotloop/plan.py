@@ -215,6 +215,8 @@ class Plan(BaseModel):
             return cls(**tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise _not_toml(source, str(error)) from None
+        except RecursionError:
+            raise _not_toml(source, "it is nested too deep") from None
 
     @classmethod
     def read(cls, path: Path) -> Self:

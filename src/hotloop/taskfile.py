@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from hotloop.errors import TaskError, calling, kind
+from hotloop.files import read_regular
 from hotloop.records import SourceRecord
 from hotloop.sources import (
     Copies,
@@ -105,7 +106,8 @@ def load_from_run(folder: Path, record: SourceRecord) -> Task:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """The source in a run folder, as `Loaded` has it."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
+    files = {path.relative_to(folder).as_posix(): read_regular(path) for path in folder.rglob("*.py")}
+    return {name: content for name, content in files.items() if content is not None}
 
 
 def _load_file(path: Path) -> ModuleType:

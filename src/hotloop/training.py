@@ -180,6 +180,8 @@ def _go_on(
     during: During | None = None,
 ) -> tuple[Run, Ended]:
     handle = Run.open(path) if ranks.world.first else Following.open(path)
+    for damage in handle.damages() if ranks.world.first else ():
+        say(damage)
     passed_s = ranks.begin(str(path.absolute()), ranks.cut_short(path, theirs=True))
     wanted = wanted.split_as(handle.plan, ranks.world.ranks)
     if checkpoint_every is not None:

@@ -19,6 +19,7 @@ SRC = Path(__file__).parents[2] / "src" / "hotloop"
 
 # One entry per module; `folder/` stands for every file below the folder, in any order without cycles.
 ORDER = (
+    "texts",
     "errors",
     "amounts",
     "patches",
@@ -41,6 +42,7 @@ ORDER = (
     "rules",
     "wanted",
     "files",
+    "journal",
     "npy",
     "arrays/",
     "rng",
@@ -75,6 +77,7 @@ ORDER = (
     "lowering/",
     "kept",
     "setting",
+    "checkpoint_schema",
     "checkpoint",
     "run",
     "view",
@@ -133,6 +136,7 @@ WIRING = ("__init__", "__main__")
 TORCH_FREE = (
     "__init__",
     "__main__",
+    "texts",
     "errors",
     "plan",
     "hardware",
