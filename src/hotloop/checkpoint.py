@@ -60,11 +60,13 @@ class Checkpoint:
     Attributes:
         history: all epochs done.
         best: the best of them, if there is one.
+        epoch_s: seconds of training in the epoch under way.
     """
 
     state: State
     history: list[EpochRecord] = field(default_factory=list)
     best: Best | None = None
+    epoch_s: float = 0.0
 
 
 def encode(checkpoint: Checkpoint) -> list[bytes | memoryview]:
@@ -80,6 +82,7 @@ def encode(checkpoint: Checkpoint) -> list[bytes | memoryview]:
         "position": asdict(checkpoint.state.position),
         "history": [record.model_dump() for record in checkpoint.history],
         "best": asdict(checkpoint.best) if checkpoint.best else None,
+        "epoch_s": checkpoint.epoch_s,
     }
     return _pieces(tensors, {"format": "hotloop", "version": _VERSION, "document": json.dumps(document)})
 
@@ -116,7 +119,7 @@ def decode(content: bytes, path: Path) -> Checkpoint:
         meta = Metadata.model_validate(document)
         best = Best(**meta.best.model_dump()) if meta.best else None
         position = Position(**meta.position.model_dump())
-        return Checkpoint(State(**checked_state(state), position=position), meta.history, best)
+        return Checkpoint(State(**checked_state(state), position=position), meta.history, best, meta.epoch_s)
     except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a checkpoint of hotloop", fix="take one from a run folder") from error
 

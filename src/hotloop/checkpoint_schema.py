@@ -36,6 +36,7 @@ class Metadata(BaseModel):
     position: PositionSchema
     history: list[EpochRecord]
     best: BestSchema | None
+    epoch_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 def checked_state(given: Mapping[str, Any]) -> dict[str, Any]:

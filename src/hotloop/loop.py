@@ -126,6 +126,8 @@ class _Loop:
             self.history, self.best = list(checkpoint.history), checkpoint.best
             sums = self.program.read_sums()
             self._read = sums["loss"], sums["weight"]
+            self._train_s = self._earlier_s = checkpoint.epoch_s  # 0 from older versions
+            self._samples = sums["samples"] if checkpoint.epoch_s else 0
             self._saved = self.program.position
             check_schedule(self.program)
         else:
@@ -167,7 +169,7 @@ class _Loop:
             except Stopped as stopped:
                 reason, interrupted = stopped.reason, True
         self.run.mark(self.program.position.step)  # a span may have ended early, with its epoch
-        self._waits.tell(self.program.take_spent(), self._train_s, self._steps)
+        self._waits.tell(self.program.take_spent(), self._train_s - self._earlier_s, self._steps)
         self.run.log("stop", step=self.program.position.step, reason=reason)
         if final is not None:
             self.run.log("final", **final)
@@ -228,8 +230,7 @@ class _Loop:
                 validation = self._evaluated(source, "validation")
             except Stopped:
                 return False
-        weight = sums["weight"] or 1.0
-        train = {name: value / weight for name, value in sums.items() if name not in ("weight", "samples")}
+        train = {key: value / (sums["weight"] or 1) for key, value in sums.items() if key not in ("weight", "samples")}
         record = EpochRecord(
             epoch=position.epoch + 1,
             step=position.step,
@@ -246,7 +247,7 @@ class _Loop:
         self.run.add_metrics(record)
         if validation and self.steering.best(self.history) is record:  # else nobody reads other weights than the last
             self._note_best(record)
-        self._waits.note(record.epoch, self.program.take_spent(), self._train_s, self._steps)
+        self._waits.note(record.epoch, self.program.take_spent(), self._train_s - self._earlier_s, self._steps)
         self._begin_epoch()
         self._tell("epoch")
         return True
@@ -298,9 +299,10 @@ class _Loop:
         if self._best_state is not None and self.best is not None:
             file = self.run.checkpoints.save_best(self._best_state, self.history)
             self.best = Best(self.best.epoch, self.best.figure, file)
-        path = self.run.checkpoints.save(Checkpoint(state, self.history, self.best))
-        seconds = round(time.perf_counter() - started, 4)
-        self.run.log("checkpoint", step=state.position.step, file=path.name, seconds=seconds)
+        path = self.run.checkpoints.save(Checkpoint(state, self.history, self.best, self._train_s))
+        self.run.log(
+            "checkpoint", step=state.position.step, file=path.name, seconds=round(time.perf_counter() - started, 4)
+        )
 
     def _final(self, reason: str) -> dict[str, Any]:
         """Figures of the chosen weights: the best epoch's where validation steers, else the last."""
@@ -322,7 +324,7 @@ class _Loop:
         return loss / weight if weight else self._loss
 
     def _begin_epoch(self) -> None:
-        self._read, self._train_s, self._steps, self._samples = (0.0, 0.0), 0.0, 0, 0
+        self._read, self._train_s, self._earlier_s, self._steps, self._samples = (0.0, 0.0), 0.0, 0.0, 0, 0
         self.program.look_again(self.callbacks)
 
     @property
@@ -359,7 +361,7 @@ class _Loop:
 
     @property
     def _rate(self) -> float:
-        return self._samples / self._train_s if self._train_s else 0.0
+        return self._samples / (self._train_s or math.inf)
 
     def _remaining_s(self) -> float | None:
         position, batches = self.program.position, self.program.feed.batches

@@ -16,7 +16,7 @@ from hotloop.asynchronous.recipe import Recipe
 from hotloop.continuing import check_overrides
 from hotloop.data.feed import peek
 from hotloop.data.tree import inputs_of
-from hotloop.errors import HotloopError, RunError, TaskError
+from hotloop.errors import DiskError, HotloopError, RunError, TaskError
 from hotloop.launch import ranks_of
 from hotloop.loop import train_loop
 from hotloop.lowering import Program, lower
@@ -255,12 +255,18 @@ def _train(
             callbacks=() if isinstance(handle, Following) else [*_usual(task, say), *callbacks],
             say=say,
         )
-    except (HotloopError, KeyboardInterrupt):
+    except (HotloopError, KeyboardInterrupt) as error:
+        if isinstance(error, DiskError) and handle.checkpoints.files():
+            error = DiskError(
+                error.given,
+                expected=error.expected,
+                fix=f"{error.fix}, then go on from the last good checkpoint with --resume {handle.path}",
+            )
         if not resume:
             handle.discard()
         elif len(handle.journal()) == events:  # what couldn't even begin leaves the run as it was
             handle.keep(plan=before.plan, record=before.record)
-        raise
+        raise error
     finally:
         handle.unlock()
         if not isinstance(handle, Following):

@@ -15,10 +15,12 @@ from hotloop.data.tree import tensors
 from hotloop.errors import (
     DataError,
     DeviceError,
+    DiskError,
     HotloopError,
     TaskError,
     TrainingError,
     blame,
+    full_disk,
     lost_worker,
     out_of_memory,
 )
@@ -92,6 +94,17 @@ def _any(trouble: _Trouble) -> HotloopError:
     if trouble.program.position.step == 0 and not trouble.during:
         return TaskError(given, fix="check that the Task's model, loss and data fit together; nothing was trained yet")
     return TrainingError(given, fix=f"mend it there; {saved(trouble.saved_step)}")
+
+
+def _disk(trouble: _Trouble) -> HotloopError | None:
+    full = full_disk(trouble.error)
+    if full is None:
+        return None
+    return DiskError(
+        f"{trouble.place}: the disk of {full} is full",
+        expected="room there",
+        fix=f"free some space there, or set TMPDIR to a folder on another disk; {saved(trouble.saved_step)}",
+    )
 
 
 def _other_device(trouble: _Trouble) -> HotloopError | None:
@@ -179,5 +192,5 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_KINDS: tuple[Callable[[Any], HotloopError | None], ...] = (_other_device, _label, _index, _dtype)
+_KINDS: tuple[Callable[[Any], HotloopError | None], ...] = (_disk, _other_device, _label, _index, _dtype)
 """Each recognises one kind of mistake."""
