@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 from hotloop.answers import evaluate_weights
@@ -32,6 +31,7 @@ from hotloop.setting import versions
 from hotloop.taking_part import to_start
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
+from hotloop.terminal import Terminal
 from hotloop.training import go_on, start, task_of
 from hotloop.view import Callback
 from hotloop.wanted import Wanted
@@ -70,7 +70,7 @@ def fit(
         raise TaskError(f"fit got {kind(task)}", expected="a hotloop.Task", fix="see hotloop.Task's help")
     path, axes = Path(run) if run else None, {} if device is None else {"device": device}
     ranked = to_start(plan, axes, path if resume else None)
-    display = Display(_console(in_forks=ranked is not None) if progress else Console(quiet=True))
+    display = Display(_console(in_forks=ranked is not None) if progress else Terminal(quiet=True))
     common: dict[str, Any] = dict(
         plan=plan,
         axes=axes,
@@ -104,11 +104,11 @@ def fit(
     return handle
 
 
-def _console(in_forks: bool) -> Console:
+def _console(in_forks: bool) -> Terminal:
     """Where a person looks; what a fork shows in a notebook as widgets gets lost, so lines have to do there."""
-    here = Console(stderr=True)
+    here = Terminal()
     plain = in_forks and here.is_jupyter
-    return Console(stderr=True, force_jupyter=False, force_terminal=False) if plain else here
+    return Terminal(force_jupyter=False, force_terminal=False) if plain else here
 
 
 def planned(
@@ -124,6 +124,7 @@ def load_model(
     task: Task | None = None,
     device: str = "cpu",
     weights: Weights = "best",
+    trust: bool = False,
     say: Say = warnings.warn,
 ) -> nn.Module:
     """The trained model of a run, in evaluation mode.
@@ -133,6 +134,7 @@ def load_model(
         task: the Task, for a run that was trained from Python in another process.
         device: where to put it.
         weights: `best`, by validation (without it, the last), or `last`. Averaged weights, if the Task has them.
+        trust: run the code in the folder of a run that you didn't start, now and from now on; see SECURITY.md.
         say: is told of a damaged checkpoint that was passed over.
 
     Raises:
@@ -141,7 +143,7 @@ def load_model(
     """
     handle = _opened(run)
     state = choose_weights(handle, weights, say).state
-    return trained_model(task_of(handle, task), state, check_device(device))
+    return trained_model(task_of(handle, task, trust=trust, say=say), state, check_device(device))
 
 
 def predict(
@@ -151,6 +153,7 @@ def predict(
     task: Task | None = None,
     device: str | None = None,
     weights: Weights = "best",
+    trust: bool = False,
     say: Say = warnings.warn,
     progress: Progress | None = None,
 ) -> np.ndarray | dict[str, np.ndarray]:
@@ -160,7 +163,7 @@ def predict(
         x: an array or tensor (N, ...) of raw inputs, as those of the training data before the Task's `prepare`; a tuple
             of several, or a dict of them where the Task's data is one; or the path of a .npy or .npz file with them.
         device: where to compute; default this machine's accelerator, else the CPU.
-        task, weights, say: see `load_model`.
+        task, weights, trust, say: see `load_model`.
         progress: is told `(samples done, of how many)`.
 
     Returns:
@@ -171,7 +174,7 @@ def predict(
         DataError: x is empty, holds NaN, or is nothing that the model can take.
     """
     handle = _opened(run)
-    owner = task_of(handle, task)
+    owner = task_of(handle, task, trust=trust, say=say)
     place = check_device(placed(Plan(), device).device)
     model = trained_model(owner, choose_weights(handle, weights, say).state, place)
     return answers_to(owner, model, x, handle.record.facts, place, progress)
@@ -185,6 +188,7 @@ def evaluate(
     task: Task | None = None,
     device: str | None = None,
     weights: Weights = "best",
+    trust: bool = False,
     say: Say = warnings.warn,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -196,7 +200,7 @@ def evaluate(
         on: `test`, `validation` or `train`; default `test`, or `validation` without test data. Choosing a network by
             its figures on test data makes them too good to be true: choose by `validation`.
         data: data of one's own instead, raw: `(x, y)`, a data set or a DataLoader.
-        device, task, weights, say, progress: see `predict`.
+        device, task, weights, trust, say, progress: see `predict`.
 
     Raises:
         DataError: there is no such data.
@@ -204,7 +208,7 @@ def evaluate(
     handle = _opened(run)
     plan = placed(Plan(workers=handle.plan.workers), device)
     chosen = choose_weights(handle, weights, say)
-    program = lower(task_of(handle, task), plan)
+    program = lower(task_of(handle, task, trust=trust, say=say), plan)
     try:
         return evaluate_weights(
             program, chosen, run=str(handle.path), on=on, data=data, classes=handle.record.classes, progress=progress
@@ -221,6 +225,7 @@ def export(
     weights: Weights = "best",
     prepare: bool = True,
     batch_size: int | None = None,
+    trust: bool = False,
     say: Say = warnings.warn,
 ) -> Exported:
     """Writes the trained model of a run to a file for use without hotloop.
@@ -232,13 +237,13 @@ def export(
             takes; `.pt` and `.safetensors` hold the `state_dict`.
         prepare: put the Task's `prepare` into a `.pt2` or `.onnx` file; otherwise it takes prepared inputs.
         batch_size: the only number of samples that a `.pt2` or `.onnx` file takes; default any.
-        task, weights, say: see `load_model`.
+        task, weights, trust, say: see `load_model`.
 
     Raises:
         ExportError: an unknown format, a model that can't be captured, or a file that answers differently.
     """
     handle = _opened(run)
-    owner = task_of(handle, task)
+    owner = task_of(handle, task, trust=trust, say=say)
     chosen = choose_weights(handle, weights, say)
     model = trained_model(owner, chosen.state, torch.device("cpu"))
     options: dict[str, Any] = dict(prepare=prepare, batch_size=batch_size, versions=versions())

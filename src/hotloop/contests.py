@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from hotloop.choosing import placed
 from hotloop.errors import DeviceError, HotloopError, TaskError, told
 from hotloop.interrupts import Terminated, how_ended
@@ -30,6 +28,7 @@ from hotloop.rivals import Asked, Contest
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded, load_task
+from hotloop.terminal import Terminal
 from hotloop.verdicts import Crossing, Parity, Scaling, Timing, Verdict, best_of
 from hotloop.wanted import AUTO, Wanted
 from hotloop.wanted import BASELINE as BY_NAME
@@ -76,7 +75,7 @@ def race(
         DeviceError: a device isn't on this machine.
         HotloopError: the baseline can't be run.
     """
-    console = Console(stderr=True) if progress else Console(quiet=True)
+    console = Terminal() if progress else Terminal(quiet=True)
     asked = Contest(plans, baseline, devices, time_limit=time_limit)
     with watched(console) as moved:
         verdict = raced(Loaded(task, None, {}), asked, prove=prove, progress=moved)

@@ -17,11 +17,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pooch
 from pydantic import Field, ValidationError
 
 from hotloop.errors import HotloopError, PlanError
 from hotloop.files import write_atomic
+from hotloop.places import cache_folder
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import Record
 from hotloop.verdicts import TRUSTED, Timing, Verdict
@@ -64,7 +64,7 @@ class Kept(Record):
 
 def folder() -> Path:
     """Where this user's results are kept."""
-    return Path(pooch.os_cache("hotloop")) / "races"
+    return cache_folder() / "races"
 
 
 def remember(verdict: Verdict) -> list[str]:

@@ -289,8 +289,7 @@ class _Loop:
         check_in_step(self.world, state)
         if self.world.first:
             self._write(state)
-        self._best_state = None
-        self._saved = state.position
+        self._best_state, self._saved = None, state.position
         self.cadence.wrote(time.perf_counter() - started)
         self._tell("checkpoint")
 
@@ -329,8 +328,7 @@ class _Loop:
 
     @property
     def _reserve_s(self) -> float:
-        """Kept back for saving, when time is limited."""
-        return 2 * self.cadence.cost_s
+        return 2 * self.cadence.cost_s  # of limited time, for saving
 
     @property
     def _saved_step(self) -> int | None:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from hotloop.choosing import placed
 from hotloop.feasible import check as check_plan
 from hotloop.hardware import Hardware
@@ -28,6 +26,7 @@ from hotloop.rules import ranked
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
+from hotloop.terminal import Terminal
 from hotloop.tuning import earlier
 from hotloop.tuning.budget import Deadline
 from hotloop.tuning.candidates import SOUGHT
@@ -62,7 +61,7 @@ def tune(
     """
     given = {} if plan is None else {axis: getattr(plan, axis) for axis in plan.model_fields_set}
     base = Plan(**(given if device is None else given | {"device": device}))
-    console = Console(stderr=True) if progress else Console(quiet=True)
+    console = Terminal() if progress else Terminal(quiet=True)
     with watched(console) as moved:
         return tuned(Loaded(task, None, {}), base, time_limit=time_limit, progress=moved)
 

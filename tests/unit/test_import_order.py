@@ -20,6 +20,7 @@ SRC = Path(__file__).parents[2] / "src" / "hotloop"
 # One entry per module; `folder/` stands for every file below the folder, in any order without cycles.
 ORDER = (
     "texts",
+    "terminal",
     "errors",
     "amounts",
     "patches",
@@ -42,6 +43,7 @@ ORDER = (
     "rules",
     "wanted",
     "files",
+    "places",
     "journal",
     "npy",
     "arrays/",
@@ -71,6 +73,7 @@ ORDER = (
     "exactness",
     "sources",
     "taskfile",
+    "trust",
     "state",
     "probe/",
     "parallel/",
@@ -137,6 +140,7 @@ TORCH_FREE = (
     "__init__",
     "__main__",
     "texts",
+    "terminal",
     "errors",
     "plan",
     "hardware",

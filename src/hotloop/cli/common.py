@@ -20,10 +20,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
-from rich.console import Console
 
 from hotloop.errors import HotloopError, lost_workers_told
 from hotloop.interrupts import Terminated, sigterm_raises
+from hotloop.terminal import Terminal
 
 if TYPE_CHECKING:
     from hotloop.plan import Plan
@@ -38,7 +38,7 @@ READER_GONE = 141  # what shells report for SIGPIPE
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no name of its own for it
 
-console = Console(stderr=True)
+console = Terminal()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
 Device = Annotated[
@@ -52,6 +52,12 @@ Param = Annotated[
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="axis=value of the plan, such as compile=step; repeatable."),
+]
+
+
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Run the code in the folder of a run that you didn't start, now and from now on."),
 ]
 
 

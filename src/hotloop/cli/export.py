@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, Weights, WhichWeights, guarded, print_json, say, stdout_for
+from hotloop.cli.common import AsJson, Trust, Weights, WhichWeights, guarded, print_json, say, stdout_for
 
 
 @guarded
@@ -24,6 +24,7 @@ def export(
         int | None,
         typer.Option(help="The only number of samples that the file takes at a time.", show_default="any number"),
     ] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a trained network to a file that needs no hotloop.
@@ -42,7 +43,9 @@ def export(
     if not as_json:
         say("writing, reading back and comparing ...")
     with stdout_for(as_json):
-        done = api.export(run, to, weights=weights.value, prepare=not without_prepare, batch_size=batch_size, say=say)
+        done = api.export(
+            run, to, weights=weights.value, trust=trust, prepare=not without_prepare, batch_size=batch_size, say=say
+        )
     if as_json:
         print_json(done.model_dump())
         return

@@ -18,6 +18,7 @@ from hotloop.cli.common import (
     AsJson,
     Param,
     Set,
+    Trust,
     axes,
     console,
     guarded,
@@ -78,6 +79,7 @@ def train(
             help="auto (at most 1 % of the time), a number of steps, or a time such as 5m.", show_default="auto"
         ),
     ] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a Task, or go on with a run.
@@ -104,6 +106,8 @@ def train(
         raise typer.BadParameter("--run and --param are for a new run; --resume keeps those of the run")
     if tune and (resume is not None or plan not in (None, "auto")):
         raise typer.BadParameter("--tune looks for the plan of a new run: give it with neither --resume nor --plan")
+    if trust and resume is None:
+        raise typer.BadParameter("--trust is for the code in a run's folder: give it with --resume")
     given = pairs(param or [])
     on_top = axes(settings, device=device, workers=workers, ranks=ranks)
     if tune and (on_top.keys() & {"parallel", "ranks"} or started_ranks() > 1):
@@ -147,7 +151,7 @@ def train(
     with stdout_for(as_json):
         try:
             if resume is not None:
-                handle, ended = api.go_on(resume, checkpoint_every=checkpoint_every, **common)
+                handle, ended = api.go_on(resume, checkpoint_every=checkpoint_every, trust=trust, **common)
             else:
                 assert task is not None
                 loaded, often, began = load_task(task, given), checkpoint_every or "auto", time.monotonic()
