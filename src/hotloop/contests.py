@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -80,7 +81,9 @@ def race(
     with watched(console) as moved:
         verdict = raced(Loaded(task, None, {}), asked, prove=prove, progress=moved)
     if verdict.ended is not None:
-        raise Terminated(verdict.ended) if verdict.ended_by == "SIGTERM" else KeyboardInterrupt(verdict.ended)
+        if verdict.ended_by == "SIGINT":
+            raise KeyboardInterrupt(verdict.ended)
+        raise Terminated(verdict.ended, number=signal.Signals[verdict.ended_by or "SIGTERM"])
     return verdict
 
 

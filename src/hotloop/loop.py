@@ -159,7 +159,7 @@ class _Loop:
 
     def end(self, reason: str) -> Ended:
         """Saves; reads the test data if training is over."""
-        interrupted = reason in ("SIGINT", "SIGTERM", "stop-after")
+        interrupted = reason in REASONS
         if self._saved != self.program.position or self._best_state is not None:
             self._save()
         final = None

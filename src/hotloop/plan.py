@@ -17,6 +17,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
 from hotloop.errors import PlanError
+from hotloop.texts import shortened
 
 Steps = Annotated[int, Field(ge=2)]
 """In one replay."""
@@ -255,4 +256,4 @@ def _explain(error: ValidationError) -> PlanError:
         allowed = "a whole number"
     else:
         allowed = limits.get("expected") or re.sub("^(Input should be|Value error,) ", "", first["msg"])
-    return PlanError(f"{axis}={first['input']!r} in the plan", expected=str(allowed))
+    return PlanError(f"{axis}={shortened(first['input'])} in the plan", expected=str(allowed))

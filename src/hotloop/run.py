@@ -83,6 +83,8 @@ class Run:
     @staticmethod
     def check_new(path: Path) -> None:
         """Raises RunError if `path` can't become a new run."""
+        with explained(path):
+            path.exists()  # its name may be too long
         if is_run(path):
             raise RunError(
                 f"{path} holds a run already",
@@ -102,7 +104,9 @@ class Run:
             RunError: there is none, or it can't be read.
         """
         path = Path(path)
-        if not is_run(path):
+        with explained(path):
+            found = is_run(path)
+        if not found:
             what = "is not a run" if path.exists() else "doesn't exist"
             raise RunError(f"{path} {what}", expected="a folder that `hotloop train` made", fix="check the path")
         document = _read_document(path / "run.json")

@@ -26,6 +26,7 @@ ORDER = (
     "patches",
     "quiet",
     "handlers",
+    "dying",
     "alarm",
     "plan",
     "hardware",

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rich.progress import Progress
-
-from hotloop.terminal import Terminal
+from hotloop.terminal import Bar, Terminal
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Show:
 
     def __init__(self, epochs: int, batches: int, visible: bool) -> None:
         self.console = Terminal(stderr=False, quiet=not visible)
-        self.bar = Progress(console=self.console, transient=True, disable=not (visible and self.console.is_terminal))
+        self.bar = Bar(console=self.console, transient=True, disable=not (visible and self.console.is_terminal))
         self._epochs = epochs
         self._task = self.bar.add_task(f"epoch 1/{epochs}", total=batches)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -98,7 +99,7 @@ def train(
     Without a word on it, the plan is what hotloop tune found and remembered, else what the rules of auto say, without
     compiling. hotloop plan shows both.
 
-    Ctrl-C and SIGTERM save and stop. Exit code 0: finished, or stopped by --stop-after.
+    Ctrl-C, SIGTERM and SIGHUP save and stop. Exit code 0: finished, or stopped by --stop-after.
     """
     if (task is None) == (resume is None):
         raise typer.BadParameter("give either a Task, or --resume with a run's folder")
@@ -180,10 +181,8 @@ def train(
                 "reason": ended.reason,
             }
         )
-    if ended.reason == "SIGINT":
-        raise typer.Exit(130)
-    if ended.reason == "SIGTERM":
-        raise typer.Exit(143)
+    if ended.reason in signal.Signals.__members__:
+        raise typer.Exit(128 + signal.Signals[ended.reason])
 
 
 def _was_of_one_process(run: Path) -> bool:

@@ -13,7 +13,7 @@ import requests
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from hotloop.errors import DataError, DiskError
-from hotloop.terminal import Terminal
+from hotloop.terminal import Bar, Terminal
 
 # One try for each address: who is offline should hear of it within seconds.
 CONNECT_S, READ_S = 5, 20
@@ -101,7 +101,7 @@ def _is_warning(record: logging.LogRecord) -> bool:
 def _progress() -> Progress:
     console = Terminal()
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    return Bar(*columns, console=console, disable=not console.is_terminal)
 
 
 class _Bar:

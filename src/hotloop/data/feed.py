@@ -27,6 +27,7 @@ from hotloop.data.roles import Roles
 from hotloop.data.source import Samples, Stream, Table
 from hotloop.data.tree import apply_to_inputs, batch_length, map_tensors, to_device
 from hotloop.errors import DataError, HotloopError, blame, calling, lost_worker
+from hotloop.handlers import HANGUP
 from hotloop.rng import Streams, preserved, seed_for
 
 
@@ -279,7 +280,9 @@ class _InWorker:
         if os.getppid() != self.parent:
             os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _once_ignored)
+        for number in (signal.SIGTERM, *HANGUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _once_ignored)
         if self.then is not None:
             self.then(worker)
 
