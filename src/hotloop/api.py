@@ -15,6 +15,7 @@ from hotloop.answers import evaluate_weights
 from hotloop.choosing import Foreseen, placed
 from hotloop.errors import PlanError, RunError, TaskError, kind
 from hotloop.exporting import export_weights
+from hotloop.hardware import Hardware
 from hotloop.inference import Progress, Weights, choose_weights, trained_model
 from hotloop.inference import predict as answers_to
 from hotloop.launch import launch, ranks_of
@@ -22,11 +23,11 @@ from hotloop.lowering import lower
 from hotloop.lowering.telling import Say
 from hotloop.parallel.forking import check_cuda
 from hotloop.plan import Plan
-from hotloop.probe import check_device
+from hotloop.probe import check_device, probe
 from hotloop.records import Evaluation, Exported
 from hotloop.remembering import foreseen_by_memory
-from hotloop.report.progress import Display
-from hotloop.run import Run
+from hotloop.report.progress import Display, summary
+from hotloop.run import Following, Run
 from hotloop.setting import versions
 from hotloop.taking_part import to_start
 from hotloop.task import Task, overridden
@@ -64,7 +65,8 @@ def fit(
         progress: show a progress bar and a line per epoch.
 
     Returns:
-        The run: `epochs` and `final` hold its figures, `path` its folder.
+        The run: `epochs` and `final` hold its figures, `path` its folder, and `reason` says why training stopped, such as
+        `finished`, or `SIGINT` where Ctrl-C saved and stopped it.
     """
     if not isinstance(task, Task):
         raise TaskError(f"fit got {kind(task)}", expected="a hotloop.Task", fix="see hotloop.Task's help")
@@ -83,9 +85,16 @@ def fit(
         raise RunError("resume=True without a run", expected="run= the folder to go on with")
 
     def train() -> Run:
-        if resume and path is not None:
-            return go_on(path, task=task, **common)[0]
-        return start(Loaded(task, None, {}), run=path, checkpoint_every=checkpoint_every, **common)[0]
+        try:
+            if resume and path is not None:
+                handle, ended = go_on(path, task=task, **common)
+            else:
+                handle, ended = start(Loaded(task, None, {}), run=path, checkpoint_every=checkpoint_every, **common)
+        finally:
+            display.close()
+        for line in [] if isinstance(handle, Following) else summary(handle.path, handle.plan.brief(), ended.final):
+            display.say(line)
+        return handle
 
     if ranked is None:
         return train()
@@ -116,6 +125,37 @@ def planned(
 ) -> Foreseen:
     """What `--plan auto` makes of a loaded Task on this machine, by the rules and by what races found before."""
     return foreseen_by_memory(Loaded(overridden(loaded.task, overrides), loaded.record, loaded.files), wanted, say)
+
+
+def devices(device: str | None = None, *, refresh: bool = False) -> Hardware:
+    """This machine's devices: memory, precisions, measured speed; and its cores, compiler and versions.
+
+    Args:
+        device: this one alone, such as `cpu` or `cuda:0`; default all of them.
+        refresh: measure anew, in place of what was measured before.
+
+    Raises:
+        DeviceError: there is no such device.
+    """
+    return probe(device, refresh=refresh)
+
+
+def choose_plan(task: Task, *, plan: Plan | None = None, device: str | None = None) -> Foreseen:
+    """The plan that `fit` would take for `task` here by itself, and why; nothing is trained, and nothing is measured.
+
+    Args:
+        plan: axes that are set already; the others are chosen.
+        device: where, whatever the plan says.
+
+    Returns:
+        What `hotloop plan` shows; `fit(task, plan=...)` takes its `.plan`.
+
+    Raises:
+        PlanError: the axes can't be run here.
+    """
+    axes = {} if plan is None else {axis: getattr(plan, axis) for axis in plan.model_fields_set}
+    wanted = Wanted.of("auto", axes if device is None else axes | {"device": device})
+    return planned(Loaded(task, None, {}), wanted)
 
 
 def load_model(

@@ -64,13 +64,22 @@ class HotloopError(Exception):
         given: what was found, in plain words, without a full stop at the end.
         expected: what would have been right.
         fix: what the user can do now, beginning with a verb.
+
+    Attributes:
+        detail: lines to be shown above, such as the place in a file; mostly empty.
     """
+
+    detail: str = ""
 
     def __init__(self, given: str, *, expected: str = "", fix: str = "") -> None:
         given, expected, fix = printable(given), printable(expected), printable(fix)
         self.given, self.expected, self.fix = given, expected, fix
         parts = [given + (f"; expected {expected}" if expected else ""), fix[:1].upper() + fix[1:]]
         super().__init__(". ".join(" ".join(part.split()).rstrip(".") for part in parts if part))
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the one line."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class TaskError(HotloopError):

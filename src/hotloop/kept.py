@@ -75,6 +75,7 @@ def remember(verdict: Verdict) -> list[str]:
     where = _about(verdict.fingerprint, verdict.machine, verdict.versions)
     try:
         for timing in map(_without_proof_in_vain, verdict.plans):
+            timing = _with_interval(timing)
             if timing.plan and _tells(timing):
                 key, path = _key(where, timing, base), _path(where, timing, base)
                 compiled = _compiled(timing, path.stem, time.time() - verdict.seconds)
@@ -114,6 +115,13 @@ def _without_proof_in_vain(timing: Timing) -> Timing:
     if timing.failure is not None or not timing.short_of_memory:
         return timing
     return timing.model_copy(update={"parity": None, "parity_reason": None, "states": 0, "short_of_memory": False})
+
+
+def _with_interval(timing: Timing) -> Timing:
+    """Without a verdict that has no interval: a plan that was dropped after a few windows may be as fast as any."""
+    if timing.ratio_low is not None:
+        return timing
+    return timing.model_copy(update={"verdict": None, "left_out": False})
 
 
 def _tells(timing: Timing) -> bool:

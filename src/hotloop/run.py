@@ -123,7 +123,8 @@ class Run:
 
     def __repr__(self) -> str:
         figures = {key: round(v, 4) for key, v in (self.final or {}).items() if isinstance(v, float)}
-        return f"Run({str(self.path)!r}, epochs={len(self.epochs)}, final={figures or None})"
+        reason = "" if self.reason in ("", "finished") else f", reason={self.reason!r}"
+        return f"Run({str(self.path)!r}, epochs={len(self.epochs)}, final={figures or None}{reason})"
 
     @property
     def source(self) -> Path:
@@ -268,6 +269,14 @@ class Run:
     def epochs(self) -> list[dict[str, Any]]:
         """The epochs done, as `train --json` prints them."""
         return read_metrics(self.path / "metrics.jsonl").rows
+
+    @property
+    def reason(self) -> str:
+        """Why training stopped last: `finished`, `SIGINT`, `stop-after` and so on; empty while it goes on or was killed."""
+        last: dict[str, Any] = next(
+            (e for e in reversed(self.journal()) if e["event"] in ("start", "resume", "stop")), {}
+        )
+        return str(last.get("reason", ""))
 
     @property
     def final(self) -> dict[str, Any] | None:

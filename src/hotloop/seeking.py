@@ -50,7 +50,8 @@ def tune(
     Args:
         plan: axes that are set already; the others are looked for. A plan read from a run's file sets all of them.
         device: where, whatever the plan says; default this machine's accelerator, else the CPU.
-        time_limit: for racing, such as `60s`; default what a better plan can win back in this run.
+        time_limit: for the whole search, such as `60s`; default what a better plan can win back in this run. The best plan
+            that is proven by then is the result.
         progress: show a progress bar.
 
     Returns:
@@ -107,7 +108,7 @@ def tuned(
         rules=_by_rules(facts, hardware, base, start),
         failed={one.timing.as_plan.brief(): one.timing.failure for one in kept if one.timing.failure},
         time_limit_s=limit_s,
-        deadline=Deadline.before(until),
+        deadline=Deadline.before(until, math.inf if limit_s is None else began + limit_s),
         progress=progress,
         notes=_all_set(base),
     )

@@ -21,7 +21,7 @@ from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.foreign import call_arguments, default_device, restart_names
 from hotloop.objective import Objective
 from hotloop.rng import Streams
-from hotloop.task_fields import check_fields
+from hotloop.task_fields import check_fields, check_names, unregistered
 
 
 class Computed(NamedTuple):
@@ -133,6 +133,11 @@ class Task:
     classes: tuple[str, ...] | list[str] = field(default=())
     name: str = "task"
 
+    def __new__(cls, *args: Any, **given: Any) -> Task:
+        """Raises TaskError for a field that a Task doesn't have."""
+        check_names(given, cls.__dataclass_fields__)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         check_fields(self)
 
@@ -191,7 +196,11 @@ class Task:
         """The optimizer over the trainable parameters of `model`."""
         parameters = Parameters(model)
         if not parameters:
-            raise TaskError("the model has no trainable parameter", expected="one or more", fix="check requires_grad")
+            raise TaskError(
+                "the model has no trainable parameter",
+                expected="one or more",
+                fix=unregistered(model) or "check requires_grad",
+            )
         optimizer = calling("the optimizer factory", self.optimizer, parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TaskError(

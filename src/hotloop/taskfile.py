@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
@@ -31,6 +32,7 @@ from hotloop.sources import (
     split,
 )
 from hotloop.task import Task
+from hotloop.texts import meant
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,9 @@ def _running(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
 def _syntax(what: str, error: SyntaxError) -> TaskError:
     file = Path(error.filename).name if error.filename else what
     shown = f": {error.text.strip()}" if error.text and error.text.strip() else ""
-    return TaskError(f"{file} line {error.lineno}{shown}", expected=f"Python ({error.msg})", fix="mend it there")
+    found = TaskError(f"{file} line {error.lineno}{shown}", expected=f"Python ({error.msg})", fix="mend it there")
+    found.detail = "".join(traceback.format_exception_only(error)).rstrip("\n")
+    return found
 
 
 def _task_in(module: ModuleType, attribute: str, given: Mapping[str, Any], reference: str) -> Task:
@@ -232,7 +236,9 @@ def _arguments(function: Any, given: Mapping[str, Any], name: str) -> dict[str, 
         raise TaskError(
             f"{name}() has no parameter {unknown[0]!r}",
             expected="one of " + ", ".join(parameters) if parameters else "none, since it takes no parameters",
-            fix="check the spelling" if parameters else f"write `def {name}({unknown[0]}=...)`",
+            fix=meant(unknown[0], parameters) or "check the spelling"
+            if parameters
+            else f"write `def {name}({unknown[0]}=...)`",
         )
     missing = [key for key, p in parameters.items() if p.default is p.empty and key not in given]
     if missing:

@@ -187,6 +187,8 @@ def _told(command: Callable[P, R], as_json: bool, /, *args: P.args, **kwargs: P.
             with lost_workers_told():
                 return command(*args, **kwargs)
         except HotloopError as error:
+            if error.detail:
+                say(error.detail)
             _report(type(error).__name__, str(error), as_json)
             raise typer.Exit(FAILED) from error
         except Terminated as error:

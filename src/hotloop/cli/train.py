@@ -125,7 +125,7 @@ def train(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
     from hotloop import api
     from hotloop.launch import command, launch, ranks_of
-    from hotloop.report.progress import Display
+    from hotloop.report.progress import Display, summary
     from hotloop.run import Following, Run
     from hotloop.taking_part import to_start
     from hotloop.task import overridden
@@ -167,10 +167,8 @@ def train(
             display.close()
     if isinstance(handle, Following):
         return  # the first rank speaks for all
-    shown = {name: value for name, value in (ended.final or {}).items() if isinstance(value, float)}
-    if shown:
-        display.say("  ".join([f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items()]))
-    display.say(f"run: {handle.path}   plan: {handle.plan.brief()}   learning curves: {handle.path / 'curves.html'}")
+    for line in summary(handle.path, handle.plan.brief(), ended.final):
+        display.say(line)
     if as_json:
         print_json(
             {

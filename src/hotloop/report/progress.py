@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -162,6 +164,13 @@ def stop_line(view: View) -> str:
     if view.reason in REASONS:
         return f"stopped ({view.reason}) at step {view.step}, saved; go on with: hotloop train --resume {view.run}"
     return f"{view.reason} after {len(view.history)} epoch{'' if len(view.history) == 1 else 's'}"
+
+
+def summary(run: Path, plan: str, final: Mapping[str, Any] | None) -> list[str]:
+    """What a training came to, and where to find it."""
+    shown = {name: value for name, value in (final or {}).items() if isinstance(value, float)}
+    figures = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items())
+    return [*([figures] if figures else []), f"run: {run}   plan: {plan}   learning curves: {run / 'curves.html'}"]
 
 
 def duration(seconds: float) -> str:
