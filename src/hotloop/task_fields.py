@@ -30,10 +30,11 @@ def check_names(given: Iterable[str], known: Iterable[str]) -> None:
     """Raises TaskError for a field that a Task doesn't have, with the one that may be meant."""
     fields = [name for name in known if not name.startswith("_")]
     if unknown := [name for name in given if name not in fields]:
+        near = meant(unknown[0], fields)
         raise TaskError(
             f"a Task has no field {unknown[0]!r}",
-            expected=f"some of {', '.join(fields)}",
-            fix=meant(unknown[0], fields) or "check the spelling",
+            expected="" if near else f"some of {', '.join(fields)}",
+            fix=near or "check the spelling",
         )
 
 

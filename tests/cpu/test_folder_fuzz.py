@@ -142,7 +142,7 @@ def test_a_damaged_folder_is_right_or_says_so(data: st.DataObject, killed_small:
 
 
 @pytest.mark.more
-@settings(max_examples=600, **(COMMON | {"derandomize": False}))  # type: ignore[arg-type]
+@settings(max_examples=200, **(COMMON | {"derandomize": False}))  # type: ignore[arg-type]
 @given(data=st.data())
 def test_so_does_each_of_many(data: st.DataObject, killed_small: Path, whole_small: Path) -> None:
     survives(data, killed_small, whole_small)
