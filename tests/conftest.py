@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,10 @@ from typing import Any
 import pytest
 
 from tests.forked import Server
+
+# The runs of tests are trusted for as long as the tests last; a test's own environment may say otherwise.
+_DATA = tempfile.TemporaryDirectory(prefix="hotloop-tests-")
+os.environ["XDG_DATA_HOME"] = _DATA.name
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -22,6 +22,8 @@ _HOME = {
     "predict": "hotloop.api",
     "export": "hotloop.api",
     "load_model": "hotloop.api",
+    "devices": "hotloop.api",
+    "choose_plan": "hotloop.api",
     "lower": "hotloop.lowering",
     "check": "hotloop.proving",
     "race": "hotloop.contests",
@@ -41,7 +43,9 @@ __all__ = [
     "View",
     "arrays",
     "check",
+    "choose_plan",
     "data",
+    "devices",
     "errors",
     "evaluate",
     "explain",
@@ -57,7 +61,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hotloop import arrays, data, errors
-    from hotloop.api import evaluate, export, fit, load_model, predict
+    from hotloop.api import choose_plan, devices, evaluate, export, fit, load_model, predict
     from hotloop.contests import race
     from hotloop.errors import HotloopError
     from hotloop.explaining import explain

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 from hotloop.answers import evaluate_weights
 from hotloop.choosing import Foreseen, placed
 from hotloop.errors import PlanError, RunError, TaskError, kind
 from hotloop.exporting import export_weights
+from hotloop.hardware import Hardware
 from hotloop.inference import Progress, Weights, choose_weights, trained_model
 from hotloop.inference import predict as answers_to
 from hotloop.launch import launch, ranks_of
@@ -23,15 +23,16 @@ from hotloop.lowering import lower
 from hotloop.lowering.telling import Say
 from hotloop.parallel.forking import check_cuda
 from hotloop.plan import Plan
-from hotloop.probe import check_device
+from hotloop.probe import check_device, probe
 from hotloop.records import Evaluation, Exported
 from hotloop.remembering import foreseen_by_memory
-from hotloop.report.progress import Display
-from hotloop.run import Run
+from hotloop.report.progress import Display, summary
+from hotloop.run import Following, Run
 from hotloop.setting import versions
 from hotloop.taking_part import to_start
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
+from hotloop.terminal import Terminal
 from hotloop.training import go_on, start, task_of
 from hotloop.view import Callback
 from hotloop.wanted import Wanted
@@ -64,13 +65,14 @@ def fit(
         progress: show a progress bar and a line per epoch.
 
     Returns:
-        The run: `epochs` and `final` hold its figures, `path` its folder.
+        The run: `epochs` and `final` hold its figures, `path` its folder, and `reason` says why training stopped, such as
+        `finished`, or `SIGINT` where Ctrl-C saved and stopped it.
     """
     if not isinstance(task, Task):
         raise TaskError(f"fit got {kind(task)}", expected="a hotloop.Task", fix="see hotloop.Task's help")
     path, axes = Path(run) if run else None, {} if device is None else {"device": device}
     ranked = to_start(plan, axes, path if resume else None)
-    display = Display(_console(in_forks=ranked is not None) if progress else Console(quiet=True))
+    display = Display(_console(in_forks=ranked is not None) if progress else Terminal(quiet=True))
     common: dict[str, Any] = dict(
         plan=plan,
         axes=axes,
@@ -83,9 +85,16 @@ def fit(
         raise RunError("resume=True without a run", expected="run= the folder to go on with")
 
     def train() -> Run:
-        if resume and path is not None:
-            return go_on(path, task=task, **common)[0]
-        return start(Loaded(task, None, {}), run=path, checkpoint_every=checkpoint_every, **common)[0]
+        try:
+            if resume and path is not None:
+                handle, ended = go_on(path, task=task, **common)
+            else:
+                handle, ended = start(Loaded(task, None, {}), run=path, checkpoint_every=checkpoint_every, **common)
+        finally:
+            display.close()
+        for line in [] if isinstance(handle, Following) else summary(handle.path, handle.plan.brief(), ended.final):
+            display.say(line)
+        return handle
 
     if ranked is None:
         return train()
@@ -104,11 +113,11 @@ def fit(
     return handle
 
 
-def _console(in_forks: bool) -> Console:
+def _console(in_forks: bool) -> Terminal:
     """Where a person looks; what a fork shows in a notebook as widgets gets lost, so lines have to do there."""
-    here = Console(stderr=True)
+    here = Terminal()
     plain = in_forks and here.is_jupyter
-    return Console(stderr=True, force_jupyter=False, force_terminal=False) if plain else here
+    return Terminal(force_jupyter=False, force_terminal=False) if plain else here
 
 
 def planned(
@@ -118,12 +127,44 @@ def planned(
     return foreseen_by_memory(Loaded(overridden(loaded.task, overrides), loaded.record, loaded.files), wanted, say)
 
 
+def devices(device: str | None = None, *, refresh: bool = False) -> Hardware:
+    """This machine's devices: memory, precisions, measured speed; and its cores, compiler and versions.
+
+    Args:
+        device: this one alone, such as `cpu` or `cuda:0`; default all of them.
+        refresh: measure anew, in place of what was measured before.
+
+    Raises:
+        DeviceError: there is no such device.
+    """
+    return probe(device, refresh=refresh)
+
+
+def choose_plan(task: Task, *, plan: Plan | None = None, device: str | None = None) -> Foreseen:
+    """The plan that `fit` would take for `task` here by itself, and why; nothing is trained, and nothing is measured.
+
+    Args:
+        plan: axes that are set already; the others are chosen.
+        device: where, whatever the plan says.
+
+    Returns:
+        What `hotloop plan` shows; `fit(task, plan=...)` takes its `.plan`.
+
+    Raises:
+        PlanError: the axes can't be run here.
+    """
+    axes = {} if plan is None else {axis: getattr(plan, axis) for axis in plan.model_fields_set}
+    wanted = Wanted.of("auto", axes if device is None else axes | {"device": device})
+    return planned(Loaded(task, None, {}), wanted)
+
+
 def load_model(
     run: Run | str | Path,
     *,
     task: Task | None = None,
     device: str = "cpu",
     weights: Weights = "best",
+    trust: bool = False,
     say: Say = warnings.warn,
 ) -> nn.Module:
     """The trained model of a run, in evaluation mode.
@@ -133,6 +174,7 @@ def load_model(
         task: the Task, for a run that was trained from Python in another process.
         device: where to put it.
         weights: `best`, by validation (without it, the last), or `last`. Averaged weights, if the Task has them.
+        trust: run the code in the folder of a run that you didn't start, now and from now on; see SECURITY.md.
         say: is told of a damaged checkpoint that was passed over.
 
     Raises:
@@ -141,7 +183,7 @@ def load_model(
     """
     handle = _opened(run)
     state = choose_weights(handle, weights, say).state
-    return trained_model(task_of(handle, task), state, check_device(device))
+    return trained_model(task_of(handle, task, trust=trust, say=say), state, check_device(device))
 
 
 def predict(
@@ -151,6 +193,7 @@ def predict(
     task: Task | None = None,
     device: str | None = None,
     weights: Weights = "best",
+    trust: bool = False,
     say: Say = warnings.warn,
     progress: Progress | None = None,
 ) -> np.ndarray | dict[str, np.ndarray]:
@@ -160,7 +203,7 @@ def predict(
         x: an array or tensor (N, ...) of raw inputs, as those of the training data before the Task's `prepare`; a tuple
             of several, or a dict of them where the Task's data is one; or the path of a .npy or .npz file with them.
         device: where to compute; default this machine's accelerator, else the CPU.
-        task, weights, say: see `load_model`.
+        task, weights, trust, say: see `load_model`.
         progress: is told `(samples done, of how many)`.
 
     Returns:
@@ -171,7 +214,7 @@ def predict(
         DataError: x is empty, holds NaN, or is nothing that the model can take.
     """
     handle = _opened(run)
-    owner = task_of(handle, task)
+    owner = task_of(handle, task, trust=trust, say=say)
     place = check_device(placed(Plan(), device).device)
     model = trained_model(owner, choose_weights(handle, weights, say).state, place)
     return answers_to(owner, model, x, handle.record.facts, place, progress)
@@ -185,6 +228,7 @@ def evaluate(
     task: Task | None = None,
     device: str | None = None,
     weights: Weights = "best",
+    trust: bool = False,
     say: Say = warnings.warn,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -196,7 +240,7 @@ def evaluate(
         on: `test`, `validation` or `train`; default `test`, or `validation` without test data. Choosing a network by
             its figures on test data makes them too good to be true: choose by `validation`.
         data: data of one's own instead, raw: `(x, y)`, a data set or a DataLoader.
-        device, task, weights, say, progress: see `predict`.
+        device, task, weights, trust, say, progress: see `predict`.
 
     Raises:
         DataError: there is no such data.
@@ -204,7 +248,7 @@ def evaluate(
     handle = _opened(run)
     plan = placed(Plan(workers=handle.plan.workers), device)
     chosen = choose_weights(handle, weights, say)
-    program = lower(task_of(handle, task), plan)
+    program = lower(task_of(handle, task, trust=trust, say=say), plan)
     try:
         return evaluate_weights(
             program, chosen, run=str(handle.path), on=on, data=data, classes=handle.record.classes, progress=progress
@@ -222,6 +266,7 @@ def export(
     prepare: bool = True,
     batch_size: int | None = None,
     inputs: Any = None,
+    trust: bool = False,
     say: Say = warnings.warn,
 ) -> Exported:
     """Writes the trained model of a run to a file for use without hotloop.
@@ -235,13 +280,13 @@ def export(
         batch_size: the only number of samples that a `.pt2` or `.onnx` file takes; default any.
         inputs: samples to try the file on, as `predict` takes them; default those of the training data, which a
             generator that takes noise can't use.
-        task, weights, say: see `load_model`.
+        task, weights, trust, say: see `load_model`.
 
     Raises:
         ExportError: an unknown format, a model that can't be captured, or a file that answers differently.
     """
     handle = _opened(run)
-    owner = task_of(handle, task)
+    owner = task_of(handle, task, trust=trust, say=say)
     chosen = choose_weights(handle, weights, say)
     model = trained_model(owner, chosen.state, torch.device("cpu"))
     options: dict[str, Any] = dict(prepare=prepare, batch_size=batch_size, inputs=inputs, versions=versions())

@@ -22,8 +22,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hotloop.errors import CheckpointError, kind
-from hotloop.files import write_named
+from hotloop.checkpoint_schema import Metadata, checked_state, unbelievable
+from hotloop.errors import CheckpointError, RunError, kind
+from hotloop.files import open_regular, read_regular, write_named
 from hotloop.records import EpochRecord
 from hotloop.state import Position, State
 
@@ -59,11 +60,13 @@ class Checkpoint:
     Attributes:
         history: all epochs done.
         best: the best of them, if there is one.
+        epoch_s: seconds of training in the epoch under way.
     """
 
     state: State
     history: list[EpochRecord] = field(default_factory=list)
     best: Best | None = None
+    epoch_s: float = 0.0
 
 
 def encode(checkpoint: Checkpoint) -> list[bytes | memoryview]:
@@ -79,6 +82,7 @@ def encode(checkpoint: Checkpoint) -> list[bytes | memoryview]:
         "position": asdict(checkpoint.state.position),
         "history": [record.model_dump() for record in checkpoint.history],
         "best": asdict(checkpoint.best) if checkpoint.best else None,
+        "epoch_s": checkpoint.epoch_s,
     }
     return _pieces(tensors, {"format": "hotloop", "version": _VERSION, "document": json.dumps(document)})
 
@@ -117,11 +121,10 @@ def decode(content: bytes, path: Path) -> Checkpoint:
         metadata = header.get("__metadata__", {})
         document = json.loads(metadata["document"])
         state = {name: _unpack(value, tensors) for name, value in document["state"].items()}
-        return Checkpoint(
-            State(**state, position=Position(**document["position"])),
-            [EpochRecord(**record) for record in document["history"]],
-            Best(**document["best"]) if document["best"] else None,
-        )
+        meta = Metadata.model_validate(document)
+        best = Best(**meta.best.model_dump()) if meta.best else None
+        position = Position(**meta.position.model_dump())
+        return Checkpoint(State(**checked_state(state), position=position), meta.history, best, meta.epoch_s)
     except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a checkpoint of hotloop", fix="take one from a run folder") from error
 
@@ -203,9 +206,11 @@ def load(path: Path) -> Checkpoint:
     if name is None:
         raise CheckpointError(f"{path} is not named like a checkpoint", expected="step-<number>-<sha256>.safetensors")
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path.name} can't be read ({error.strerror})", fix="take the one before it") from error
+        content = read_regular(path)
+    except RunError as error:
+        raise CheckpointError(error.given, fix="take the one before it") from error
+    if content is None:
+        raise CheckpointError(f"{path.name} can't be read (it is gone)", fix="take the one before it")
     if hashlib.sha256(content).hexdigest() != name[2]:
         raise CheckpointError(f"{path.name} is torn or was changed: its checksum differs", fix="take the one before it")
     return decode(content, path)
@@ -248,6 +253,8 @@ class Checkpoints:
         for path in self.files():
             try:
                 checkpoint = load(path)
+                if why := unbelievable(asdict(checkpoint.state.position), checkpoint.history):
+                    raise CheckpointError(f"{path.name} is damaged: {why}")
             except CheckpointError as error:
                 self._bad.add(path)
                 say(f"passing over the checkpoint of step {_step_of(path)}: {error.given}")
@@ -283,12 +290,12 @@ class Checkpoints:
 def best_file(path: Path) -> str | None:
     """The file that a checkpoint names as its best, read from its header alone; None if it names none, or is bad."""
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, path.stat().st_size)))
         best = json.loads(header["__metadata__"]["document"])["best"]
         return best["file"] if best else None
-    except (OSError, LookupError, TypeError, ValueError, RecursionError):
+    except (OSError, RunError, LookupError, TypeError, ValueError, RecursionError):
         return None
 
 

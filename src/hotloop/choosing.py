@@ -360,6 +360,11 @@ class Foreseen:
     refused: list[Refused]
     device: Device
 
+    @property
+    def plan(self) -> Plan:
+        """What a training begins with."""
+        return self.remembered or self.choice.plan
+
 
 def foreseen(task: Task, wanted: Wanted, facts: TaskFacts, memory: Memory, remembered: Plan | None) -> Foreseen:
     """What `lowered` will do where it isn't told of a `remembered` plan, without lowering anything; see `consider`."""

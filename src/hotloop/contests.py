@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-from rich.console import Console
 
 from hotloop.choosing import placed
 from hotloop.errors import DeviceError, HotloopError, TaskError, told
@@ -30,6 +29,7 @@ from hotloop.rivals import Asked, Contest
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded, load_task
+from hotloop.terminal import Terminal
 from hotloop.verdicts import Crossing, Parity, Scaling, Timing, Verdict, best_of
 from hotloop.wanted import AUTO, Wanted
 from hotloop.wanted import BASELINE as BY_NAME
@@ -76,12 +76,14 @@ def race(
         DeviceError: a device isn't on this machine.
         HotloopError: the baseline can't be run.
     """
-    console = Console(stderr=True) if progress else Console(quiet=True)
+    console = Terminal() if progress else Terminal(quiet=True)
     asked = Contest(plans, baseline, devices, time_limit=time_limit)
     with watched(console) as moved:
         verdict = raced(Loaded(task, None, {}), asked, prove=prove, progress=moved)
     if verdict.ended is not None:
-        raise Terminated(verdict.ended) if verdict.ended_by == "SIGTERM" else KeyboardInterrupt(verdict.ended)
+        if verdict.ended_by == "SIGINT":
+            raise KeyboardInterrupt(verdict.ended)
+        raise Terminated(verdict.ended, number=signal.Signals[verdict.ended_by or "SIGTERM"])
     return verdict
 
 

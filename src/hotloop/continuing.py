@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotloop.checkpoint import Checkpoint, Checkpoints
-from hotloop.errors import CheckpointError, RunError
+from hotloop.checkpoint import Checkpoint
+from hotloop.errors import CheckpointError, RunError, blame, out_of_memory
 from hotloop.lowering import Program
 from hotloop.records import TaskFacts
+from hotloop.run import Run
 from hotloop.task import Task
 
 _REMEDY = "use the Task that the run was started with, or start a new run"
@@ -31,12 +32,14 @@ def check_overrides(facts: TaskFacts, task: Task, overrides: Mapping[str, Any]) 
             )
 
 
-def newest_good(checkpoints: Checkpoints, say: Callable[[str], None]) -> tuple[Checkpoint, Path] | None:
+def newest_good(run: Run, say: Callable[[str], None]) -> tuple[Checkpoint, Path] | None:
     """The newest good checkpoint and its file; None if training had not yet come to the first one.
 
     Raises:
-        CheckpointError: there are some, and none is good; starting over unasked would lose what was trained.
+        CheckpointError: there are some, and none is good; or there were some, and all are gone. Starting over unasked
+            would lose what was trained.
     """
+    checkpoints, saved = run.checkpoints, run.last_saved()
     found = checkpoints.newest(say, best_needed=False)
     if found is None and checkpoints.files():
         raise CheckpointError(
@@ -44,7 +47,35 @@ def newest_good(checkpoints: Checkpoints, say: Callable[[str], None]) -> tuple[C
             expected="one to go on from",
             fix="restore one from a copy, or start a new run",
         )
+    if found is None and saved is not None:
+        raise CheckpointError(
+            f"{checkpoints.folder} has no checkpoint, and the journal says that one of step {saved:,} was written",
+            expected="one to go on from",
+            fix="restore one from a copy, or start a new run",
+        )
     return found
+
+
+def restore(program: Program, checkpoint: Checkpoint, path: Path) -> None:
+    """Puts a checkpoint's State back.
+
+    Raises:
+        CheckpointError: it is another Task's, or holds what no training has written.
+    """
+    position, batches = checkpoint.state.position, program.feed.batches
+    try:
+        if batches is not None and position.batch > batches:
+            raise ValueError(f"it is {position.batch:,} batches into an epoch of {batches:,}")
+        program.restore(checkpoint.state)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"{path.name} can't be restored: {blame(error)}",
+            expected="what a training with this Task has written",
+            fix="use the Task that the run was started with, remove this checkpoint to go on from the one before it,"
+            " or start a new run",
+        ) from error
 
 
 def check_data(facts: TaskFacts, program: Program) -> None:

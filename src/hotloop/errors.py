@@ -24,14 +24,19 @@ expected, what to do about it.
 from __future__ import annotations
 
 import errno
+import os
 import re
+import shutil
 import subprocess
 import sysconfig
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from hotloop.texts import printable
 
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in ')
 _NO_MEMORY = re.compile(
@@ -45,6 +50,10 @@ _PASSING = re.compile(
 )
 """What compilers say of a full disk, of a process of theirs that was killed, or of parts of theirs that aren't installed."""
 
+_DISK_FULL = re.compile("No space left on device|Disk quota exceeded")
+_ROOM_BYTES = 16e6
+"""A disk with less room than this is full, as far as a compiler goes."""
+
 _SIGKILL = 9
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parent))
 
@@ -56,12 +65,22 @@ class HotloopError(Exception):
         given: what was found, in plain words, without a full stop at the end.
         expected: what would have been right.
         fix: what the user can do now, beginning with a verb.
+
+    Attributes:
+        detail: lines to be shown above, such as the place in a file; mostly empty.
     """
 
+    detail: str = ""
+
     def __init__(self, given: str, *, expected: str = "", fix: str = "") -> None:
+        given, expected, fix = printable(given), printable(expected), printable(fix)
         self.given, self.expected, self.fix = given, expected, fix
         parts = [given + (f"; expected {expected}" if expected else ""), fix[:1].upper() + fix[1:]]
         super().__init__(". ".join(" ".join(part.split()).rstrip(".") for part in parts if part))
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the one line."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class TaskError(HotloopError):
@@ -142,6 +161,8 @@ def blame(error: BaseException) -> str:
         summary = f"{type(error).__name__}: {text.splitlines()[0]}"
         frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     own = [(path, line) for path, line in frames if not is_library(path)]
+    if (full := full_disk(error)) is not None and full not in summary:
+        summary += f" [the disk of {full} is full]"
     return f"{summary} ({Path(own[-1][0]).name}:{own[-1][1]})" if own else summary
 
 
@@ -168,6 +189,25 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def full_disk(error: BaseException) -> str | None:
+    """The path on a disk that an error says is full; None if none does.
+
+    A compiler's error names no path: then it is where compilers write, or else the first of such folders whose disk
+    is full.
+    """
+    full = [
+        one
+        for one in _causes(error)
+        if (isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)) or _DISK_FULL.search(str(one))
+    ]
+    if not full:
+        return None
+    named = next((str(one.filename) for one in full if isinstance(one, OSError) and one.filename), None)
+    given = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+    folders = [folder for folder in [*given, tempfile.gettempdir()] if folder and os.path.isdir(folder)]
+    return named or next((one for one in folders if shutil.disk_usage(one).free < _ROOM_BYTES), folders[0])
 
 
 def lost_worker(error: BaseException) -> DataError | None:

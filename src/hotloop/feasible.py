@@ -104,6 +104,28 @@ def _absent(plan: Plan, hardware: Hardware) -> Violation:
     return Violation(("device",), f"this machine has {names}", f"use --device {hardware.devices[0].name}")
 
 
+# --- numbers of threads and processes
+
+_THREADS_PER_CORE = 4
+_WORKERS_PER_CORE = 16
+
+
+def _crowded(case: Case) -> Iterator[Violation]:
+    """What would keep the whole machine from working, and not only this training."""
+    cores = case.hardware.processor.logical_cores or case.hardware.processor.allowed_cores
+    for axis, most, kind in (
+        ("threads", _THREADS_PER_CORE * cores, "threads of one operation"),
+        ("workers", _WORKERS_PER_CORE * cores, "processes that load data"),
+    ):
+        if (getattr(case.plan, axis) or 0) > most:
+            yield Violation(
+                (axis,),
+                f"this machine has {cores} logical core{'' if cores == 1 else 's'}, and more than {most} {kind}"
+                " keep it from any work",
+                f"use {axis}={cores}",
+            )
+
+
 # --- engine
 
 
@@ -368,6 +390,7 @@ def _pieces(case: Case) -> Iterator[Violation]:
 
 
 RULES: tuple[Rule, ...] = (
+    _crowded,
     *RULES_OF_RANKS,
     _written_out,
     _apart,

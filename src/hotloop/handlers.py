@@ -8,8 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-INTERRUPTING = (signal.SIGINT, signal.SIGTERM)
-"""Ctrl-C, and how systems ask for an end."""
+HANGUP: tuple[signal.Signals, ...] = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
+"""The terminal is gone (not on Windows)."""
+
+INTERRUPTING = (signal.SIGINT, signal.SIGTERM, *HANGUP)
+"""Ctrl-C, how systems ask for an end, and a terminal that is closed."""
+
+IMPATIENCE_S = 1.0
+"""A key that is held down sends Ctrl-C many times: those that follow an interruption within this time mean the same one."""
 
 
 class Stopped(Exception):
@@ -29,9 +35,15 @@ def handled(hear: Callable[[int, FrameType | None], None], *numbers: signal.Sign
     if threading.current_thread() is not threading.main_thread():
         yield False
         return
-    before = {number: signal.signal(number, hear) for number in numbers}
+    heard = [number for number in numbers if not _is_ignored(number)]
+    before = {number: signal.signal(number, hear) for number in heard}
     try:
         yield True
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    """Whether somebody, such as nohup, decided that it means nothing here."""
+    return number in HANGUP and signal.getsignal(number) is signal.SIG_IGN

@@ -61,16 +61,36 @@ def choose_weights(run: Run, weights: Weights = "best", say: Say = warnings.warn
         raise RunError(f"weights={weights!r}", expected="'best' or 'last'", fix="choose one of them")
     found = run.checkpoints.newest(say, best_needed=weights == "best")
     if found is None:
-        raise RunError(
-            f"{run.path} has {f'no good checkpoint for its {weights} weights' if run.checkpoints.files() else 'no checkpoint'}",
-            expected="a run that was trained",
-            fix=f"go on with it by: hotloop train --resume {run.path}",
-        )
+        raise _no_weights(run, weights)
     checkpoint, _ = found
     if weights == "best" and checkpoint.best is not None and checkpoint.history[-1].validation:
         best = checkpoint.best
         return Chosen(run.checkpoints.load_best(best).state, "best", best.epoch)
     return Chosen(checkpoint.state, "last", checkpoint.state.position.epoch)
+
+
+def _no_weights(run: Run, weights: Weights) -> RunError:
+    """What is lacking, and what gets the user further: each remedy named is known to work."""
+    files = run.checkpoints.files()
+    if not files and run.last_saved() is None:
+        return RunError(
+            f"{run.path} has no checkpoint",
+            expected="a run that was trained",
+            fix=f"go on with it by: hotloop train --resume {run.path}",
+        )
+    last = run.checkpoints.newest(best_needed=False) if weights == "best" else None
+    if last is not None:
+        return RunError(
+            f"{run.path} has no good checkpoint for its best weights",
+            expected="the best epoch's file as training wrote it",
+            fix=f"use --weights last, which are of step {last[0].state.position.step:,}, or restore the file from a copy",
+        )
+    what = f"no good checkpoint for its {weights} weights" if files else "lost all its checkpoints"
+    return RunError(
+        f"{run.path} has {what}",
+        expected="one that is as training wrote it",
+        fix="restore one from a copy, or train anew: nothing in this folder gives its weights back",
+    )
 
 
 def trained_model(task: Task, state: State, device: torch.device) -> nn.Module:

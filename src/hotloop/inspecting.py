@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hotloop.choosing import consider, known, placed
 from hotloop.contests import PROVE, Prove, raced
 from hotloop.counting import limits_of, with_limit_shares
@@ -35,6 +33,7 @@ from hotloop.setting import machine_name, speed_versions
 from hotloop.taking_part import taking_part, to_start
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
+from hotloop.terminal import Terminal
 from hotloop.verdicts import Timing, Verdict
 from hotloop.wanted import Wanted
 
@@ -79,7 +78,7 @@ def profile(
         TaskError: arguments for a Task; or there is no such script.
         HotloopError: the Task can't be run under the plan.
     """
-    console = Console(stderr=True) if progress else Console(quiet=True)
+    console = Terminal() if progress else Terminal(quiet=True)
     if not isinstance(task, Task):
         refuse_for_script(plan=plan is not None, try_remedies=try_remedies)
         limit_s = None if stop_after is None else seconds(stop_after, "stop-after")
@@ -103,7 +102,7 @@ def profile(
 
 
 @contextmanager
-def as_rank(wanted: Wanted, console: Console) -> Iterator[Progress]:
+def as_rank(wanted: Wanted, console: Terminal) -> Iterator[Progress]:
     """Joins the other ranks, if the plan is for some, of whom the first alone shows how far it is."""
 
     def say(line: str) -> None:
@@ -111,7 +110,7 @@ def as_rank(wanted: Wanted, console: Console) -> Iterator[Progress]:
 
     with (
         taking_part(wanted.plan, say, wanted.plan.ranks) as ranks,
-        watched(console if ranks.world.first else Console(quiet=True)) as moved,
+        watched(console if ranks.world.first else Terminal(quiet=True)) as moved,
     ):
         yield moved
 

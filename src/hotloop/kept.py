@@ -17,11 +17,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pooch
 from pydantic import Field, ValidationError
 
 from hotloop.errors import HotloopError, PlanError
 from hotloop.files import write_atomic
+from hotloop.places import cache_folder
 from hotloop.plan import BASELINE, Plan
 from hotloop.records import Record
 from hotloop.verdicts import TRUSTED, Timing, Verdict
@@ -67,7 +67,7 @@ class Kept(Record):
 
 def folder() -> Path:
     """Where this user's results are kept."""
-    return Path(pooch.os_cache("hotloop")) / "races"
+    return cache_folder() / "races"
 
 
 def remember(verdict: Verdict) -> list[str]:
@@ -78,6 +78,7 @@ def remember(verdict: Verdict) -> list[str]:
     where = _about(verdict.fingerprint, verdict.machine, verdict.versions)
     try:
         for timing in map(_without_proof_in_vain, verdict.plans):
+            timing = _with_interval(timing)
             if timing.plan and _tells(timing):
                 key, path = _key(where, timing, base), _path(where, timing, base)
                 compiled = _compiled(timing, path.stem, time.time() - verdict.seconds)
@@ -117,6 +118,13 @@ def _without_proof_in_vain(timing: Timing) -> Timing:
     if timing.failure is not None or not timing.short_of_memory:
         return timing
     return timing.model_copy(update={"parity": None, "parity_reason": None, "states": 0, "short_of_memory": False})
+
+
+def _with_interval(timing: Timing) -> Timing:
+    """Without a verdict that has no interval: a plan that was dropped after a few windows may be as fast as any."""
+    if timing.ratio_low is not None:
+        return timing
+    return timing.model_copy(update={"verdict": None, "left_out": False})
 
 
 def _tells(timing: Timing) -> bool:

@@ -25,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hotloop import errors
 from hotloop.choosing import placed
 from hotloop.errors import HotloopError, PlanError, RankLostError, TrainingError
+from hotloop.handlers import HANGUP, INTERRUPTING
 from hotloop.parallel.beats import Outside
 from hotloop.parallel.forking import put_threads_away
 from hotloop.parallel.forwarding import Forwarding
@@ -35,7 +36,7 @@ from hotloop.probe import devices
 from hotloop.quiet import unlogged
 
 RESTARTS = 3
-STOPPED = {128 + signal.SIGINT: signal.SIGINT, 128 + signal.SIGTERM: signal.SIGTERM}
+STOPPED = {128 + number: number for number in INTERRUPTING}
 """Exit codes of a training that saved and stopped."""
 
 LOOPBACK = "127.0.0.1"
@@ -129,8 +130,8 @@ def until_done(
         except ChildFailedError as failed:
             cause = _cause(failed.failures)
             if (code := cause[1].exitcode) in STOPPED:
-                if run_in(store) is None and code == 128 + signal.SIGTERM:  # of Ctrl-C a rank tells by itself
-                    say("stopped (SIGTERM)")
+                if run_in(store) is None and code != 128 + signal.SIGINT:  # of Ctrl-C a rank tells by itself
+                    say(f"stopped ({STOPPED[code].name})")
                 return run_in(store) or "", code
             killed = _killed(*cause, logs)
             if (
@@ -171,7 +172,9 @@ def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals:
         multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # not the parent's way with them, until it trains
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in (signal.SIGTERM, *HANGUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
             if signals.heard is not None:
                 os._exit(128 + signals.heard)  # at once, since more of them may come
             entry()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotloop.checkpoint import Best, Checkpoint, all_finite, check_storable
-from hotloop.continuing import check_data, check_schedule, newest_good
+from hotloop.continuing import check_data, check_schedule, newest_good, restore
 from hotloop.data.source import Source
 from hotloop.errors import HotloopError, PartsDifferError, lost_workers_told
 from hotloop.evaluation import evaluate
@@ -121,13 +121,15 @@ class _Loop:
 
     def _go_back(self) -> None:
         check_data(self.run.record.facts, self.program)
-        found = self.world.from_first(lambda: newest_good(self.run.checkpoints, self.say))
+        found = self.world.from_first(lambda: newest_good(self.run, self.say))
         if found is not None:
             checkpoint, path = found
-            self.program.restore(checkpoint.state)
+            restore(self.program, checkpoint, path)
             self.history, self.best = list(checkpoint.history), checkpoint.best
             sums = self.program.read_sums()
             self._read = sums["loss"], sums["weight"]
+            self._train_s = self._earlier_s = checkpoint.epoch_s  # 0 from older versions
+            self._samples = sums["samples"] if checkpoint.epoch_s else 0
             self._saved = self.program.position
             check_schedule(self.program)
         else:
@@ -159,7 +161,7 @@ class _Loop:
 
     def end(self, reason: str) -> Ended:
         """Saves; reads the test data if training is over."""
-        interrupted = reason in ("SIGINT", "SIGTERM", "stop-after")
+        interrupted = reason in REASONS
         if self._saved != self.program.position or self._best_state is not None:
             self._save()
         final = None
@@ -169,7 +171,7 @@ class _Loop:
             except Stopped as stopped:
                 reason, interrupted = stopped.reason, True
         self.run.mark(self.program.position.step)  # a span may have ended early, with its epoch
-        self._waits.tell(self.program.take_spent(), self._train_s, self._steps)
+        self._waits.tell(self.program.take_spent(), self._train_s - self._earlier_s, self._steps)
         self.run.log("stop", step=self.program.position.step, reason=reason)
         if final is not None:
             self.run.log("final", **final)
@@ -246,7 +248,7 @@ class _Loop:
         self.run.add_metrics(record)
         if validation and self.steering.best(self.history) is record:  # else nobody reads other weights than the last
             self._note_best(record)
-        self._waits.note(record.epoch, self.program.take_spent(), self._train_s, self._steps)
+        self._waits.note(record.epoch, self.program.take_spent(), self._train_s - self._earlier_s, self._steps)
         self._begin_epoch()
         self._tell("epoch")
         return True
@@ -289,8 +291,7 @@ class _Loop:
         if self.world.first:
             self._write(state)
         self._note_inexact()
-        self._best_state = None
-        self._saved = state.position
+        self._best_state, self._saved = None, state.position
         self.cadence.wrote(time.perf_counter() - started)
         self._tell("checkpoint")
 
@@ -299,9 +300,10 @@ class _Loop:
         if self._best_state is not None and self.best is not None:
             file = self.run.checkpoints.save_best(self._best_state, self.history)
             self.best = Best(self.best.epoch, self.best.figure, file)
-        path = self.run.checkpoints.save(Checkpoint(state, self.history, self.best))
-        seconds = round(time.perf_counter() - started, 4)
-        self.run.log("checkpoint", step=state.position.step, file=path.name, seconds=seconds)
+        path = self.run.checkpoints.save(Checkpoint(state, self.history, self.best, self._train_s))
+        self.run.log(
+            "checkpoint", step=state.position.step, file=path.name, seconds=round(time.perf_counter() - started, 4)
+        )
 
     def _final(self, reason: str) -> dict[str, Any]:
         """Figures of the chosen weights: the best epoch's where validation steers, else the last."""
@@ -323,7 +325,7 @@ class _Loop:
         return loss / weight if weight else self._loss
 
     def _begin_epoch(self) -> None:
-        self._read, self._train_s, self._steps, self._samples = (0.0, 0.0), 0.0, 0, 0
+        self._read, self._train_s, self._earlier_s, self._steps, self._samples = (0.0, 0.0), 0.0, 0.0, 0, 0
         self.program.look_again(self.callbacks)
 
     @property
@@ -359,7 +361,7 @@ class _Loop:
 
     @property
     def _rate(self) -> float:
-        return self._samples / self._train_s if self._train_s else 0.0
+        return self._samples / (self._train_s or math.inf)
 
     def _remaining_s(self) -> float | None:
         position, batches = self.program.position, self.program.feed.batches

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import io
+import lzma
+import math
 import zipfile
+import zlib
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from hotloop.errors import DataError
 from hotloop.files import write_atomic
+from hotloop.texts import shortened
+
+_ANEW = "write it anew with numpy.savez"
+_ENCRYPTED = 1
+_MOST_COMPRESSED = 1100
+"""Deflate makes data at most 1,032 times smaller."""
 
 _MAGIC = {b"\x93NUMPY": ".npy", b"PK\x03\x04": ".npz"}
 
@@ -24,16 +34,64 @@ def read_arrays(path: Path) -> np.ndarray | dict[str, np.ndarray]:
     try:
         if kind == ".npy":
             return np.load(path, mmap_mode="r", allow_pickle=False)
+        _check_archive(path)
         with np.load(path, allow_pickle=False) as archive:
             return dict(archive)
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+    except MemoryError as error:
+        raise DataError(f"{path} declares more than the memory holds", expected="arrays that fit", fix=_ANEW) from error
+    except (
+        ValueError,
+        OSError,
+        EOFError,
+        KeyError,
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        RuntimeError,
+    ) as error:
         if "object" in str(error).lower():
             raise DataError(
                 f"{path} holds Python objects, which aren't loaded since they could run code",
                 expected="an array of numbers",
                 fix="save it as one, such as numpy.asarray(rows, dtype='float32')",
             ) from error
-        raise DataError(f"{path} is damaged ({error})", expected=f"a {kind} file", fix="write it anew") from error
+        raise DataError(f"{path} is damaged ({error})", expected=f"a {kind} file", fix=_ANEW) from error
+
+
+def _check_archive(path: Path) -> None:
+    """Looks at what a .npz file declares before any of it is read.
+
+    Raises:
+        DataError: it is encrypted, compressed in a way that numpy.savez doesn't write, has members that are no arrays, or
+            one that declares more than the file holds.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            shown = f"{path} has the member {shortened(member.filename)}"
+            if member.flag_bits & _ENCRYPTED:
+                raise DataError(f"{shown}, which is encrypted", expected="arrays that anybody can read", fix=_ANEW)
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                kind = f"compression {member.compress_type}"
+                raise DataError(f"{shown}, which has {kind}", expected="what numpy.savez writes", fix=_ANEW)
+            if not member.filename.endswith(".npy"):
+                raise DataError(f"{shown}, which is no array", expected="arrays alone, named *.npy", fix=_ANEW)
+            with archive.open(member) as file:
+                declared = _declared_bytes(file)
+            if declared > member.file_size or member.compress_size * _MOST_COMPRESSED < member.file_size - 4096:
+                raise DataError(
+                    f"{shown}, which declares {max(declared, member.file_size) / 1e9:.1f} GB and has"
+                    f" {member.compress_size / 1e6:.1f} MB",
+                    expected="as much as it declares",
+                    fix=_ANEW,
+                )
+
+
+def _declared_bytes(file: IO[bytes]) -> int:
+    """Of the array whose header a file begins with."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return math.prod(shape) * dtype.itemsize
 
 
 def _kind(path: Path) -> str:

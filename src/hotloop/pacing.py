@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hotloop.errors import PlanError
 from hotloop.records import EpochRecord
+from hotloop.texts import shortened
 
 _SPAN_S = 0.1
 """Long enough that looking up costs nothing, short enough that a bar moves and Ctrl-C is heard."""
@@ -36,7 +37,7 @@ def seconds(text: str, name: str) -> float:
             return value
     except ValueError:
         pass
-    raise PlanError(f"{name}={text!r}", expected="a time above zero, such as 90s, 5m, 11h or 1h30m")
+    raise PlanError(f"{name}={shortened(text)}", expected="a time above zero, such as 90s, 5m, 11h or 1h30m")
 
 
 @dataclass
@@ -83,11 +84,13 @@ class Cadence:
         """`auto`, a number of steps such as `500`, or a time such as `90s`."""
         if text == "auto":
             return cls()
-        if text.isdigit() and int(text) > 0:
+        if re.fullmatch(r"[0-9]{1,18}", text) and int(text) > 0:
             return cls(steps=int(text))
         if text[-1:] in _UNITS:
             return cls(seconds=seconds(text, "checkpoint-every"))
-        raise PlanError(f"checkpoint-every={text!r}", expected="auto, a number of steps, or a time such as 90s")
+        raise PlanError(
+            f"checkpoint-every={shortened(text)}", expected="auto, a number of steps, or a time such as 90s"
+        )
 
     def steps_left(self, step: int) -> int | None:
         """Steps until one is due; None if that goes by time."""

@@ -17,6 +17,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
 from hotloop.errors import PlanError
+from hotloop.texts import meant, shortened
 
 Steps = Annotated[int, Field(ge=2)]
 """In one replay."""
@@ -222,6 +223,8 @@ class Plan(BaseModel):
             return cls(**tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise _not_toml(source, str(error)) from None
+        except RecursionError:
+            raise _not_toml(source, "it is nested too deep") from None
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -247,9 +250,9 @@ def _explain(error: ValidationError) -> PlanError:
     axis = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
         return PlanError(
-            f"unknown axis {axis!r} of a plan",
+            f"unknown axis {shortened(axis)} of a plan",
             expected="one of " + ", ".join(Plan.model_fields),
-            fix="check the spelling",
+            fix=meant(axis, Plan.model_fields) or "check the spelling",
         )
     limits = first.get("ctx", {})
     if len(first["loc"]) > 1:  # of several kinds of values none fits
@@ -260,4 +263,5 @@ def _explain(error: ValidationError) -> PlanError:
         allowed = "a whole number"
     else:
         allowed = limits.get("expected") or re.sub("^(Input should be|Value error,) ", "", first["msg"])
-    return PlanError(f"{axis}={first['input']!r} in the plan", expected=str(allowed))
+    near = meant(str(first["input"])[:80], re.findall(r"'(\w+)'", str(allowed)))
+    return PlanError(f"{axis}={shortened(first['input'])} in the plan", expected=str(allowed), fix=near)

@@ -120,6 +120,7 @@ class RunRecord(Record):
     """What a run folder says of itself (`run.json`).
 
     Attributes:
+        id: of this run, which its copies share; empty in runs of versions before ids.
         source: how to load the Task from the folder; None for a Task made in Python, which only Python can give again.
         overrides: Task fields set by the command, such as `epochs`.
         checkpoint_every: `auto`, a number of steps, or seconds as `90s`.
@@ -128,6 +129,7 @@ class RunRecord(Record):
     """
 
     version: int = 1
+    id: str = ""
     name: str
     created: str
     source: SourceRecord | None

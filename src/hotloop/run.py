@@ -11,6 +11,7 @@ checkpoints/      the last good ones; best/ holds the best epoch's weights
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -24,13 +25,18 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
+from hotloop import __version__
 from hotloop.checkpoint import Checkpoints
-from hotloop.errors import RunError
-from hotloop.files import explained, write_atomic
+from hotloop.errors import PlanError, RunError
+from hotloop.files import append, explained, open_regular, read_regular, write_atomic
+from hotloop.journal import Lines, read_events, read_metrics, read_step
 from hotloop.plan import Plan
 from hotloop.records import EpochRecord, RunRecord
 
 _UNFINISHED = ".unfinished"
+
+_DIGITS = 20
+"""Of the number in the file `reached`."""
 
 _LETS_GO_S = 2.0
 """A worker that was being started when its training was killed holds the run until it comes to run itself."""
@@ -53,6 +59,7 @@ class Run:
         self.task: Any = None
         self._lock = FileLock(path / ".lock")
         self._reached: io.FileIO | None = None
+        self._is_changed = False
 
     @classmethod
     def create(cls, path: Path, record: RunRecord, plan: Plan, files: Mapping[str, bytes]) -> Run:
@@ -69,13 +76,15 @@ class Run:
         for name, content in files.items():
             write_atomic(path / "source" / name, content)
         write_atomic(path / "plan.toml", plan.to_toml())
-        write_atomic(path / "run.json", record.model_dump_json(indent=2))  # this makes the folder a run
+        write_atomic(path / "run.json", _with_seal(record, plan))  # this makes the folder a run
         (path / _UNFINISHED).unlink()
         return cls(path, record, plan)
 
     @staticmethod
     def check_new(path: Path) -> None:
         """Raises RunError if `path` can't become a new run."""
+        with explained(path):
+            path.exists()  # its name may be too long
         if is_run(path):
             raise RunError(
                 f"{path} holds a run already",
@@ -88,26 +97,34 @@ class Run:
             raise RunError(f"{path} exists and is not a run", expected="a new folder", fix="choose another with --run")
 
     @classmethod
-    def open(cls, path: Path) -> Run:
+    def open(cls, path: str | Path) -> Run:
         """The run in `path`.
 
         Raises:
             RunError: there is none, or it can't be read.
         """
-        if not is_run(path):
+        path = Path(path)
+        with explained(path):
+            found = is_run(path)
+        if not found:
             what = "is not a run" if path.exists() else "doesn't exist"
             raise RunError(f"{path} {what}", expected="a folder that `hotloop train` made", fix="check the path")
+        document = _read_document(path / "run.json")
         try:
-            record = RunRecord.model_validate_json((path / "run.json").read_text(encoding="utf-8"))
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise RunError(
-                f"{path / 'run.json'} can't be read", expected="what hotloop wrote", fix="restore it"
-            ) from error
-        return cls(path, record, Plan.read(path / "plan.toml"))
+            record = RunRecord.model_validate({key: value for key, value in document.items() if key != "seal"})
+        except ValidationError as error:
+            raise _damaged_record(path / "run.json") from error
+        plan = Plan.read(path / "plan.toml")
+        _check_whole(path / "plan.toml", plan, record)
+        run = cls(path, record, plan)
+        text = (read_regular(path / "plan.toml") or b"").decode()
+        run._is_changed = "seal" in document and document["seal"] != _seal(document, text)
+        return run
 
     def __repr__(self) -> str:
         figures = {key: round(v, 4) for key, v in (self.final or {}).items() if isinstance(v, float)}
-        return f"Run({str(self.path)!r}, epochs={len(self.epochs)}, final={figures or None})"
+        reason = "" if self.reason in ("", "finished") else f", reason={self.reason!r}"
+        return f"Run({str(self.path)!r}, epochs={len(self.epochs)}, final={figures or None}{reason})"
 
     @property
     def source(self) -> Path:
@@ -166,12 +183,12 @@ class Run:
 
     def keep(self, *, plan: Plan | None = None, record: RunRecord | None = None) -> None:
         """Notes that the run goes on under another plan, or with other overrides."""
-        if plan is not None and plan != self.plan:
-            self.plan = plan
-            write_atomic(self.path / "plan.toml", plan.to_toml())
-        if record is not None and record != self.record:
-            self.record = record
-            write_atomic(self.path / "run.json", record.model_dump_json(indent=2))
+        before = self.plan, self.record
+        self.plan, self.record = plan or self.plan, record or self.record
+        if self.plan != before[0]:
+            write_atomic(self.path / "plan.toml", self.plan.to_toml())
+        if (self.plan, self.record) != before:
+            write_atomic(self.path / "run.json", _with_seal(self.record, self.plan))
 
     def note_inexact(self, reason: str) -> bool:
         """Records why a resumed run may differ from an uninterrupted run; False if the reason was recorded before."""
@@ -192,34 +209,51 @@ class Run:
     def log(self, event: str, **fields: Any) -> None:
         """Adds a line to the journal, durably."""
         line = _as_line({"event": event, "time": round(time.time(), 3), **fields})
-        path = self.path / "journal.jsonl"
-        with explained(path), path.open("ab") as file:
-            if file.tell() and not _ends_line(path):
-                file.write(b"\n")  # a kill tore the line before; it stays apart
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        append(self.path / "journal.jsonl", line.encode())
 
     def journal(self) -> list[dict[str, Any]]:
-        """The journal's events; a line torn by a kill is passed over."""
-        path = self.path / "journal.jsonl"
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        return [event for line in lines if (event := _parsed(line)) is not None]
+        """The journal's events; damaged lines are passed over, see `damages`."""
+        return self._events().rows
+
+    def _events(self) -> Lines:
+        return read_events(self.path / "journal.jsonl")
+
+    def damages(self) -> list[str]:
+        """A line for each file that is damaged, and what is used instead of it."""
+        found = read_step(self.path / "reached")[1]
+        changed = f"run.json or plan.toml in {self.path} was changed since hotloop wrote it, and is used as it is now"
+        return [
+            *([changed] if self._is_changed else []),
+            *self._events().damage(self.path / "journal.jsonl", "the other lines are used"),
+            *read_metrics(self.path / "metrics.jsonl").damage(
+                self.path / "metrics.jsonl", "the newest good checkpoint has the epochs, too"
+            ),
+            *([f"{found}: the last step in the journal is used"] if found else []),
+        ]
 
     def mark(self, step: int) -> None:
         """Notes, cheaply, that steps before `step` may be done; tells after a kill how many are repeated."""
         path = self.path / "reached"
         with explained(path):
             if self._reached is None:
-                self._reached = io.FileIO(path, "r+" if path.exists() else "w")
+                self._reached = io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+")
+                if self._reached.seek(0, os.SEEK_END) > _DIGITS:  # it is damaged
+                    self._reached.truncate(_DIGITS)
             self._reached.seek(0)
-            self._reached.write(b"%020d" % step)  # as long as ever, in one piece, in place: a kill can't tear it
+            self._reached.write(
+                b"%0*d" % (_DIGITS, step)
+            )  # as long as ever, in one piece, in place: a kill can't tear it
 
     def reached(self) -> int:
-        """The step noted last; 0 if there is none."""
-        path = self.path / "reached"
-        text = path.read_text() if path.exists() else ""
-        return int(text) if text.isdigit() else 0
+        """The step noted last; where the note is damaged the last one in the journal, and 0 if there is none."""
+        step, damage = read_step(self.path / "reached")
+        if damage:
+            return max((event["step"] for event in self.journal() if "step" in event), default=0)
+        return step or 0
+
+    def last_saved(self) -> int | None:
+        """The step of the last checkpoint in the journal; None if it has none."""
+        return next((event["step"] for event in reversed(self.journal()) if event["event"] == "checkpoint"), None)
 
     def write_metrics(self, history: list[EpochRecord]) -> None:
         """Writes both tables anew."""
@@ -233,15 +267,22 @@ class Run:
         table = self.path / "metrics.csv"
         first = not table.exists() or table.stat().st_size == 0
         for name, text in (("metrics.jsonl", _as_line(row)), ("metrics.csv", _as_csv([row], header=first))):
-            with explained(self.path / name), (self.path / name).open("a", encoding="utf-8", newline="") as file:
-                file.write(text)
+            path = self.path / name
+            with explained(path), open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+                file.write(text.encode())
 
     @property
     def epochs(self) -> list[dict[str, Any]]:
         """The epochs done, as `train --json` prints them."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [row for line in lines if (row := _parsed(line)) is not None]
+        return read_metrics(self.path / "metrics.jsonl").rows
+
+    @property
+    def reason(self) -> str:
+        """Why training stopped last: `finished`, `SIGINT`, `stop-after` and so on; empty while it goes on or was killed."""
+        last: dict[str, Any] = next(
+            (e for e in reversed(self.journal()) if e["event"] in ("start", "resume", "stop")), {}
+        )
+        return str(last.get("reason", ""))
 
     @property
     def final(self) -> dict[str, Any] | None:
@@ -289,18 +330,47 @@ def is_run(path: Path) -> bool:
     return (path / "run.json").is_file()
 
 
-def _ends_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
+def _read_document(path: Path) -> dict[str, Any]:
+    """The content of run.json."""
     try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+        document = json.loads(read_regular(path) or b"")
+        if isinstance(document, dict):
+            return document
+    except (ValueError, RecursionError):
+        pass
+    raise _damaged_record(path)
+
+
+def _damaged_record(path: Path) -> RunError:
+    return RunError(f"{path} is damaged", expected="what hotloop wrote", fix="restore it from a copy")
+
+
+def _check_whole(path: Path, plan: Plan, record: RunRecord) -> None:
+    """A plan that was cut off is no plan with fewer axes.
+
+    Raises:
+        PlanError: axes are missing that hotloop writes.
+    """
+    same = record.versions.get("hotloop") == __version__
+    written = [axis for axis, field in Plan.model_fields.items() if field.default is not None]
+    lacking = [axis for axis in (written if same else ["engine", "device"]) if axis not in plan.model_fields_set]
+    if lacking:
+        raise PlanError(
+            f"{path} is damaged: it doesn't say {', '.join(lacking[:3])}{' and more' * (len(lacking) > 3)}",
+            expected="every axis of the plan, as hotloop wrote them",
+            fix="restore it from a copy",
+        )
+
+
+def _seal(document: Mapping[str, Any], plan: str) -> str:
+    """A checksum of run.json and plan.toml."""
+    own = {key: value for key, value in document.items() if key != "seal"}
+    return hashlib.sha256((json.dumps(own, sort_keys=True) + plan).encode()).hexdigest()
+
+
+def _with_seal(record: RunRecord, plan: Plan) -> str:
+    document = record.model_dump(mode="json")
+    return json.dumps({**document, "seal": _seal(document, plan.to_toml())}, indent=2)
 
 
 def _as_line(row: Mapping[str, Any]) -> str:

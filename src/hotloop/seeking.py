@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from hotloop.choosing import placed
 from hotloop.feasible import check as check_plan
 from hotloop.hardware import Hardware
@@ -28,6 +26,7 @@ from hotloop.rules import ranked
 from hotloop.setting import machine_name, speed_versions
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
+from hotloop.terminal import Terminal
 from hotloop.tuning import earlier
 from hotloop.tuning.budget import Deadline
 from hotloop.tuning.candidates import SOUGHT
@@ -51,7 +50,8 @@ def tune(
     Args:
         plan: axes that are set already; the others are looked for. A plan read from a run's file sets all of them.
         device: where, whatever the plan says; default this machine's accelerator, else the CPU.
-        time_limit: for racing, such as `60s`; default what a better plan can win back in this run.
+        time_limit: for the whole search, such as `60s`; default what a better plan can win back in this run. The best plan
+            that is proven by then is the result.
         progress: show a progress bar.
 
     Returns:
@@ -62,7 +62,7 @@ def tune(
     """
     given = {} if plan is None else {axis: getattr(plan, axis) for axis in plan.model_fields_set}
     base = Plan(**(given if device is None else given | {"device": device}))
-    console = Console(stderr=True) if progress else Console(quiet=True)
+    console = Terminal() if progress else Terminal(quiet=True)
     with watched(console) as moved:
         return tuned(Loaded(task, None, {}), base, time_limit=time_limit, progress=moved)
 
@@ -108,7 +108,7 @@ def tuned(
         rules=_by_rules(facts, hardware, base, start),
         failed={one.timing.as_plan.brief(): one.timing.failure for one in kept if one.timing.failure},
         time_limit_s=limit_s,
-        deadline=Deadline.before(until),
+        deadline=Deadline.before(until, math.inf if limit_s is None else began + limit_s),
         progress=progress,
         notes=_all_set(base),
     )

@@ -16,7 +16,7 @@ class Ended:
     """How a training ended.
 
     Attributes:
-        reason: `finished`, `SIGINT`, `SIGTERM`, `stop-after`, or what stopped it early.
+        reason: `finished`, `SIGINT`, `SIGTERM`, `SIGHUP`, `stop-after`, or what stopped it early.
         finished: whether there is nothing left to do.
         final: figures on the test data; None if it was interrupted.
     """

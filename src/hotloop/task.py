@@ -25,7 +25,7 @@ from hotloop.named_optimizers import NamedOptimizers, checked_optimizer
 from hotloop.objective import Objective
 from hotloop.rng import Streams
 from hotloop.schedules import checked_schedule
-from hotloop.task_fields import check_fields
+from hotloop.task_fields import check_fields, check_names, unregistered
 from hotloop.turns import evaluated, scalars_of
 
 
@@ -157,6 +157,11 @@ class Task:
     classes: tuple[str, ...] | list[str] = field(default=())
     name: str = "task"
 
+    def __new__(cls, *args: Any, **given: Any) -> Task:
+        """Raises TaskError for a field that a Task doesn't have."""
+        check_names(given, cls.__dataclass_fields__)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         check_fields(self)
 
@@ -225,7 +230,11 @@ class Task:
         """The optimizer over the trainable parameters of `model`."""
         parameters = Parameters(model)
         if not parameters:
-            raise TaskError("the model has no trainable parameter", expected="one or more", fix="check requires_grad")
+            raise TaskError(
+                "the model has no trainable parameter",
+                expected="one or more",
+                fix=unregistered(model) or "check requires_grad",
+            )
         optimizer = checked_optimizer(calling("the optimizer factory", self.optimizer, parameters))
         several = isinstance(optimizer, NamedOptimizers)
         if several and self.step is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from hotloop.errors import TaskError, kind
+from hotloop.texts import meant
 
 _FUNCTIONS = (
     "model",
@@ -25,6 +26,18 @@ _FUNCTIONS = (
 )
 
 
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises TaskError for a field that a Task doesn't have, with the one that may be meant."""
+    fields = [name for name in known if not name.startswith("_")]
+    if unknown := [name for name in given if name not in fields]:
+        near = meant(unknown[0], fields)
+        raise TaskError(
+            f"a Task has no field {unknown[0]!r}",
+            expected="" if near else f"some of {', '.join(fields)}",
+            fix=near or "check the spelling",
+        )
+
+
 def check_fields(task: Any) -> None:
     """Looks at each field of a `Task`, and at those that must go together.
 
@@ -38,6 +51,8 @@ def check_fields(task: Any) -> None:
         )
     for name in _FUNCTIONS:
         value = getattr(task, name)
+        if name == "optimizer" and hasattr(value, "param_groups"):
+            raise _made_optimizer(value)
         if not callable(value) and (value is not None or name in ("model", "optimizer")):
             raise TaskError(f"{name} is {kind(value)}", expected="a function", fix=f"see {name} in hotloop.Task's help")
     _check_loss(task)
@@ -52,6 +67,19 @@ def check_fields(task: Any) -> None:
     if task.average is not None and not 0 < task.average < 1:
         raise TaskError(f"average={task.average!r}", expected="a decay between 0 and 1, such as 0.999")
     _check_words(task)
+
+
+def _made_optimizer(value: Any) -> TaskError:
+    """An optimizer holds the parameters of a model that is no longer the one that is trained."""
+    name = type(value).__name__
+    place = f"torch.optim.{name}" if type(value).__module__.startswith("torch.optim") else name
+    rate = value.param_groups[0].get("lr")
+    lr = f", lr={float(rate):g}" if isinstance(rate, int | float) else ""
+    return TaskError(
+        f"optimizer is a {name} that is made already",
+        expected="a function that makes one for the parameters of the Task's own model",
+        fix=f"write optimizer=lambda parameters: {place}(parameters{lr})",
+    )
 
 
 def _check_loss(task: Any) -> None:
@@ -124,3 +152,19 @@ def _all_callable(functions: Any, container: Any) -> bool:
     if not isinstance(functions, container):
         return False
     return all(map(callable, functions.values() if isinstance(functions, Mapping) else functions))
+
+
+def unregistered(model: nn.Module) -> str:
+    """The line that registers layers which lie in a plain list or dict of a module; empty if there are none."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            items = (
+                list(value.values() if isinstance(value, dict) else value)
+                if isinstance(value, list | tuple | dict)
+                else []
+            )
+            if items and not attribute.startswith("_") and all(isinstance(item, nn.Module) for item in items):
+                holder = "nn.ModuleDict" if isinstance(value, dict) else "nn.ModuleList"
+                where = f" in {name or type(module).__name__}"
+                return f"write self.{attribute} = {holder}(...){where}: layers in a plain {type(value).__name__} are not registered"
+    return ""

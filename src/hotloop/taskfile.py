@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
@@ -18,6 +19,7 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from hotloop.errors import TaskError, calling, kind
+from hotloop.files import read_regular
 from hotloop.records import SourceRecord
 from hotloop.sources import (
     Copies,
@@ -31,6 +33,7 @@ from hotloop.sources import (
     split,
 )
 from hotloop.task import Task
+from hotloop.texts import meant
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def load_from_run(folder: Path, record: SourceRecord) -> Task:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """The source in a run folder, as `Loaded` has it."""
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
+    files = {path.relative_to(folder).as_posix(): read_regular(path) for path in folder.rglob("*.py")}
+    return {name: content for name, content in files.items() if content is not None}
 
 
 def _load_file(path: Path) -> tuple[ModuleType, Path]:
@@ -215,7 +219,9 @@ def _running(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
 def _syntax(what: str, error: SyntaxError) -> TaskError:
     file = Path(error.filename).name if error.filename else what
     shown = f": {error.text.strip()}" if error.text and error.text.strip() else ""
-    return TaskError(f"{file} line {error.lineno}{shown}", expected=f"Python ({error.msg})", fix="mend it there")
+    found = TaskError(f"{file} line {error.lineno}{shown}", expected=f"Python ({error.msg})", fix="mend it there")
+    found.detail = "".join(traceback.format_exception_only(error)).rstrip("\n")
+    return found
 
 
 def _task_in(module: ModuleType, attribute: str, given: Mapping[str, Any], reference: str) -> Task:
@@ -262,7 +268,9 @@ def _arguments(function: Any, given: Mapping[str, Any], name: str) -> dict[str, 
         raise TaskError(
             f"{name}() has no parameter {unknown[0]!r}",
             expected="one of " + ", ".join(parameters) if parameters else "none, since it takes no parameters",
-            fix="check the spelling" if parameters else f"write `def {name}({unknown[0]}=...)`",
+            fix=meant(unknown[0], parameters) or "check the spelling"
+            if parameters
+            else f"write `def {name}({unknown[0]}=...)`",
         )
     missing = [key for key, p in parameters.items() if p.default is p.empty and key not in given]
     if missing:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from hotloop.choosing import placed
 from hotloop.continuing import check_overrides
 from hotloop.data.feed import peek
 from hotloop.data.tree import inputs_of
-from hotloop.errors import HotloopError, RunError, TaskError
+from hotloop.errors import DiskError, HotloopError, RunError, TaskError
 from hotloop.launch import ranks_of
 from hotloop.loop import train_loop
 from hotloop.lowering import Program, lower
@@ -46,6 +47,8 @@ from hotloop.switches import read, running_under
 from hotloop.taking_part import taking_part
 from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded, files_of, load_from_run
+from hotloop.trust import allow
+from hotloop.trust import trust as trust_run
 from hotloop.view import Callback
 from hotloop.wanted import Wanted
 
@@ -109,6 +112,7 @@ def _start(
     program = lowered_by_memory(loaded, task, wanted, say, during, facts, until=until, callbacks=callbacks)
     as_given = replace(program.parts, task=task, roles=task.roles)  # facts are of the Task, not of how it is run
     record = RunRecord(
+        id=uuid.uuid4().hex,
         name=task.name,
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         source=loaded.record,
@@ -123,6 +127,9 @@ def _start(
     made = (path, record, program.parts.plan)
     with closed_unless_done(program):
         handle = Run.create(*made, loaded.files) if ranks.world.first else Following(*made)
+    if ranks.world.first and record.source is not None:
+        for note in trust_run(record, path):
+            say(note)
     ranks.begin(str(path.absolute()))
     if task.roles.note:
         say(task.roles.note)
@@ -154,6 +161,7 @@ def go_on(
     overrides: Mapping[str, Any] | None = None,
     stop_after: str | None = None,
     checkpoint_every: str | None = None,
+    trust: bool = False,
     callbacks: Sequence[Callback] = (),
     say: Say = lambda line: None,
     during: During | None = None,
@@ -168,7 +176,7 @@ def go_on(
             options |= dict(callbacks=callbacks, say=say, during=during)
             if own is not None and wanted.plan.allocator != own.allocator and "allocator" not in (axes or {}):
                 say("memory of steps isn't kept from here on: nobody here can be told to; the result has the same bits")
-        return _go_on(path, None if task is None else Loaded(task, None, {}), wanted, ranks, **options)
+        return _go_on(path, None if task is None else Loaded(task, None, {}), wanted, ranks, trust=trust, **options)
 
 
 def _able(own: Plan, axes: Mapping[str, Any] | None) -> Plan:
@@ -185,11 +193,14 @@ def _go_on(
     overrides: Mapping[str, Any] | None,
     stop_after: str | None,
     checkpoint_every: str | None,
+    trust: bool = False,
     callbacks: Sequence[Callback] = (),
     say: Say = lambda line: None,
     during: During | None = None,
 ) -> tuple[Run, Ended]:
     handle = Run.open(path) if ranks.world.first else Following.open(path)
+    for damage in handle.damages() if ranks.world.first else ():
+        say(damage)
     passed_s = ranks.begin(str(path.absolute()), ranks.cut_short(path, theirs=True))
     wanted = wanted.split_as(handle.plan, ranks.world.ranks)
     if checkpoint_every is not None:
@@ -197,7 +208,7 @@ def _go_on(
         handle.record = handle.record.model_copy(update={"checkpoint_every": checkpoint_every})
     began = time.monotonic() - passed_s
     until = math.inf if stop_after is None else began + seconds(stop_after, "stop-after")
-    before = task_of(handle, None if loaded is None else loaded.task)
+    before = task_of(handle, None if loaded is None else loaded.task, trust=trust, say=say)
     check_overrides(handle.record.facts, before, overrides or {})
     handle.record = handle.record.model_copy(update={"overrides": {**handle.record.overrides, **(overrides or {})}})
     task = overridden(before, overrides)
@@ -284,12 +295,18 @@ def _train(
             callbacks=() if isinstance(handle, Following) else [*_usual(task, program, say), *callbacks],
             say=say,
         )
-    except (HotloopError, KeyboardInterrupt):
+    except (HotloopError, KeyboardInterrupt) as error:
+        if isinstance(error, DiskError) and handle.checkpoints.files():
+            error = DiskError(
+                error.given,
+                expected=error.expected,
+                fix=f"{error.fix}, then go on from the last good checkpoint with --resume {handle.path}",
+            )
         if not resume:
             handle.discard()
         elif len(handle.journal()) == events:  # what couldn't even begin leaves the run as it was
             handle.keep(plan=before.plan, record=before.record)
-        raise
+        raise error
     finally:
         handle.unlock()
         if not isinstance(handle, Following):
@@ -339,8 +356,12 @@ def _free(path: Path) -> Path:
     return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
 
 
-def task_of(run: Run, task: Task | None = None) -> Task:
-    """The Task of a run: the one given, the one it was just trained with, or the copy of its source in the folder."""
+def task_of(run: Run, task: Task | None = None, *, trust: bool = False, say: Say = lambda line: None) -> Task:
+    """The Task of a run: the one given, the one it was just trained with, or the copy of its source in the folder.
+
+    Args:
+        trust: let that copy run, whoever started the run; `say` is told if that can't be stored.
+    """
     task = task or run.task
     if task is None:
         if run.record.source is None:
@@ -349,5 +370,6 @@ def task_of(run: Run, task: Task | None = None) -> Task:
                 expected="the Task",
                 fix="pass it from Python: hotloop.fit(task, run=..., resume=True), hotloop.predict(..., task=task)",
             )
+        allow(run.record, run.path, trust, say)
         task = load_from_run(run.source, run.record.source)
     return overridden(task, run.record.overrides)

@@ -72,7 +72,7 @@ class Convergence(Record):
     high: float | None = None
     margin: float | None = None
     equivalent: bool
-    ended_by: Literal["failure", "SIGINT", "SIGTERM"] | None = None
+    ended_by: Literal["failure", "SIGINT", "SIGTERM", "SIGHUP"] | None = None
     ended: str | None = None
 
 
@@ -247,7 +247,7 @@ class Verdict(Record):
     machine: str
     versions: dict[str, str]
     seconds: float
-    ended_by: Literal["SIGINT", "SIGTERM"] | None = None
+    ended_by: Literal["SIGINT", "SIGTERM", "SIGHUP"] | None = None
     ended: str | None = None
 
     def plan(self, name: str) -> Timing:
@@ -317,5 +317,5 @@ class Scaling(Record):
     values: list[str]
     races: list[Verdict]
     crossings: list[Crossing]
-    ended_by: Literal["failure", "SIGINT", "SIGTERM"] | None = None
+    ended_by: Literal["failure", "SIGINT", "SIGTERM", "SIGHUP"] | None = None
     ended: str | None = None

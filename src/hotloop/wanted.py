@@ -10,6 +10,7 @@ from typing import Any
 
 from hotloop.errors import PlanError, kind
 from hotloop.plan import Plan, left_behind
+from hotloop.texts import shortened
 
 AUTO, BASELINE, ARRAYS = "auto", "baseline", "arrays"
 
@@ -84,8 +85,12 @@ class Wanted:
 
 
 def _read(path: Path) -> Plan:
-    if not path.is_file():
-        raise PlanError(f"no plan at {str(path)!r}", expected=NAMED, fix="check the spelling and the path")
+    try:
+        found = path.is_file()
+    except OSError:  # a name that is too long
+        found = False
+    if not found:
+        raise PlanError(f"no plan at {shortened(str(path))}", expected=NAMED, fix="check the spelling and the path")
     try:
         return Plan.read(path)
     except PlanError as error:

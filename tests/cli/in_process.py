@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,8 +69,10 @@ def commands(folder: Path, patch: pytest.MonkeyPatch, capture: Any) -> Iterator[
     def run(*args: object) -> Done:
         patch.setattr(sys, "argv", ["hotloop", *map(str, args)])
         capture.readouterr()
+        before = signal.getsignal(signal.SIGINT)
         with pytest.raises(SystemExit) as end:
             main()
+        signal.signal(signal.SIGINT, before)  # an interrupted command ignores it for its last moments
         out, err = capture.readouterr()
         return Done(int(end.value.code or 0), out, err)
 

@@ -34,8 +34,8 @@ def at_lines(words: str) -> str:
     return re.sub(r"@(\d+)", lambda match: str(SMALL.count("\n") + int(match[1])), words)
 
 
-_SAID_BEFORE = ("auto passes over ", "read ")
-"""What training says of its data before it begins."""
+_SAID_BEFORE = ("auto passes over ", "read ", "  ", "SyntaxError: ", "IndentationError: ")
+"""What training says of its data before it begins, and the place of an error of syntax as Python shows it."""
 
 
 def assert_one_line(done: Done, *says: str, kind: str, code: int = 1) -> None:
@@ -193,6 +193,10 @@ def test_a_real_process_prints_the_line_and_nothing_else(what: str, run_cli, tmp
         put(tmp_path, body)
     done = run_cli("train", "task.py", "--device", "cpu", *options)
     lines = [line for line in done.stderr.splitlines(keepends=True) if not line.startswith("TensorBoard")]
+    if what == "syntax error":  # Python's own words come first
+        assert lines[:-1][-1].startswith("SyntaxError: invalid syntax")
+        assert any(line.strip() == "^" for line in lines)
+        lines = lines[-1:]
     assert (done.returncode, done.stdout, "".join(lines)) == (1, "", at_lines(says))
 
 

@@ -68,7 +68,7 @@ def test_a_run_without_a_checkpoint(tmp_path) -> None:
     run = trained(a_task(), tmp_path / "run")
     for file in run.checkpoints.files():
         file.unlink()
-    with pytest.raises(RunError, match=r"has no checkpoint.*train --resume"):
+    with pytest.raises(RunError, match=r"lost all its checkpoints.*nothing in this folder"):
         hotloop.predict(run, labelled()[0])
 
 

@@ -19,11 +19,14 @@ SRC = Path(__file__).parents[2] / "src" / "hotloop"
 
 # One entry per module; `folder/` stands for every file below the folder, in any order without cycles.
 ORDER = (
+    "texts",
+    "terminal",
     "errors",
     "amounts",
     "patches",
     "quiet",
     "handlers",
+    "dying",
     "alarm",
     "plan",
     "arithmetic",
@@ -43,6 +46,8 @@ ORDER = (
     "cuda_rules",
     "wanted",
     "files",
+    "places",
+    "journal",
     "npy",
     "arrays/",
     "rng",
@@ -85,6 +90,7 @@ ORDER = (
     "task",
     "exactness",
     "taskfile",
+    "trust",
     "state",
     "optimizer_state",
     "probe/",
@@ -92,6 +98,7 @@ ORDER = (
     "lowering/",
     "kept",
     "setting",
+    "checkpoint_schema",
     "checkpoint",
     "run",
     "view",
@@ -151,6 +158,8 @@ WIRING = ("__init__", "__main__")
 TORCH_FREE = (
     "__init__",
     "__main__",
+    "texts",
+    "terminal",
     "errors",
     "plan",
     "arithmetic",

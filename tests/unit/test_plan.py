@@ -82,7 +82,7 @@ def test_the_baseline_is_eager_on_the_cpu_under_the_settings_of_torch() -> None:
 @pytest.mark.parametrize(
     ("axes", "says"),
     [
-        ({"precison": "fp32"}, ["unknown axis 'precison'", "precision", "Check the spelling"]),
+        ({"precison": "fp32"}, ["unknown axis 'precison'", "precision", "Did you mean 'precision'?"]),
         ({"precision": "fp33"}, ["precision='fp33'", "'fp32'"]),
         ({"engine": "steam"}, ["engine='steam'", "'eager'", "'arrays'"]),
         ({"workers": -1}, ["workers=-1", "expected 0 or more"]),

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.progress import Progress
+from hotloop.terminal import Bar, Terminal
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class Show:
     """Moves the bar, and writes the lines above it."""
 
     def __init__(self, epochs: int, batches: int, visible: bool) -> None:
-        self.console = Console(quiet=not visible)
-        self.bar = Progress(console=self.console, transient=True, disable=not (visible and self.console.is_terminal))
+        self.console = Terminal(stderr=False, quiet=not visible)
+        self.bar = Bar(console=self.console, transient=True, disable=not (visible and self.console.is_terminal))
         self._epochs = epochs
         self._task = self.bar.add_task(f"epoch 1/{epochs}", total=batches)
 

@@ -27,6 +27,7 @@ from torch.distributed import rpc
 from hotloop.asynchronous.host import Host
 from hotloop.asynchronous.recipe import Recipe
 from hotloop.errors import HotloopError, TrainingError, blame
+from hotloop.handlers import INTERRUPTING
 from hotloop.parallel.crew import Answer, Look, Lost, nothing
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.room import FORK_BYTES, check_room
@@ -224,7 +225,7 @@ def _serve(worker: int, world: int, folder: str, turn: int, began: Connection) -
     Args:
         turn: how often the server's process used RPC before; torch numbers its uses, and the numbers must agree.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in INTERRUPTING:
         signal.signal(number, signal.SIG_IGN)  # these reach all processes of a terminal; the server ends its workers
     watch = threading.Thread(target=_end_with_parent, daemon=True)
     watch.start()

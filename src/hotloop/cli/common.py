@@ -8,22 +8,25 @@ Anything else is a bug in hotloop and shows its traceback.
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
-from rich.console import Console
 
-from hotloop.errors import HotloopError, lost_workers_told
-from hotloop.interrupts import Terminated, sigterm_raises
+from hotloop.errors import DiskError, HotloopError, lost_workers_told
+from hotloop.interrupts import Terminated, signals_raise
+from hotloop.terminal import Terminal
+from hotloop.texts import shortened
 
 if TYPE_CHECKING:
     from hotloop.plan import Plan
@@ -33,12 +36,11 @@ R = TypeVar("R")
 
 FAILED = 1
 INTERRUPTED = 130  # what shells report for SIGINT
-TERMINATED = 143  # and for SIGTERM
 READER_GONE = 141  # what shells report for SIGPIPE
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no name of its own for it
 
-console = Console(stderr=True)
+console = Terminal()
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
 Device = Annotated[
@@ -52,6 +54,12 @@ Param = Annotated[
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="axis=value of the plan, such as compile=step; repeatable."),
+]
+
+
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Run the code in the folder of a run that you didn't start, now and from now on."),
 ]
 
 
@@ -83,8 +91,22 @@ def print_json(document: dict[str, Any]) -> None:
     """Prints the one JSON document of a command on stdout.
 
     JSON has no NaN and no infinity: such numbers become null.
+
+    Raises:
+        DiskError: it can't be written.
     """
-    print(json.dumps(_finite(document), indent=2, allow_nan=False), flush=True)
+    text = json.dumps(_finite(document), indent=2, allow_nan=False)
+    if sys.stdout is None:
+        raise DiskError("stdout is closed", expected="a place for the one JSON document", fix="open it, or omit --json")
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _silence_stdout()
+        raise DiskError(
+            f"stdout can't be written: {error.strerror}", fix="free some space, or write elsewhere"
+        ) from error
 
 
 def _finite(value: Any) -> Any:
@@ -109,6 +131,7 @@ def stdout_for(as_json: bool) -> Iterator[None]:
 
 def run(app: typer.Typer) -> None:
     """Runs the command line in `sys.argv`; a wrong call fails as anything else does, in one line."""
+    _open_streams()
     try:
         code = app(prog_name="hotloop", standalone_mode=False)
     except UsageError as error:
@@ -117,7 +140,20 @@ def run(app: typer.Typer) -> None:
         else:
             _report("UsageError", _usage(error), "--json" in sys.argv)
         sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+    ended = code if isinstance(code, int) else 0
+    if ended == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the same key, still pressed, would break Python's own end
+    sys.exit(ended)
+
+
+def _open_streams() -> None:
+    """Puts nothing in the place of a standard stream that is closed: the next file opened would get its number, and what
+    torch writes to that number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def _usage(error: Any) -> str:
@@ -139,25 +175,37 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         as_json = bool(kwargs.get("as_json"))
-        try:
-            try:
-                with sigterm_raises(), lost_workers_told():
-                    return command(*args, **kwargs)
-            except HotloopError as error:
-                _report(type(error).__name__, str(error), as_json)
-                raise typer.Exit(FAILED) from error
-            except Terminated as error:
-                if not _is_launched():  # else the launcher tells why
-                    _report("Interrupted", "stopped by SIGTERM", as_json)
-                raise typer.Exit(TERMINATED) from error
-            except KeyboardInterrupt as error:
-                _report("Interrupted", "stopped by Ctrl-C", as_json)
-                raise typer.Exit(INTERRUPTED) from error
-        except BrokenPipeError as error:
-            _silence_stdout()
-            raise typer.Exit(READER_GONE) from error
+        with signals_raise():  # while a failure is told, too
+            return _told(command, as_json, *args, **kwargs)
 
     return run
+
+
+def _told(command: Callable[P, R], as_json: bool, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    try:
+        try:
+            with lost_workers_told():
+                return command(*args, **kwargs)
+        except HotloopError as error:
+            if error.detail:
+                say(error.detail)
+            _report(type(error).__name__, str(error), as_json)
+            raise typer.Exit(FAILED) from error
+        except Terminated as error:
+            if not _is_launched():  # else the launcher tells why
+                _report("Interrupted", f"stopped by {signal.Signals(error.number).name}", as_json)
+            raise typer.Exit(128 + error.number) from error
+        except KeyboardInterrupt as error:
+            _report("Interrupted", "stopped by Ctrl-C", as_json)
+            raise typer.Exit(INTERRUPTED) from error
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            _report("RunError", f"a name is too long for the system: {shortened(error.filename)}", as_json)
+            raise typer.Exit(FAILED) from error
+    except BrokenPipeError as error:
+        _silence_stdout()
+        raise typer.Exit(READER_GONE) from error
 
 
 def attempted(write: Callable[[], R]) -> tuple[R | None, HotloopError | None]:
@@ -178,7 +226,7 @@ def end_with(error: HotloopError | None) -> None:
 def end_early(by: str | None, said: str) -> None:
     """Ends a command that was kept from its end, by `failure` or a signal, and has printed what it found before."""
     say(f"{'error: ' if by == 'failure' else ''}{said}")
-    raise typer.Exit({"SIGINT": INTERRUPTED, "SIGTERM": TERMINATED}.get(by or "", FAILED))
+    raise typer.Exit(128 + signal.Signals[by] if by and by in signal.Signals.__members__ else FAILED)
 
 
 def _is_launched() -> bool:
@@ -190,7 +238,8 @@ def _is_launched() -> bool:
 def _report(kind: str, message: str, as_json: bool) -> None:
     say(f"error: {message}")
     if as_json:
-        print_json({"error": {"kind": kind, "message": message}})
+        with suppress(DiskError):  # the line above is all that can be said then
+            print_json({"error": {"kind": kind, "message": message}})
 
 
 def _silence_stdout() -> None:

@@ -24,13 +24,14 @@ def devices(
 
     Measuring takes a few seconds. It's done once, and kept in your cache folder.
     """
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, TextColumn
 
     from hotloop.probe import probe
     from hotloop.report.devices import advice, tables
+    from hotloop.terminal import Bar
 
     columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         shown = bar.add_task("", visible=False)
 
         def progress(what: str, done: int, total: int) -> None:

@@ -11,6 +11,7 @@ import typer
 from hotloop.cli.common import (
     AsJson,
     Device,
+    Trust,
     Weights,
     WhichWeights,
     attempted,
@@ -43,6 +44,7 @@ def evaluate(
     ] = None,
     weights: WhichWeights = Weights.best,
     device: Device = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Show loss and metrics of a trained network, and for a classification its mistakes.
@@ -60,7 +62,7 @@ def evaluate(
     from hotloop.report.classes import class_tables
 
     with stdout_for(as_json), bar("evaluating") as progress:
-        found = api.evaluate(run, on=on, weights=weights.value, device=device, say=say, progress=progress)
+        found = api.evaluate(run, on=on, weights=weights.value, trust=trust, device=device, say=say, progress=progress)
     written, unwritten = attempted(lambda: _written(found, run / "evaluation"))
     files = {name: str(path) for name, path in (written or {}).items()}
     if as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, Weights, WhichWeights, guarded, print_json, say, stdout_for
+from hotloop.cli.common import AsJson, Trust, Weights, WhichWeights, guarded, print_json, say, stdout_for
 
 
 @guarded
@@ -28,6 +28,7 @@ def export(
         Path | None,
         typer.Option(help="A .npy or .npz file of samples to try the file on.", show_default="the training data"),
     ] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a trained network to a file that needs no hotloop.
@@ -47,7 +48,14 @@ def export(
         say("writing, reading back and comparing ...")
     with stdout_for(as_json):
         done = api.export(
-            run, to, weights=weights.value, prepare=not without_prepare, batch_size=batch_size, inputs=inputs, say=say
+            run,
+            to,
+            weights=weights.value,
+            trust=trust,
+            prepare=not without_prepare,
+            batch_size=batch_size,
+            inputs=inputs,
+            say=say,
         )
     if as_json:
         print_json(done.model_dump())

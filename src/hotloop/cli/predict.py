@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, Device, Weights, WhichWeights, bar, guarded, print_json, say, stdout_for
+from hotloop.cli.common import AsJson, Device, Trust, Weights, WhichWeights, bar, guarded, print_json, say, stdout_for
 
 
 @guarded
@@ -21,6 +21,7 @@ def predict(
     ] = None,
     weights: WhichWeights = Weights.best,
     device: Device = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Write what a trained network says of new inputs: one row per sample, float32.
@@ -38,7 +39,7 @@ def predict(
     target = out or Path(f"{inputs.stem}-scores.npy")
     check_output(target, inputs)
     with stdout_for(as_json), bar("predicting") as progress:
-        scores = api.predict(run, inputs, weights=weights.value, device=device, say=say, progress=progress)
+        scores = api.predict(run, inputs, weights=weights.value, trust=trust, device=device, say=say, progress=progress)
     several = scores if isinstance(scores, dict) else {"scores": scores}
     if out is None and isinstance(scores, dict):
         target = target.with_suffix(".npz")

@@ -32,7 +32,7 @@ def race(
         str | None,
         typer.Option(
             help="baseline, auto, arrays and TOML files, separated by commas.",
-            show_default="baseline,auto; with --devices or --scale: baseline",
+            show_default="baseline,auto; with --devices: baseline",
         ),
     ] = None,
     devices: Annotated[
@@ -76,7 +76,7 @@ def race(
     if sizes is not None:
         save = save or Path(f"race-{sizes[0]}.html")
         check_writable(save, "--save")  # not after minutes of racing
-    named = _listed(plans) if plans is not None else ["baseline"] + ["auto"] * (devices is None and sizes is None)
+    named = _listed(plans) if plans is not None else ["baseline"] + ["auto"] * (devices is None)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
 
     from hotloop.rivals import Contest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from hotloop.cli.common import (
     AsJson,
     Param,
     Set,
+    Trust,
     axes,
     console,
     guarded,
@@ -78,6 +80,7 @@ def train(
             help="auto (at most 1 % of the time), a number of steps, or a time such as 5m.", show_default="auto"
         ),
     ] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a Task, or go on with a run.
@@ -96,7 +99,7 @@ def train(
     Without a word on it, the plan is what hotloop tune found and remembered, else what the rules of auto say, without
     compiling. hotloop plan shows both.
 
-    Ctrl-C and SIGTERM save and stop. Exit code 0: finished, or stopped by --stop-after.
+    Ctrl-C, SIGTERM and SIGHUP save and stop. Exit code 0: finished, or stopped by --stop-after.
     """
     if (task is None) == (resume is None):
         raise typer.BadParameter("give either a Task, or --resume with a run's folder")
@@ -104,6 +107,8 @@ def train(
         raise typer.BadParameter("--run and --param are for a new run; --resume keeps those of the run")
     if tune and (resume is not None or plan not in (None, "auto")):
         raise typer.BadParameter("--tune looks for the plan of a new run: give it with neither --resume nor --plan")
+    if trust and resume is None:
+        raise typer.BadParameter("--trust is for the code in a run's folder: give it with --resume")
     given = pairs(param or [])
     on_top = axes(settings, device=device, workers=workers, ranks=ranks)
     if tune and (on_top.keys() & {"parallel", "ranks"} or started_ranks() > 1):
@@ -120,7 +125,7 @@ def train(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
     from hotloop import api
     from hotloop.launch import command, launch, ranks_of
-    from hotloop.report.progress import Display
+    from hotloop.report.progress import Display, summary
     from hotloop.run import Following, Run
     from hotloop.taking_part import to_start
     from hotloop.task import overridden
@@ -147,7 +152,7 @@ def train(
     with stdout_for(as_json):
         try:
             if resume is not None:
-                handle, ended = api.go_on(resume, checkpoint_every=checkpoint_every, **common)
+                handle, ended = api.go_on(resume, checkpoint_every=checkpoint_every, trust=trust, **common)
             else:
                 assert task is not None
                 loaded, often, began = load_task(task, given), checkpoint_every or "auto", time.monotonic()
@@ -162,10 +167,8 @@ def train(
             display.close()
     if isinstance(handle, Following):
         return  # the first rank speaks for all
-    shown = {name: value for name, value in (ended.final or {}).items() if isinstance(value, float)}
-    if shown:
-        display.say("  ".join([f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items()]))
-    display.say(f"run: {handle.path}   plan: {handle.plan.brief()}   learning curves: {handle.path / 'curves.html'}")
+    for line in summary(handle.path, handle.plan.brief(), ended.final):
+        display.say(line)
     if as_json:
         print_json(
             {
@@ -176,10 +179,8 @@ def train(
                 "reason": ended.reason,
             }
         )
-    if ended.reason == "SIGINT":
-        raise typer.Exit(130)
-    if ended.reason == "SIGTERM":
-        raise typer.Exit(143)
+    if ended.reason in signal.Signals.__members__:
+        raise typer.Exit(128 + signal.Signals[ended.reason])
 
 
 def _was_of_one_process(run: Path) -> bool:

@@ -20,7 +20,9 @@ def tune(
     device: Device = None,
     time_limit: Annotated[
         str | None,
-        typer.Option(help="For racing, such as 60s or 5m.", show_default="what a better plan can win back in this run"),
+        typer.Option(
+            help="For the whole search, such as 60s or 5m.", show_default="what a better plan can win back in this run"
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pooch
 import torch
 from torch import Tensor
 
 from hotloop.data.bundle import Bundle, Pair, Standardize
 from hotloop.data.idx import read_idx
 from hotloop.errors import DataError
+from hotloop.places import cache_folder
 
 SIDE = 28
 DIGITS_TEST = 297
@@ -207,7 +207,7 @@ def _given(spec: IdxSet, folder: Path) -> Path:
 
 def _find(spec: IdxSet, download: bool) -> Path:
     """The folder that holds all four files, after downloading them if need be."""
-    cache = Path(pooch.os_cache("hotloop")) / spec.key
+    cache = cache_folder() / spec.key
     for place in (spec.system, cache):
         if not _lacking(spec, place):
             return place

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pooch
 import requests
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from hotloop.errors import DataError, DiskError
+from hotloop.terminal import Bar, Terminal
 
 # One try for each address: who is offline should hear of it within seconds.
 CONNECT_S, READ_S = 5, 20
@@ -99,9 +99,9 @@ def _is_warning(record: logging.LogRecord) -> bool:
 
 
 def _progress() -> Progress:
-    console = Console(stderr=True)
+    console = Terminal()
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    return Bar(*columns, console=console, disable=not console.is_terminal)
 
 
 class _Bar:

@@ -21,6 +21,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
 from hotloop.data.seeded import show_dataset
+from hotloop.handlers import HANGUP
 
 Check = Callable[[], None]
 """Raises Stopped where there is a reason to stop, such as a signal that has come."""
@@ -58,7 +59,9 @@ class InWorker:
         Queue._on_queue_feeder_error = _report  # type: ignore[attr-defined]
         if self.leaves_signals:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, _once_ignored)
+            for number in (signal.SIGTERM, *HANGUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, _once_ignored)
         if self.then is not None:
             self.then(worker)
 

@@ -192,7 +192,7 @@ def closed_unless_done(program: Program) -> Iterator[None]:
 
 def _check(parts: Ingredients) -> None:
     """Refuses what can't be run; the baseline can, so nobody has to look at the machine for it."""
-    if not is_plain(parts.plan):
+    if not is_plain(parts.plan) or parts.plan.threads or parts.plan.workers:
         device = str(check_device(parts.plan.device))
         check(parts.plan.with_axes(device=device), facts_of(parts), here(device))
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pooch
 import torch
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from hotloop.lowering.constants import contents_of
 from hotloop.lowering.inductor import MENDED, ready_to_compile
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.telling import Say
+from hotloop.places import cache_folder
 from hotloop.probe import machine
 
 _KEPT = 64
@@ -95,7 +95,7 @@ def _files(parts: Ingredients) -> list[tuple[str, int, int]]:
 
 def folder() -> Path:
     """Where this user's packages are kept."""
-    return Path(pooch.os_cache("hotloop")) / "packages"
+    return cache_folder() / "packages"
 
 
 def _is_kept(path: Path) -> bool:

@@ -8,18 +8,18 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import pooch
 import torch
 
 from hotloop.errors import HotloopError
 from hotloop.files import write_atomic
 from hotloop.hardware import Device, Processor, Speed
+from hotloop.places import cache_folder
 from hotloop.probe.speed import METHOD
 
 
 def folder() -> Path:
     """Where this user's measured speeds are kept."""
-    return Path(pooch.os_cache("hotloop")) / "devices"
+    return cache_folder() / "devices"
 
 
 def key(device: Device, processor: Processor) -> dict[str, Any]:

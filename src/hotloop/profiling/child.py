@@ -11,10 +11,12 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import sys
 from types import TracebackType
 from typing import Any
 
+from hotloop.dying import end_with_parent
 from hotloop.profiling.importing import AtImport, imports_from
 from hotloop.profiling.plain import PlainProfiler
 from hotloop.profiling.plain_lines import PlainLines, fitted
@@ -27,8 +29,9 @@ def begin(settings: dict[str, Any]) -> None:
     """Waits for torch, and profiles functions until then; lines, until something trains.
 
     Args:
-        settings: `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None.
+        settings: `parent`, the process that waits for the script; `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None.
     """
+    end_with_parent(settings["parent"], signal.SIGKILL)  # the script may have its own way with others
     path = sys.path[:]  # the script's folder isn't in it yet
     lines = PlainLines()
     if "torch" in sys.modules:  # the machine's own `sitecustomize` has imported it

@@ -82,7 +82,7 @@ def _environment(settings: dict[str, Any]) -> dict[str, str]:
     """This process's, with what `inject/sitecustomize.py` looks for; it takes that out again."""
     own = dict(os.environ)
     path = [str(_INJECT), own["PYTHONPATH"]] if own.get("PYTHONPATH") else [str(_INJECT)]
-    settings = settings | {"root": str(Path(__file__).parents[2])}
+    settings = settings | {"root": str(Path(__file__).parents[2]), "parent": os.getpid()}
     return own | {"PYTHONPATH": os.pathsep.join(path), "HOTLOOP_WATCH": json.dumps(settings)}
 
 

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from hotloop.amounts import milliseconds
 from hotloop.report.progress import duration
+from hotloop.terminal import Bar
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 
 _NAME = 20
@@ -25,7 +26,7 @@ _WORD = len("difference")
 def watched(console: Console) -> Iterator[Callable[[str, float], None]]:
     """A progress bar while plans race; it is told what goes on, and which share is done."""
     columns = (TextColumn("{task.description}"), BarColumn())
-    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    shown = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
     work = shown.add_task("", total=1.0)
     with shown:
         yield lambda doing, share: shown.update(work, description=doing, completed=share)

@@ -180,7 +180,7 @@ def _agreement(explanation: Explanation) -> Iterator[str]:
     if checked and not wrong:
         far = (
             ""
-            if explanation.difference is None
+            if not explanation.difference
             else f"; furthest off is {explanation.worst}, by {explanation.difference:.0e}"
         )
         yield f"All {checked} equations that can be compared agree with torch and autograd{far} of its largest number."

@@ -28,6 +28,17 @@ _PAGE = """\
 """
 
 
+CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "plotlyServerURL": "",
+    "showSendToCloud": False,  # plotly's own servers
+    "showEditInChartStudio": False,
+    "modeBarButtonsToRemove": ["sendDataToCloud", "editInChartStudio"],
+}
+"""Of all pages: what a page shows goes nowhere."""
+
+
 def styled(figure: go.Figure, title: str, note: str = "") -> go.Figure:
     """The figure with a title, and a line below it; both are plain text."""
     below = f"<br><span style='font-size:13px;color:#616e7c'>{escape(note)}</span>" if note else ""
@@ -51,5 +62,5 @@ def styled(figure: go.Figure, title: str, note: str = "") -> go.Figure:
 
 def write_page(path: Path, title: str, figure: go.Figure, option: str | None = None) -> None:
     """Writes a figure as one page that shows it in any browser, also without a network; `option` as of `explained`."""
-    drawn = figure.to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False, "responsive": True})
+    drawn = figure.to_html(full_html=False, include_plotlyjs=True, config=CONFIG)
     write_atomic(path, _PAGE.format(title=escape(title), font=FONT, ink=INK, figure=drawn), option)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -24,6 +26,8 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from hotloop.interrupts import REASONS
+from hotloop.terminal import Bar
 from hotloop.view import View
 
 
@@ -36,7 +40,7 @@ def bar(
     Unless the work is `counted`: then what is shown at once is that it goes on, and for how long already.
     """
     count = (BarColumn(), MofNCompleteColumn(), TextColumn(of), TimeRemainingColumn())
-    shown = Progress(
+    shown = Bar(
         SpinnerColumn(),
         TextColumn(doing),
         *(count if counted else (TimeElapsedColumn(),)),
@@ -98,7 +102,7 @@ class Display:
         if view.epoch == view.epochs:  # nothing comes after the last epoch: the bar stays full
             return
         if self._progress is None:
-            self._progress = Progress(
+            self._progress = Bar(
                 SpinnerColumn(),
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),
@@ -157,9 +161,16 @@ def epoch_line(view: View) -> str:
 
 def stop_line(view: View) -> str:
     """How training ended, and what to do next."""
-    if view.reason in ("SIGINT", "SIGTERM", "stop-after"):
+    if view.reason in REASONS:
         return f"stopped ({view.reason}) at step {view.step}, saved; go on with: hotloop train --resume {view.run}"
     return f"{view.reason} after {len(view.history)} epoch{'' if len(view.history) == 1 else 's'}"
+
+
+def summary(run: Path, plan: str, final: Mapping[str, Any] | None) -> list[str]:
+    """What a training came to, and where to find it."""
+    shown = {name: value for name, value in (final or {}).items() if isinstance(value, float)}
+    figures = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items())
+    return [*([figures] if figures else []), f"run: {run}   plan: {plan}   learning curves: {run / 'curves.html'}"]
 
 
 def duration(seconds: float) -> str:

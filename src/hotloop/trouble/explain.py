@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from hotloop.data.tree import tensors
 from hotloop.errors import (
     DataError,
     DeviceError,
+    DiskError,
     HotloopError,
     TaskError,
     TrainingError,
     blame,
+    full_disk,
     lost_worker,
     out_of_memory,
 )
@@ -93,6 +96,17 @@ def _any(trouble: _Trouble) -> HotloopError:
     if trouble.program.position.step == 0 and not trouble.during:
         return TaskError(given, fix="check that the Task's model, loss and data fit together; nothing was trained yet")
     return TrainingError(given, fix=f"mend it there; {saved(trouble.saved_step)}")
+
+
+def _disk(trouble: _Trouble) -> HotloopError | None:
+    full = full_disk(trouble.error)
+    if full is None:
+        return None
+    return DiskError(
+        f"{trouble.place}: the disk of {full} is full",
+        expected="room there",
+        fix=f"free some space there, or set TMPDIR to a folder on another disk; {saved(trouble.saved_step)}",
+    )
 
 
 def _other_device(trouble: _Trouble) -> HotloopError | None:
@@ -173,6 +187,30 @@ def _index(trouble: _Trouble) -> HotloopError | None:
     )
 
 
+def _flatten(trouble: _Trouble) -> HotloopError | None:
+    """Images that come into a linear layer as they are."""
+    module, given = module_at(trouble.error, trouble.model), _input_at(trouble.error)
+    if not isinstance(module, nn.Linear) or given is None or "shapes cannot be multiplied" not in trouble.text:
+        return None
+    if given.ndim < 3 or math.prod(given.shape[1:]) != module.in_features:
+        return None
+    return TaskError(
+        f"{trouble.place}: samples of shape {tuple(given.shape[1:])} come into {trouble.module}",
+        expected=f"{module.in_features} numbers in a row for each sample",
+        fix="write nn.Flatten() before that layer, or x = x.flatten(1) in forward",
+    )
+
+
+def _input_at(error: BaseException) -> Tensor | None:
+    """What the innermost layer was called with."""
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        if isinstance(trace.tb_frame.f_locals.get("self"), nn.Linear):
+            found = trace.tb_frame.f_locals.get("input", found)
+        trace = trace.tb_next
+    return found if isinstance(found, Tensor) else None
+
+
 def _dtype(trouble: _Trouble) -> HotloopError | None:
     if not dtypes.is_mismatch(trouble.text):
         return None
@@ -191,5 +229,13 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_KINDS: tuple[Callable[[Any], HotloopError | None], ...] = (_other_device, _single, _label, _index, _dtype)
+_KINDS: tuple[Callable[[Any], HotloopError | None], ...] = (
+    _disk,
+    _other_device,
+    _single,
+    _label,
+    _index,
+    _flatten,
+    _dtype,
+)
 """Each recognises one kind of mistake."""

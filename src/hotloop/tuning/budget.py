@@ -84,12 +84,18 @@ class Deadline:
 
     at: float = math.inf
     met: bool = False
+    of: str = "of the third of the time until stop-after that a search may take"
 
     @classmethod
-    def before(cls, until: float) -> Deadline:
-        """That of a search which begins now, where the run is to stop at `until`, by `time.monotonic()`."""
+    def before(cls, until: float, limit_at: float = math.inf) -> Deadline:
+        """That of a search which begins now, where the run is to stop at `until`, by `time.monotonic()`.
+
+        Args:
+            limit_at: when the search itself is to be over, as the user says.
+        """
         now = time.monotonic()
-        return cls(now + SEARCHED * (until - now))
+        own = cls(now + SEARCHED * (until - now))
+        return own if own.at <= limit_at else cls(limit_at, of="of the time limit")
 
     @property
     def left_s(self) -> float:
@@ -102,9 +108,7 @@ class Deadline:
         return allowed
 
     def __str__(self) -> str:
-        return (
-            f"{max(0.0, self.left_s):.0f} s are left of the third of the time until stop-after that a search may take"
-        )
+        return f"{max(0.0, self.left_s):.0f} s are left {self.of}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,138 @@
+"""The line-by-line files of a run folder, each with its schema: what is damaged is passed over, and named.
+
+journal.jsonl   events
+metrics.jsonl   a row per epoch
+reached         a step
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hotloop.errors import RunError
+from hotloop.files import read_regular
+
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+
+
+class Event(BaseModel):
+    """A line of the journal; each kind has further fields."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    event: str
+    time: float = 0.0
+
+
+class AtStep(Event):
+    """`start`, `resume`, `stop` and `checkpoint`."""
+
+    step: Count
+
+
+class Final(Event):
+    """The figures of the chosen weights, when training is over."""
+
+    reason: str
+    weights: Literal["best", "last"]
+    epoch: Count
+
+
+class MetricsRow(BaseModel):
+    """A row of the metrics: an epoch's number and its last step, beside figures by name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, float | None]
+
+    epoch: Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+    step: Count
+
+
+EVENTS: dict[str, type[BaseModel]] = dict.fromkeys(("start", "resume", "stop", "checkpoint"), AtStep) | {"final": Final}
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a file's lines hold.
+
+    Attributes:
+        rows: the good ones, as written.
+        bad: numbers of the others, from 1.
+        problem: why there are none at all, where no file is there but something else.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)
+    problem: str = ""
+
+    def damage(self, path: Path, instead: str) -> list[str]:
+        """A line for the user, if something is damaged; `instead` says what is used."""
+        if self.problem:
+            return [f"{self.problem}: {instead}"]
+        if not self.bad:
+            return []
+        first, count = self.bad[0], len(self.bad)
+        return [
+            f"{path} is damaged in {f'line {first}' if count == 1 else f'{count} lines from line {first} on'}: {instead}"
+        ]
+
+
+def read_events(path: Path) -> Lines:
+    """The journal's events; a line that a kill tore, the last one of a process, is no damage."""
+    return _read(path, lambda row: EVENTS.get(row["event"], Event) if isinstance(row.get("event"), str) else Event)
+
+
+def read_metrics(path: Path) -> Lines:
+    return _read(path, lambda row: MetricsRow)
+
+
+def _read(path: Path, schema: Any) -> Lines:
+    try:
+        content = read_regular(path)
+    except RunError as error:
+        return Lines(problem=error.given)
+    rows, bad = [], []
+    for number, line in enumerate((content or b"").split(b"\n"), 1):
+        if not line.strip():
+            continue
+        row = _parsed(line)
+        try:
+            if row is None:
+                raise ValueError
+            schema(row).model_validate(row)
+            rows.append(row)
+        except ValueError:  # ValidationError is one
+            if not _is_torn(line):
+                bad.append(number)
+    return Lines(rows, bad)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line looks like the beginning of one: a kill in the middle of writing leaves such."""
+    return line.startswith(b"{"[: len(line)]) and not line.rstrip().endswith(b"}") and line.isascii()
+
+
+def read_step(path: Path) -> tuple[int | None, str]:
+    """The step in a file that holds nothing else, or None; and what is wrong with the file, if anything is."""
+    try:
+        content = read_regular(path)
+    except RunError as error:
+        return None, error.given
+    if not content:  # a kill came between making the file and writing to it
+        return None, ""
+    if content.isdigit() and len(content) <= 20 and int(content) < 2**63:  # bytes: ASCII digits alone
+        return int(content), ""
+    return None, f"{path} is damaged"
