@@ -214,10 +214,8 @@ def _unsettled(facts: TaskFacts, plan: Plan) -> str:
     if not facts.exact:
         reason = facts.inexact[0] if facts.inexact else "its data has an order of its own"
         return f"{reason}, so nothing compiled can be proven"
-    saving = [
-        *(["accumulation"] if plan.accumulation != BASELINE.accumulation else []),
-        *(["precision"] if plan.precision in REDUCED else []),
-    ]
+    saving = ["accumulation"] * (plan.accumulation != BASELINE.accumulation)
+    saving += ["precision"] * (plan.precision in REDUCED)
     if not saving:
         return ""
     return (

@@ -112,7 +112,7 @@ class _Loop:
         else:
             self.run.log("start", step=0, plan=self.run.plan.brief())
         self.program.check_exactness()
-        self._note_inexact()
+        self.run.note_all_inexact(self.program.inexact, self.say)
         self._check_storable()
         self.run.mark(self.program.position.step)
         self.run.write_metrics(self.history)
@@ -203,7 +203,7 @@ class _Loop:
         if not math.isfinite(sums["loss"]):
             raise self._nonfinite(self.program.position.step)
         self._loss = self._recent(sums)
-        self._note_inexact()
+        self.run.note_all_inexact(self.program.inexact, self.say)
         if not self.world.alone and self._saved is None and before.batch + before.epoch == 0:
             check_in_step(self.world, self.program.state())
         if self._steps == outcome.steps and self._saved is None:
@@ -218,9 +218,6 @@ class _Loop:
     def _check_storable(self) -> None:
         if self.world.alone:  # else all ranks would have to ask together
             check_storable(self.program.optimizer_state(), "optimizer")
-
-    def _note_inexact(self) -> None:
-        self.run.note_all_inexact(self.program.inexact, self.say)
 
     def _end_epoch(self, sums: dict[str, float]) -> bool:
         """Validates and notes an epoch; False if something stopped that: its last batch stays the position."""
@@ -290,7 +287,7 @@ class _Loop:
         check_in_step(self.world, state)
         if self.world.first:
             self._write(state)
-        self._note_inexact()
+        self.run.note_all_inexact(self.program.inexact, self.say)
         self._best_state, self._saved = None, state.position
         self.cadence.wrote(time.perf_counter() - started)
         self._tell("checkpoint")
