@@ -12,8 +12,10 @@ from torch import Tensor
 
 from hotloop.data.tree import tensors
 
-_SHARE = 0.01
-"""Of a run's time, for comparing batches."""
+_SHARE = 0.008
+"""Of a run's time, for comparing batches: a hundredth, less what a comparison may take longer than those before it."""
+_COUNTING = 0.3
+"""Of that time, for counting padding, so that some is left to compare in."""
 _FREE_S = 0.5
 """Seconds of comparing that no run is too short for."""
 _ALWAYS = 3
@@ -32,7 +34,7 @@ class LaterBatches:
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._number = self._padded = 0
-        self._spent_s = self._longest_s = 0.0
+        self._spent_s = self._counted_s = self._longest_s = 0.0
         self._known: set[Padding] = set()
         self._kinds: set[tuple[bool, ...]] = set()
         self._waits = False
@@ -47,12 +49,15 @@ class LaterBatches:
         power = self._number > 1 and self._number & (self._number - 1) == 0
         self._waits = self._waits or power
         padding = None
-        if self._number <= _LOOKED_AT or self._affords(0.0):
+        if self._number <= _LOOKED_AT or self._counted_s <= _COUNTING * self._allowed_s:
+            before = self._spent_s
             with self._timed():
                 padding = padding_of(batch)
+            self._counted_s += self._spent_s - before
         other = padding is not None and padding not in self._known
         surely = padding is not None and (padding.kinds not in self._kinds or (other and self._padded < _ALWAYS))
-        if not surely and not (self._affords(self._longest_s) and (other or self._waits)):
+        affordable = self._spent_s + self._longest_s <= self._allowed_s
+        if not surely and not (affordable and (other or self._waits)):
             return False
         self._padded += other
         self._waits = False
@@ -72,9 +77,9 @@ class LaterBatches:
             yield
         self._longest_s = max(self._longest_s, self._spent_s - before)
 
-    def _affords(self, seconds: float) -> bool:
-        allowed = max(_FREE_S, _SHARE * (time.perf_counter() - self._began))
-        return self._spent_s + seconds <= allowed
+    @property
+    def _allowed_s(self) -> float:
+        return max(_FREE_S, _SHARE * (time.perf_counter() - self._began))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
