@@ -24,7 +24,7 @@ from hotloop.data.order import Order
 from hotloop.data.roles import Roles
 from hotloop.data.source import Samples, Stream, Table
 from hotloop.data.tree import apply_to_inputs, batch_length, map_tensors, to_device
-from hotloop.data.workers import Check, InWorker, checking, end_workers, reporting
+from hotloop.data.workers import Check, InWorker, checking, end_workers, goes_on, reporting
 from hotloop.errors import DataError, HotloopError, blame, calling, lost_worker
 from hotloop.handlers import Stopped
 from hotloop.rng import Streams, preserved, seed_for
@@ -126,7 +126,7 @@ class SamplesFeed:
     treatment: Treatment
     workers: int | None = None
     endless: bool = True
-    check: Check = field(default=lambda: None, init=False)
+    check: Check = field(default_factory=lambda: goes_on, init=False)
     _batches: Any = field(default=None, init=False)
     _summary: tuple[Any, ...] = field(default=(), init=False)
     _next: tuple[int, int] | None = field(default=None, init=False)
@@ -219,7 +219,7 @@ class StreamFeed:
 
     stream: Stream
     treatment: Treatment
-    check: Check = field(default=lambda: None, init=False)
+    check: Check = field(default_factory=lambda: goes_on, init=False)
     reseeds: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from hotloop.data.cut import Cut
 from hotloop.data.feed import Feed, SamplesFeed, StreamFeed, TableFeed
 from hotloop.data.source import Samples, Table
 from hotloop.data.tree import batch_length, to_device
-from hotloop.data.workers import Check
+from hotloop.data.workers import Check, goes_on
 from hotloop.errors import CheckpointError
 from hotloop.lowering.again import any_of_users
 from hotloop.lowering.allocator import keeps, let_go
@@ -66,7 +66,7 @@ class Program:
         self.feed = feed
         self.position = Position()
         self.compile_s = 0.0
-        self.check: Check = lambda: None
+        self.check: Check = goes_on
         self.watched = any_of_users(parts.task.callbacks)
         self._step = step
         self._batches: Iterator[tuple[Any, int]] | None = None
@@ -187,7 +187,7 @@ class Program:
             self._step.make_ready(batch, samples)
         self.restore(before)
 
-    def heed(self, reason: Callable[[], str | None], check: Check = lambda: None) -> None:
+    def heed(self, reason: Callable[[], str | None], check: Check = goes_on) -> None:
         """Says how to ask why to stop, if there is a reason: for who may wait for others within a step, or for a batch.
 
         Ranks go on together, so that none of them gives up a wait by itself.
