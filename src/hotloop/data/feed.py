@@ -27,7 +27,7 @@ from hotloop.data.row_count import count_rows
 from hotloop.data.seeded import NOTE, Seeded, iterated, owners_of
 from hotloop.data.source import Samples, Stream, Table
 from hotloop.data.tree import map_tensors, to_device
-from hotloop.data.workers import Check, InWorker, checking, end_workers, reporting
+from hotloop.data.workers import Check, InWorker, checking, end_workers, goes_on, reporting
 from hotloop.errors import DataError, HotloopError, blame, lost_worker
 from hotloop.generators import OwnedGenerators
 from hotloop.handlers import Stopped
@@ -138,7 +138,7 @@ class SamplesFeed:
     treatment: Treatment
     workers: int | None = None
     endless: bool = True
-    check: Check = field(default=lambda: None, init=False)
+    check: Check = field(default_factory=lambda: goes_on, init=False)
     _batches: Any = field(default=None, init=False)
     _summary: tuple[Any, ...] = field(default=(), init=False)
     _next: tuple[int, int] | None = field(default=None, init=False)
@@ -231,7 +231,7 @@ class StreamFeed:
 
     stream: Stream
     treatment: Treatment
-    check: Check = field(default=lambda: None, init=False)
+    check: Check = field(default_factory=lambda: goes_on, init=False)
     reseeds: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:

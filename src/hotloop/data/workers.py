@@ -26,6 +26,11 @@ from hotloop.handlers import HANGUP
 Check = Callable[[], None]
 """Raises Stopped where there is a reason to stop, such as a signal that has come."""
 
+
+def goes_on() -> None:
+    """The check of who never stops."""
+
+
 _WATCH_S = 1.0
 """Between two questions of a worker whether the process that trains is there."""
 
@@ -98,16 +103,18 @@ def _unless_orphaned(parent: int, report: Callable[..., Any], *error: Any) -> No
 
 
 def _report(queue: Any, error: Exception, item: Any) -> None:
-    """Sends the error in place of a batch; Python 3.11 to 3.14 print it in the worker and drop the batch."""
+    """Puts the error in the place of a batch; Python 3.11 to 3.14 print it in the worker and drop the batch."""
     if not (isinstance(item, tuple) and len(item) == 2):  # bytes that nobody receives any more
         return
     number, batch = item
     if isinstance(batch, ExceptionWrapper):  # of a class that can't be sent
         batch.exc_type = RuntimeError
-        queue.put((number, batch))
     else:
         worker = get_worker_info()
-        queue.put((number, ExceptionWrapper(where=f"in DataLoader worker process {worker.id if worker else ''}")))
+        batch = ExceptionWrapper(where=f"in DataLoader worker process {worker.id if worker else ''}")
+    with queue._notempty:  # as `put` has it, but before what was put since, such as the end of a stream
+        queue._sem.acquire(block=False)
+        queue._buffer.appendleft((number, batch))
 
 
 @contextmanager

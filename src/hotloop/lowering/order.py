@@ -97,7 +97,8 @@ def lower(task: Task, plan: Plan = BASELINE, say: Say = lambda line: None, durin
             parts = transform(parts)
         for note in parts.notes:
             say(note)
-        check_single_samples(parts)
+        with unchanged(parts.task):
+            check_single_samples(parts)
         if plan.parallel == "async":
             return served(parts, Policy.of(plan))
         check_whole_gradients(parts.model, plan)

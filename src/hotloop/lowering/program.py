@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from hotloop.data.feed import Feed, SamplesFeed, StreamFeed
 from hotloop.data.row_count import count_rows
 from hotloop.data.tree import to_device
-from hotloop.data.workers import Check
+from hotloop.data.workers import Check, goes_on
 from hotloop.lowering.again import any_of_users
 from hotloop.lowering.allocator import keeps, let_go
 from hotloop.lowering.attributes import Attributes, changes_of_samples
@@ -74,7 +74,7 @@ class Program:
         self.feed = feed
         self.position = Position()
         self.compile_s = 0.0
-        self.check: Check = lambda: None
+        self.check: Check = goes_on
         self.watched = any_of_users(parts.task.callbacks)
         self.inexact: list[str] = []
         self.checks = BatchChecks(parts)
@@ -196,7 +196,7 @@ class Program:
             self._step.make_ready(batch, samples)
         self.restore(before)
 
-    def heed(self, reason: Callable[[], str | None], check: Check = lambda: None) -> None:
+    def heed(self, reason: Callable[[], str | None], check: Check = goes_on) -> None:
         """Says how to ask why to stop, if there is a reason: for who may wait for others within a step, or for a batch.
 
         Ranks go on together, so that none of them gives up a wait by itself.

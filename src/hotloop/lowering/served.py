@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotloop.data.order import Order
 from hotloop.data.tree import to_device
-from hotloop.data.workers import Check
+from hotloop.data.workers import Check, goes_on
 from hotloop.errors import HotloopError, PlanError, TrainingError
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.program import Program
@@ -176,7 +176,7 @@ class ServedProgram(Program):
         """How many updates of each staleness there were."""
         return dict(self._step.staleness)
 
-    def heed(self, reason: Callable[[], str | None], check: Check = lambda: None) -> None:
+    def heed(self, reason: Callable[[], str | None], check: Check = goes_on) -> None:
         self.feed.heard = reason
 
     def employ(self, crew: Crew) -> None:
