@@ -344,6 +344,11 @@ class Yielding(Base):
         return next(self.numbers)
 
 
+class Walking(Iterating):
+    def __init__(self) -> None:
+        self.numbers = iter(list(range(1000)))  # type: ignore[assignment]
+
+
 class LargeTeacher(Base):
     def __init__(self) -> None:
         self.teacher = nn.Linear(600, 600)
@@ -369,6 +374,7 @@ LOST: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "cache": (lambda: {"data": Caching()}, "data.cache"),
     "count": (lambda: {"step": Iterating()}, "step.numbers"),
     "generator": (lambda: {"step": Yielding()}, "step.numbers"),
+    "iterator": (lambda: {"step": Walking()}, "step.numbers"),
     "large teacher": (lambda: {"step": LargeTeacher()}, "step.teacher.weight"),
     "objects": (lambda: {"step": Keeping()}, "step.seen"),
 }

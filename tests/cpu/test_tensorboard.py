@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 import hotloop
+import hotloop.training
 
 accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard (the dev extra)"
@@ -74,7 +77,9 @@ def test_a_model_that_cannot_be_traced_trains_all_the_same(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("traced", [True, False])
-def test_a_model_that_was_drawn_is_gone(tmp_path: Path, traced: bool) -> None:
+def test_a_copy_of_the_model_that_was_drawn_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traced: bool
+) -> None:
     made: list[weakref.ref[nn.Module]] = []
     alive: list[int] = []
 
@@ -82,6 +87,14 @@ def test_a_model_that_was_drawn_is_gone(tmp_path: Path, traced: bool) -> None:
         built = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2) if traced else Branching())
         made.append(weakref.ref(built))
         return built
+
+    def copied(given: Any) -> Any:
+        found = deepcopy(given)
+        made.append(weakref.ref(found))
+        return found
+
+    deepcopy = copy.deepcopy
+    monkeypatch.setattr(hotloop.training, "copy", SimpleNamespace(deepcopy=copied))
 
     def look(view: hotloop.View) -> None:
         if view.event == "epoch":

@@ -6,6 +6,7 @@ import enum
 import hashlib
 import itertools
 import math
+import operator
 import random
 from collections import deque
 from collections.abc import Callable
@@ -70,6 +71,8 @@ def content_of(value: Any, put: Put | None) -> Value | None:
         return _of_container(value, put)
     if isinstance(value, itertools.count):
         return Value(repr(value))
+    if hasattr(value, "__length_hint__"):  # an iterator of a list, a range or the like
+        return Value(operator.length_hint(value))
     if isinstance(value, GeneratorType):
         return Value(-1 if value.gi_frame is None else value.gi_frame.f_lasti)
     return _of_generator(value)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 
+from hotloop.copies import copied
 from hotloop.data.feed import peek
 from hotloop.data.order import part
 from hotloop.data.tree import to_device
@@ -80,7 +80,7 @@ def _smallest(parts: Ingredients, sizes: set[int]) -> int:
 def _tried(parts: Ingredients) -> str:
     """What a copy of the model raises for one sample in its own mode; empty if nothing."""
     with preserved(*parts.devices):
-        model = copy.deepcopy(parts.model)
+        model = copied(parts.model)
         batch = to_device(peek(parts.roles, 1), parts.device)
         Streams(parts.task.seed, parts.device).reseed("look")
         with parts.on_copied_loss() as own:
