@@ -20,10 +20,12 @@ from hotloop.data.tree import inputs_of, tensors
 from hotloop.errors import DataError, TaskError, calling, kind
 from hotloop.feasible_ranks import JOINT
 from hotloop.foreign import is_built
+from hotloop.lowering.memory_layout import check_memory
 from hotloop.lowering.telling import SILENT, During, Say
 from hotloop.parallel.waiting import Meter
 from hotloop.parallel.world import ALONE, World
 from hotloop.plan import Plan
+from hotloop.state import put_values
 from hotloop.task import Computed, Task, forward
 
 
@@ -91,6 +93,9 @@ class Ingredients:
         roles = task.roles
         _check_loss(task)
         model = built_model(task)
+        check_memory(model)
+        if isinstance(task.loss, nn.Module):
+            check_memory(task.loss, "loss")
         _check_output(task, roles, model)
         weigh = _weigher(task, roles)
         device, world = torch.device("cpu"), World.of(plan)
@@ -142,7 +147,7 @@ def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
         finally:
             for name, value in model.named_buffers():
                 if name in buffers:
-                    value.copy_(buffers[name])
+                    put_values(value, buffers[name])
 
 
 def _check_loss(task: Task) -> None:
