@@ -123,7 +123,7 @@ def host_copy(value: Any) -> Any:
 def on_host(value: Any, *, lent: bool) -> Any:
     """On the CPU; `lent` leaves tensors that are there already in training's own memory."""
     if isinstance(value, Tensor):
-        return whole(value.detach()).to("cpu", copy=not lent).contiguous()
+        return whole(value.detach()).to("cpu", copy=not lent).contiguous().resolve_conj().resolve_neg()
     if isinstance(value, Counter):  # MultiStepLR counts its milestones
         return Counter(value)
     if isinstance(value, dict):
@@ -195,7 +195,15 @@ def copy_into(target: dict[str, Tensor], source: dict[str, Tensor], kind: str) -
                 expected="the same shapes",
                 fix="use the Task that the run was started with, or start a new run",
             )
-        tensor.copy_(held_like(value, tensor))
+        put_values(tensor, held_like(value, tensor))
+
+
+def put_values(target: Tensor, values: Tensor) -> None:
+    """Copies values of the same shape into a tensor; of elements that share memory, as in an expanded one, the first."""
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if size > 1 and not stride:
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
 
 
 def describe(tensor: Tensor) -> str:

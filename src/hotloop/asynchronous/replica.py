@@ -17,7 +17,7 @@ from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
 from hotloop.plan import Plan
 from hotloop.rng import preserved
-from hotloop.state import Position
+from hotloop.state import Position, put_values
 from hotloop.task import Computed, Task
 from hotloop.trouble import explained
 from hotloop.trouble.place import step_under_way
@@ -98,7 +98,7 @@ class Replica:
         for target, value in zip(self._model.parameters(), weights.parameters, strict=True):
             target.copy_(value)
         for buffer, value in zip(self._model.buffers(), weights.buffers, strict=True):
-            buffer.copy_(value)
+            put_values(buffer, value)
 
 
 class _GradientStep(EagerStep):

@@ -28,9 +28,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from hotloop.data.tree import flatten
 from hotloop.errors import PlanError, blame, kind
 from hotloop.lowering.accumulation import accumulate_on_device
-from hotloop.lowering.binding import Values, step_tensors
+from hotloop.lowering.binding import Values, by_place, step_tensors
 from hotloop.lowering.by_cudnn import check_draws, check_recurrent
-from hotloop.lowering.constants import check_batch, check_constants, constants_of, same_constants
+from hotloop.lowering.constants import check_batch, check_constants, check_overlaps, constants_of, same_constants
 from hotloop.lowering.grouped import traceable_groups
 from hotloop.lowering.hooked import bare_step, hooked_optimizer
 from hotloop.lowering.hyper import held_by, hyper_of, put
@@ -156,6 +156,7 @@ class _Tracer:
         check_draws(graph)
         self.check_generators(graph)
         check_constants(graph, leaves)
+        check_overlaps(graph, by_place(values[0]))
         check_batch(graph, flatten(values[1])[0])
         return Captured(graph, examples, self.scalars, self.gradients)
 

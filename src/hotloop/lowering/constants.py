@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
+from hotloop.lowering.memory_layout import have_common
 from hotloop.lowering.side_effects import refused
 from hotloop.state import bits
 
@@ -78,6 +79,32 @@ def check_batch(graph: GraphModule, batch: Sequence[Tensor]) -> None:
                 f"it writes to a tensor of the batch, of shape {tuple(value.shape)}, whose memory another one has too",
                 "a step that leaves its batch as it is",
             )
+
+
+def check_overlaps(graph: GraphModule, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses a step that writes to a tensor of the model whose memory another one has too, each being an input of its own.
+
+    Args:
+        tensors: the first inputs of the graph, by place.
+
+    Raises:
+        PlanError: it does.
+    """
+    inputs = graph.graph.find_nodes(op="placeholder")
+    written = _written(graph, "placeholder")
+    model = {place: value for place, value in tensors.items() if place.startswith(("/parameters/", "/buffers/"))}
+    memories = Counter(map(_memory, model.values()))
+    for node, (place, value) in zip(inputs, tensors.items(), strict=False):
+        if place not in model or str(node.target) not in written or memories[_memory(value)] == 1:
+            continue
+        for another, other in model.items():
+            if another != place and _memory(other) == _memory(value) and have_common(value, other):
+                one, two = (name.split("/", 2)[2] for name in (place, another))
+                raise refused(
+                    f"it writes to {one!r} of the model, whose memory {two!r} has too",
+                    "parameters and buffers with memory of their own",
+                    fix="take one out of the other in the forward pass, or choose compile=none and graphs=none",
+                )
 
 
 def same_constants(one: GraphModule, other: GraphModule) -> bool:

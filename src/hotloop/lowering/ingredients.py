@@ -23,11 +23,13 @@ from hotloop.feasible_ranks import JOINT
 from hotloop.foreign import is_built
 from hotloop.lowering.attributes import hand_on, unchanged
 from hotloop.lowering.loss_copy import copied_loss
+from hotloop.lowering.memory_layout import check_memory
 from hotloop.lowering.telling import SILENT, During, Say
 from hotloop.modes import evaluation_mode, note_of_modes, set_training, stays_in_eval
 from hotloop.parallel.waiting import Meter
 from hotloop.parallel.world import ALONE, World
 from hotloop.plan import Plan
+from hotloop.state import put_values
 from hotloop.task import Computed, Task, forward
 
 
@@ -125,6 +127,9 @@ class Ingredients:
         roles = task.roles
         _check_loss(task)
         model = built_model(task)
+        check_memory(model)
+        if isinstance(task.loss, nn.Module):
+            check_memory(task.loss, "loss")
         _check_output(task, roles, model)
         note, in_eval = note_of_modes(model), stays_in_eval(model)
         set_training(model, in_eval)
@@ -179,7 +184,7 @@ def _run_once(task: Task, model: nn.Module, batch: Any) -> Any:
         finally:
             for name, value in model.named_buffers():
                 if name in buffers:
-                    value.copy_(buffers[name])
+                    put_values(value, buffers[name])
 
 
 def _check_loss(task: Task) -> None:

@@ -1,0 +1,70 @@
+"""Parameters and buffers whose elements have no memory of their own each: sparse, quantized, expanded, overlapping ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hotloop.errors import TaskError
+
+
+def check_memory(model: nn.Module, owner: str = "model") -> None:
+    """Refuses what no checkpoint can hold, and parameters that no optimizer can update.
+
+    Raises:
+        TaskError: one is sparse or quantized, or a parameter to train has elements that share memory.
+    """
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for what, tensors in (("parameter", parameters), ("buffer", buffers)):
+        for name, value in tensors.items():
+            if not is_lazy(value) and (value.layout is not torch.strided or value.is_quantized):
+                kind = "quantized" if value.is_quantized else f"sparse ({value.layout})"
+                raise TaskError(
+                    f"the {what} {name!r} of the {owner} is {kind}",
+                    expected="a dense tensor, which a checkpoint can hold",
+                    fix="register the tensors that it is made of, such as its indices and values, as buffers, and put it "
+                    "together in the forward pass",
+                )
+    for name, value in parameters.items():
+        if value.requires_grad and not is_lazy(value) and shares_memory(value):
+            raise TaskError(
+                f"elements of the parameter {name!r} of the {owner} share memory: its shape is {tuple(value.shape)} and its "
+                f"strides are {value.stride()}",
+                expected="a parameter with memory for each element, which an optimizer can update",
+                fix="make it of a clone, or expand it in the forward pass",
+            )
+
+
+def shares_memory(value: Tensor) -> bool:
+    """Whether two elements of a tensor have the same memory, as those of an expanded one have."""
+    dims = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1)
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def have_common(one: Tensor, other: Tensor) -> bool:
+    """Whether two dense tensors have an element's memory in common."""
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata or not (one.numel() and other.numel()):
+        return False
+    first, second = _span(one), _span(other)
+    if first.stop <= second.start or second.stop <= first.start:
+        return False
+    if one.itemsize != other.itemsize:
+        return True
+    places = torch.arange(max(first.stop, second.stop) // one.itemsize)
+    mine, others = (
+        places.as_strided(value.shape, value.stride(), value.storage_offset()).flatten() for value in (one, other)
+    )
+    return bool(torch.isin(mine, others).any())
+
+
+def _span(value: Tensor) -> range:
+    """The bytes of its storage from a tensor's first one to its last one."""
+    reach = sum(stride * (size - 1) for stride, size in zip(value.stride(), value.shape, strict=True))
+    first = int(value.storage_offset())
+    return range(first * value.itemsize, (first + int(reach) + 1) * value.itemsize)
