@@ -64,11 +64,10 @@ class Block(nn.Module):
         return F.relu(self.norm2(self.conv2(y)) + self.past(x))
 
 
-def resnet18() -> nn.Module:
-    """With a first convolution of 3x3 and no pooling, as for images of 32x32."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-    width = 64
-    for after, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+def resnet18(width: int = 64) -> nn.Module:
+    """With a first convolution of 3x3 and no pooling, as for images of 32x32; `width` is that of its first stage."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    for after, stride in ((width, 1), (2 * width, 2), (4 * width, 2), (8 * width, 2)):
         layers += [Block(width, after, stride), Block(after, after, 1)]
         width = after
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
@@ -118,18 +117,19 @@ class Lstm(nn.Module):
         return self.head(self.lstm(self.tokens(tokens))[0])
 
 
-def vgg16() -> nn.Module:
+def vgg16(width: int = 64, dense: int = 4096, side: int = 224) -> nn.Module:
     """Configuration D of Simonyan and Zisserman, "Very deep convolutional networks", 2015; 134 M parameters for 10 classes
     would be fewer than the published 138 M, so it keeps 1,000."""
     layers: list[nn.Module] = []
-    width = 3
-    for after, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+    before = 3
+    for times, count in ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3)):
         for _ in range(count):
-            layers += [nn.Conv2d(width, after, 3, padding=1), nn.ReLU()]
-            width = after
+            layers += [nn.Conv2d(before, times * width, 3, padding=1), nn.ReLU()]
+            before = times * width
         layers.append(nn.MaxPool2d(2))
-    dense = (nn.Linear(25088, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout())
-    return nn.Sequential(*layers, nn.Flatten(), *dense, nn.Linear(4096, 1000))
+    features = before * (side // 32) ** 2
+    last = (nn.Linear(features, dense), nn.ReLU(), nn.Dropout(), nn.Linear(dense, dense), nn.ReLU(), nn.Dropout())
+    return nn.Sequential(*layers, nn.Flatten(), *last, nn.Linear(dense, 1000))
 
 
 class TextLoss(nn.Module):
