@@ -19,12 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.claim import CLAIMS
 from bench.gpu.catalogue import CHECKS, Check, jobs_of
 from bench.gpu.facts import Facts, facts
 from bench.gpu.order import chosen, ordered
 from bench.gpu.record import Record, fitting, known_results, new_folder, read
-from bench.gpu.setting import ROOT, Setting
+from bench.gpu.setting import CLAIMS, ROOT, Setting
 from bench.gpu.table import listing, results, shown
 from bench.gpu.visit import Visit
 from hotloop.errors import DeviceError, HotloopError

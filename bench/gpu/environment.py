@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -37,16 +38,16 @@ def folders_of_packages() -> list[str]:
     """Where this Python finds packages, without its standard library and without the folder it was started in."""
     own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     found = dict.fromkeys(os.path.abspath(path) for path in sys.path if path and os.path.isdir(path))
-    return [
-        path for path in found if path != str(ROOT) and path not in own and Path(path).name != "lib-dynload"
-    ]
+    return [path for path in found if path != str(ROOT) and path not in own and Path(path).name != "lib-dynload"]
 
 
 def check_python() -> None:
     first, last = FITS
     if not first <= sys.version_info[:2] <= last:
         version = ".".join(map(str, sys.version_info[:2]))
-        raise Refused(f"{sys.executable} is Python {version}; expected 3.{first[1]} to 3.{last[1]}: name one with PYTHON=")
+        raise Refused(
+            f"{sys.executable} is Python {version}; expected 3.{first[1]} to 3.{last[1]}: name one with PYTHON="
+        )
 
 
 def torch_found() -> str | None:
@@ -72,11 +73,35 @@ def check_worth(arguments: list[str], wheelhouse: Path | None) -> None:
         Refused: there is no GPU, or there is no torch beside a wheelhouse.
     """
     if wheelhouse is not None:
-        raise Refused(f"{sys.executable} has no torch, which no wheelhouse holds; name the Python that has one with PYTHON=")
+        raise Refused(
+            f"{sys.executable} has no torch, which no wheelhouse holds; name the Python that has one with PYTHON="
+        )
     signs = shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
     if signs or sys.platform == "darwin" or {"--rehearse", "--list", "cpu"} & set(arguments):
         return
     raise Refused("no GPU: this machine has no driver of one; try the list on the CPU with ARGS=--rehearse")
+
+
+def state(version: str | None) -> dict[str, str | None]:
+    """What an environment depends on: the same state needs no new one."""
+    return {
+        "python": sys.executable,
+        "python_version": sys.version,
+        "torch": version,
+        "packages": os.pathsep.join(folders_of_packages()),
+        "requirements": " ".join(requirements(with_torch=version is None)),
+    }
+
+
+def is_made(folder: Path, version: str | None) -> bool:
+    """Whether an earlier call made the environment as it should be."""
+    try:
+        return bool(json.loads((folder / _STATE).read_text(encoding="utf-8")) == state(version))
+    except (OSError, ValueError):
+        return False
+
+
+_STATE = "made-of.json"
 
 
 def made(folder: Path) -> str:
@@ -137,12 +162,15 @@ def main() -> int:
     try:
         check_python()
         version = torch_found()
-        if version is None:
+        if version is None and not is_made(given.folder, version):
             check_worth(shlex.split(given.arguments), given.wheelhouse)
         if given.wheelhouse is not None and not any(given.wheelhouse.glob("*.whl")):
             raise Refused(f"WHEELHOUSE={given.wheelhouse} has no wheels; collect some with make wheelhouse")
+        if is_made(given.folder, version):
+            return 0
         python = made(given.folder)
         install(python, version, given.wheelhouse, shlex.split(given.pip_options))
+        (given.folder / _STATE).write_text(json.dumps(state(version)), encoding="utf-8")
     except Refused as reason:
         print(f"error: {reason}", file=sys.stderr)
         return 2

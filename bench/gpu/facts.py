@@ -1,4 +1,4 @@
-"""What this machine is, asked in a process of its own: the runner itself never touches the device.
+"""What this machine is, asked in a process of its own: the runner itself imports no torch.
 
 python -m bench.gpu.facts [--device cuda]        prints one JSON document
 """

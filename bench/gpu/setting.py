@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+CLAIMS = ROOT / "claims"
 
 
 class Skipped(Exception):
