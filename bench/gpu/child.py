@@ -18,9 +18,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench.gpu.setting import Result, Setting, Skipped
 
@@ -36,6 +39,9 @@ def orders() -> queue.Queue[str | None]:
             found.put(line.strip())
         found.put(None)
         time.sleep(_ENDING_S)
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=read, daemon=True).start()

@@ -60,7 +60,7 @@ class Child:
                 [sys.executable, "-u", "-m", "bench.gpu.child", module, *options, "--device", setting.device]
                 + ["--scratch", str(setting.scratch), "--reports", str(reporting)],
                 cwd=ROOT,
-                env=environment(setting.scratch / "cache"),
+                env=environment(setting.scratch / "cache", is_rehearsal=setting.is_rehearsal),
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
