@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -56,13 +57,20 @@ def _full(name: str) -> Network:
     return Network(build, (3, side, side), 2048 if side == 32 else 256, batch)
 
 
+def small_resnet(width: int) -> nn.Module:
+    """Two of ResNet-18's blocks, one of them with a stride."""
+    first = (nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+    blocks = (models.Block(width, width, 1), models.Block(width, 2 * width, 2))
+    return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, CLASSES))
+
+
 _SMALL: dict[str, Network] = {
     "W1": Network(models.small_cnn, (1, 28, 28), 512, 8),
     "W2": Network(models.small_cnn, (1, 28, 28), 512, 32),
     "W3": Network(models.tutorial_cnn, (1, 28, 28), 64, 4),
     "W4": Network(lambda: models.mlp(784, 32, CLASSES), (1, 28, 28), 1024, 16),
     "W5": Network(lambda: models.mlp(784, 64, 64, CLASSES), (1, 28, 28), 512, 16),
-    "W6": Network(lambda: models.resnet18(8), (3, 8, 8), 64, 8),
+    "W6": Network(lambda: small_resnet(8), (3, 8, 8), 64, 8),
     "W7": Network(lambda: models.Gpt(32, 1, 2, 16), (16,), 64, 4, of_text=True),
     "W8": Network(lambda: models.Lstm(16), (8,), 64, 4, of_text=True),
     "W9": Network(lambda: models.vgg16(4, 16, 32), (3, 32, 32), 16, 2),
@@ -86,15 +94,16 @@ def network(name: str, size: str = "full", batch: int | None = None) -> Network:
     return _full(name) if size == "full" else _SMALL[name]
 
 
-def data_of(made: Network) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=2)
+def drawn(shape: tuple[int, ...], samples: int, of_text: bool) -> tuple[Tensor, Tensor]:
     """Samples and labels, drawn from a seed: images are noise around a pattern of their class."""
     draws = torch.Generator().manual_seed(0)
-    if made.of_text:
-        tokens = torch.randint(len(ALPHABET), (made.samples, made.shape[0] + 1), generator=draws)
+    if of_text:
+        tokens = torch.randint(len(ALPHABET), (samples, shape[0] + 1), generator=draws)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    labels = torch.randint(CLASSES, (made.samples,), generator=draws)
-    patterns = torch.randn(CLASSES, *made.shape, generator=draws)
-    return torch.randn(made.samples, *made.shape, generator=draws).add_(patterns[labels], alpha=0.5), labels
+    labels = torch.randint(CLASSES, (samples,), generator=draws)
+    patterns = torch.randn(CLASSES, *shape, generator=draws)
+    return torch.randn(samples, *shape, generator=draws).add_(patterns[labels], alpha=0.5), labels
 
 
 class Stop:
@@ -133,7 +142,7 @@ def task(
         model=made.build,
         loss=models.TextLoss() if made.of_text else nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=LR),
-        data=data_of(made),
+        data=drawn(made.shape, made.samples, made.of_text),
         batch_size=made.batch,
         epochs=epochs,
         callbacks=[Stop(Path(marks), seconds)] if marks else [],

@@ -64,10 +64,11 @@ class Block(nn.Module):
         return F.relu(self.norm2(self.conv2(y)) + self.past(x))
 
 
-def resnet18(width: int = 64) -> nn.Module:
-    """With a first convolution of 3x3 and no pooling, as for images of 32x32; `width` is that of its first stage."""
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    for after, stride in ((width, 1), (2 * width, 2), (4 * width, 2), (8 * width, 2)):
+def resnet18() -> nn.Module:
+    """With a first convolution of 3x3 and no pooling, as for images of 32x32."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    width = 64
+    for after, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
         layers += [Block(width, after, stride), Block(after, after, 1)]
         width = after
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))

@@ -209,6 +209,7 @@ def test_a_wheelhouse_leaves_out_torch_and_what_is_there(tmp_path: Path, index: 
     assert {path.suffix for path in folder.iterdir()} == {".whl"}
 
 
+@pytest.mark.more
 def test_a_large_wheelhouse_beside_what_is_there_is_an_error_that_names_the_largest(
     tmp_path: Path, index: Path
 ) -> None:
