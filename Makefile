@@ -4,17 +4,30 @@
 #   PIP_ARGS  more arguments for pip install, such as the package index of another build of torch
 #   DEMO_RUN  the folder that `make demo` writes
 #   ARGS      for `make bench`: a part of it, or a longer one, such as ARGS="W1 W4" or ARGS=--full
+#             for `make gpu`: such as ARGS=--rehearse or ARGS="--budget 200 --only train"
+#   WHEELHOUSE, PYTHON_VERSION, HAVE, MACHINE   for a machine without network: see docs/gpu.md
 
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH_VENV := .venv-bench
+GPU_VENV := .venv-gpu
 ARGS ?=
+WHEELHOUSE ?=
+PYTHON_VERSION ?=
+HAVE ?=
+MACHINE ?= x86_64
 PIP_ARGS ?=
 DEMO_RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c '$(FITS)' 2>/dev/null && echo $$p && break; done)
+
+# `make gpu` prefers a Python that has torch. It must fit and have torch; a Python that was named is taken as it is.
+HAS_TORCH := import importlib.util as u, sys; sys.exit(not ((3, 11) <= sys.version_info[:2] <= (3, 13) and u.find_spec("torch")))
+GPU_PYTHON = $(if $(filter command environment,$(firstword $(origin PYTHON))),$(PYTHON),$(shell \
+	for p in $(BIN)/python python3 python python3.13 python3.12 python3.11; do \
+	$$p -c '$(HAS_TORCH)' 2>/dev/null && echo $$p && exit; done; echo $(PYTHON)))
 
 # Each stamp is younger than what it was made from, so setting up isn't repeated.
 VENV_STAMP := $(VENV)/.stamp-venv
@@ -37,12 +50,12 @@ endef
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all bench lint format clean
+.PHONY: help demo test test-all bench gpu wheelhouse lint format clean
 
 help: ## show this list
 	@echo "hotloop: trains your PyTorch network as fast as your hardware allows, and proves it"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "The first call makes $(VENV) and installs everything there, which takes a few minutes. On Linux torch comes with"
 	@echo "several GB of CUDA libraries; without an NVIDIA GPU, its CPU build spares you those:"
@@ -60,6 +73,22 @@ test: $(DEV_STAMP) ## run the tests
 bench: $(BENCH_STAMP) ## hotloop beside what you would pick instead, half an hour; ARGS="--help" says what else
 	@$(BENCH_VENV)/bin/python -m bench.speed $(ARGS)
 
+# The environment is made around the torch that a Python has, once: see bench/gpu/environment.py.
+gpu: ## prove everything on a GPU, in eight minutes; ARGS=--rehearse tries the list on the CPU
+	@test -n "$(GPU_PYTHON)" || { \
+	  echo "No Python 3.11, 3.12 or 3.13 on the PATH: name the one that has torch with  make gpu PYTHON=/path/to/python3"; \
+	  exit 1; }
+	@$(GPU_PYTHON) -m bench.gpu.environment $(GPU_VENV) --arguments="$(ARGS)" --pip-options="$(PIP_ARGS)" \
+	  $(if $(WHEELHOUSE),--wheelhouse "$(WHEELHOUSE)")
+	@$(GPU_VENV)/bin/python -m bench.gpu $(ARGS)
+
+# Runs in any Python with pip, as it downloads for another one.
+wheelhouse: ## collect what `make gpu` needs on a machine without network; PYTHON_VERSION=3.12 is that machine's
+	$(PYTHON_FITS)
+	@test -n "$(PYTHON_VERSION)" || { echo "name the other machine's Python:  make wheelhouse PYTHON_VERSION=3.12"; exit 1; }
+	@$(PYTHON) -m bench.gpu.wheelhouse "$(or $(WHEELHOUSE),wheelhouse)" --python-version "$(PYTHON_VERSION)" \
+	  --have "$(HAVE)" --machine "$(MACHINE)"
+
 test-all: $(DEV_STAMP) ## run these tests and those left out for their length
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m ""
 
@@ -73,7 +102,7 @@ format: $(DEV_STAMP) ## put the code into the one style
 	$(BIN)/ruff format
 
 clean: ## remove what make made, except runs/ and what was measured (.bench/)
-	rm -rf $(VENV) $(BENCH_VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(GPU_VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests examples bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_STAMP):

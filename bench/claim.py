@@ -23,9 +23,16 @@ CLAIMS = ROOT / "claims"
 @cache
 def sources() -> str:
     """SHA-256 of hotloop's sources: between two releases, its version doesn't say which hotloop it is."""
-    folder, digest = Path(hotloop.__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest_of(Path(hotloop.__file__).parent)
+
+
+def digest_of(*folders: Path) -> str:
+    """SHA-256 of the names and contents of all Python files in these folders."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            name, size = path.relative_to(folder).as_posix(), path.stat().st_size
+            digest.update(f"{name} {size}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

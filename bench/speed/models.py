@@ -118,18 +118,19 @@ class Lstm(nn.Module):
         return self.head(self.lstm(self.tokens(tokens))[0])
 
 
-def vgg16() -> nn.Module:
+def vgg16(width: int = 64, dense: int = 4096, side: int = 224) -> nn.Module:
     """Configuration D of Simonyan and Zisserman, "Very deep convolutional networks", 2015; 134 M parameters for 10 classes
     would be fewer than the published 138 M, so it keeps 1,000."""
     layers: list[nn.Module] = []
-    width = 3
-    for after, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+    before = 3
+    for times, count in ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3)):
         for _ in range(count):
-            layers += [nn.Conv2d(width, after, 3, padding=1), nn.ReLU()]
-            width = after
+            layers += [nn.Conv2d(before, times * width, 3, padding=1), nn.ReLU()]
+            before = times * width
         layers.append(nn.MaxPool2d(2))
-    dense = (nn.Linear(25088, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout())
-    return nn.Sequential(*layers, nn.Flatten(), *dense, nn.Linear(4096, 1000))
+    features = before * (side // 32) ** 2
+    last = (nn.Linear(features, dense), nn.ReLU(), nn.Dropout(), nn.Linear(dense, dense), nn.ReLU(), nn.Dropout())
+    return nn.Sequential(*layers, nn.Flatten(), *last, nn.Linear(dense, 1000))
 
 
 class TextLoss(nn.Module):

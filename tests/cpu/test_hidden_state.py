@@ -417,7 +417,7 @@ class Plain(CountingData):
         {"augment": hotloop.data.compose(lambda inputs, draws: inputs * 1.5)},
         {"average": 0.9, "clip_norm": 1.0, "validation": 4},
     ],
-    ids=str,
+    ids=["plain", "data set", "samples", "dropout", "schedule", "closure", "adam", "augment", "average"],
 )
 @pytest.mark.parametrize("plan", [Plan(), Plan(workers=1)], ids=["here", "workers"])
 def test_ordinary_tasks_are_exact(tmp_path: Path, fields: dict[str, Any], plan: Plan) -> None:

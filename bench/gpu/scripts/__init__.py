@@ -1,0 +1,1 @@
+"""Scripts that checks run as a user would."""
