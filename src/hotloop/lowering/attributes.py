@@ -11,6 +11,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,20 @@ class Attributes:
 
     def __init__(self, task: Task, objects: Mapping[str, Any], saved: Callable[[], Collection[int]]) -> None:
         self._shared, self._objects, self._saved = roots_of(task), dict(objects), saved
-        self._start = self._now()
-        self._before = self._start | {place: value for place, value in before(task).items() if place in self._start}
+        self._first = before(task)
+
+    @cached_property
+    def _start(self) -> Found:
+        """What was there before the first step, and before the first State was taken or restored."""
+        return self._now()
+
+    @cached_property
+    def _before(self) -> Found:
+        return self._start | {place: value for place, value in self._first.items() if place in self._start}
+
+    def begin(self) -> None:
+        """Notes, once, what is there before the first step."""
+        _ = self._before
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
         """What has changed since the objects were made: contents by place, and a line for each that can't be saved."""

@@ -128,6 +128,7 @@ class Program:
 
     def advance(self, steps: int) -> Outcome:
         """Runs up to `steps` steps from the present position, not past the end of the epoch."""
+        self._attributes.begin()
         if self._tells_users:
             self._step.unbind()
             self._note_thawed()
@@ -160,6 +161,7 @@ class Program:
         The batch is moved to the device; `prepare`, `augment` and `end_epoch` are the caller's affair. The caller's
         random generators stay as they are, since the step's draws come from streams of its own.
         """
+        self._attributes.begin()
         self._mode.set()
         self._step.begin_span()
         with preserved(*self.devices), self.around():
