@@ -358,6 +358,7 @@ class Program:
             self._restore_optimizer(state)
 
     def _restore_model(self, state: State, below: tuple[str, ...]) -> None:
+        self._attributes.begin()  # before the optimizer's load_state_dict sets some
         with self._step.in_full():
             restore_model(self.model, state)
             self._step.restore_average(state.average)
