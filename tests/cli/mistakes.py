@@ -124,7 +124,7 @@ DATA = [
          ("targets of a sample have shape (1,)", "expected targets of shape ()", "Reshape")),
     Case("NaN", "X[7, 2] = float('nan')\ntask = make()",
          ("data[0] has NaN or infinity in 1 of 20 samples, first in sample 7",
-          "expected finite numbers", "Remove or replace")),
+          "expected finite numbers", "Remove those samples")),
     Case("infinity", "X[7, 2] = float('inf')\ntask = make()", ("data[0] has NaN or infinity in 1 of 20",)),
     Case("NaN in validation", "V = X.clone()\nV[3] = float('nan')\ntask = make(validation=(V, Y))",
          ("validation[0] has NaN or infinity in 1 of 20 samples, first in sample 3",)),

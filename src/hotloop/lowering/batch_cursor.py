@@ -16,19 +16,19 @@ from hotloop.state import Position
 class BatchCursor:
     """Opens the feed where training stands, and goes on from call to call until `reset`."""
 
-    def __init__(self, feed: Feed, step: EagerStep, checks: BatchChecks) -> None:
-        self._feed, self._step, self._checks = feed, step, checks
+    def __init__(self, step: EagerStep, checks: BatchChecks) -> None:
+        self._step, self._checks = step, checks
         self._batches: Iterator[tuple[Any, int]] | None = None
 
     @property
     def is_open(self) -> bool:
         return self._batches is not None
 
-    def take(self, position: Position, steps: int) -> Iterator[tuple[Any, int]]:
+    def take(self, feed: Feed, position: Position, steps: int) -> Iterator[tuple[Any, int]]:
         """Up to so many batches of the position's epoch, each checked on its way."""
         if self._batches is None:
-            self._batches = self._open(position)
-            self._step.cut_from = self._rows()
+            self._batches = self._open(feed, position)
+            self._step.cut_from = _rows_of(feed)
         taken = self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
         return self._checks.passing(taken, position.step) if self._checks.needed else taken
 
@@ -36,14 +36,14 @@ class BatchCursor:
         """The next call of `take` opens the feed anew: batches that were taken and not trained on are taken again."""
         self._batches = None
 
-    def _open(self, position: Position) -> Iterator[tuple[Any, int]]:
-        feed = self._feed
+    def _open(self, feed: Feed, position: Position) -> Iterator[tuple[Any, int]]:
         if self._step.cuts_batches and not self._checks.needed and isinstance(feed, TableFeed) and feed.untouched:
             return feed.cut(position.epoch, position.batch)
         return feed.epoch(position.epoch, position.batch)
 
-    def _rows(self) -> Any:
-        """The arrays of which batches are rows and nothing else; None where batches are something else."""
-        feed = self._feed
-        is_plain = isinstance(feed, TableFeed) and feed.untouched and feed.treatment.device.type == "cpu"
-        return feed.table.columns if isinstance(feed, TableFeed) and is_plain else None
+
+def _rows_of(feed: Feed) -> Any:
+    """The arrays of which batches are rows and nothing else; None where batches are something else."""
+    if isinstance(feed, TableFeed) and feed.untouched and feed.treatment.device.type == "cpu":
+        return feed.table.columns
+    return None

@@ -53,7 +53,7 @@ def _losses(task: Task, output: Any, target: Any, device: torch.device) -> list[
     if doubt or not all(value.ndim and len(value) == rows for value in tensors(whole)):
         return []
     found = []
-    with preserved(device):
+    with preserved(device), torch.no_grad():
         generators = torch.get_rng_state()
         for times in (1, 2, 3):
             torch.set_rng_state(generators)

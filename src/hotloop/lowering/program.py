@@ -83,7 +83,7 @@ class Program:
         self._switched = step.switched
         self._trainable = step.trainable()
         self._attributes = Attributes(parts.task, step.objects(), step.saved_tensors)
-        self._batches = BatchCursor(feed, step, self.checks)
+        self._batches = BatchCursor(step, self.checks)
         self._tells_users = False
         self._data_changes = DataChanges(parts)
         if feed.reseeds or not parts.world.alone:
@@ -141,7 +141,7 @@ class Program:
         samples = 0
         try:
             with self.around():
-                for done, size in self._step.run(self._batches.take(self.position, steps), start):
+                for done, size in self._step.run(self._batches.take(self.feed, self.position, steps), start):
                     number += done
                     samples += size
         except BaseException:
