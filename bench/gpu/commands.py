@@ -7,10 +7,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 from bench.gpu.setting import ROOT, environment
@@ -61,29 +61,44 @@ def ended(process: subprocess.Popen[str], codes: tuple[int, ...] = (0,)) -> Done
         CommandFailed: its exit code isn't one of `codes`.
     """
     out, err = process.communicate()
+    print(err, file=sys.stderr, flush=True)
     return checked(Done(process.returncode, out, err), codes)
 
 
 def within(*arguments: str, codes: tuple[int, ...] = (0,)) -> Done:
-    """`hotloop ARGUMENTS` in this process, where torch is imported already; its stderr is this one's.
+    """`hotloop ARGUMENTS` in this process, where torch is imported already.
 
     Raises:
         CommandFailed: its exit code isn't one of `codes`.
     """
     from hotloop.cli import main
 
-    out, code = io.StringIO(), 0
-    with mock.patch.object(sys, "argv", ["hotloop", *arguments]), redirect_stdout(out):
+    out, err, code = io.StringIO(), Both(sys.stderr), 0
+    with mock.patch.object(sys, "argv", ["hotloop", *arguments]), redirect_stdout(out), redirect_stderr(err):
         try:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-    return checked(Done(code, out.getvalue(), ""), codes)
+    return checked(Done(code, out.getvalue(), err.getvalue()), codes)
+
+
+class Both(io.StringIO):
+    """Stores what is written, and hands it on, so that output before a crash isn't lost."""
+
+    def __init__(self, other: TextIO) -> None:
+        super().__init__()
+        self._other = other
+
+    def write(self, text: str) -> int:
+        self._other.write(text)
+        self._other.flush()
+        return super().write(text)
+
+    def fileno(self) -> int:
+        return self._other.fileno()
 
 
 def checked(done: Done, codes: tuple[int, ...]) -> Done:
-    if done.err:
-        print(done.err, file=sys.stderr, flush=True)
     if done.code not in codes:
         print(done.out, flush=True)
         lines = [line for line in (done.err or done.out).splitlines() if line.strip()]

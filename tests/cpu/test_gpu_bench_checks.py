@@ -81,13 +81,13 @@ def test_planted_faults_are_found(rehearsal: Setting, part: str) -> None:
 
 def test_a_fault_that_is_not_planted_is_not_found(rehearsal: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "tf32_rounded", lambda program: None)
-    assert faults.run("tf32-product", rehearsal).wrong == "not found under optimizer=foreach"
+    assert faults.run("tf32-product", rehearsal).wrong == "not found under optimizer=foreach, graphs=step"
 
 
 def test_honest_plans_are_trusted_and_a_refused_one_is_named(
     rehearsal: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert faults.run("honest-mlp", rehearsal).figure == "2 of 2 honest plans trusted"
+    assert faults.run("honest-mlp", rehearsal).figure == "3 of 3 honest plans trusted"
     real = faults.proof_of
     monkeypatch.setattr(faults, "proof_of", lambda *given: real(*given, change=faults.tf32_rounded))
     assert "optimizer=foreach is broken" in faults.run("honest-mlp", rehearsal).wrong

@@ -10,7 +10,7 @@ def run(part: str, setting: Setting) -> Result:
     from hotloop.verdicts import TRUSTED, Verdict
 
     command, name = part.split("-")
-    limit = "5s" if setting.is_rehearsal else "30s"
+    limit = "3s" if setting.is_rehearsal else "30s"
     options = ["--plans", "baseline,auto"] if command == "race" else []
     options += ["--set", f"device={setting.device}", "--time-limit", limit, "--json"]
     if setting.is_rehearsal:  # compiling takes the CPU longer than all else

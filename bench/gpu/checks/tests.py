@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from bench.gpu.commands import ended, started
+from bench.gpu.commands import ended, started, within
 from bench.gpu.setting import ROOT, Result, Setting, Skipped
 
 AGREES = 1e-3
@@ -26,8 +26,7 @@ def mixed_devices(setting: Setting) -> Result:
     other = "meta" if setting.device == "cpu" else "cpu"
     folder = _emptied(setting, "mixed")
     command = ["train", "bench/gpu/mixed.py", "-p", f"other={other}", "--device", setting.device]
-    process = started(*command, "--plan", "baseline", "--run", str(folder / "run"), cache=setting.scratch / "cache")
-    done = ended(process, (1,))
+    done = within(*command, "--plan", "baseline", "--run", str(folder / "run"), codes=(1,))
     errors = [line for line in done.err.splitlines() if "error: " in line]
     line = errors[-1] if errors else ""
     is_clear = other in line and setting.device in line and "Traceback" not in done.err
@@ -79,8 +78,12 @@ def trained(number: int, folder: Path, setting: Setting) -> float:
     """The training loss after an epoch."""
     options = ["--ranks", str(number)] if number > 1 else []
     command = ["train", *setting.task("W4"), "--plan", "baseline", "--device", setting.device, *options]
-    process = started(*command, "--run", str(folder / str(number)), "--json", cache=setting.scratch / "cache")
-    return float(ended(process).document["epochs"][-1]["train_loss"])
+    command += ["--run", str(folder / str(number)), "--json"]
+    if number == 1:
+        done = within(*command)
+    else:
+        done = ended(started(*command, cache=setting.scratch / "cache"))
+    return float(done.document["epochs"][-1]["train_loss"])
 
 
 def _emptied(setting: Setting, name: str) -> Path:
