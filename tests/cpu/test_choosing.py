@@ -100,7 +100,7 @@ def test_lower_refuses_what_cannot_be_run() -> None:
 
 def test_the_baseline_is_lowered_without_a_look_at_the_machine(monkeypatch) -> None:
     monkeypatch.setattr(order, "here", lambda name: pytest.fail("it looked"))
-    hotloop.lower(a_task(), Plan(device="cpu", threads=1))
+    hotloop.lower(a_task(), Plan(device="cpu", workers=0))
 
 
 def test_auto_gives_up_what_cannot_be_lowered_and_says_so_once(monkeypatch) -> None:

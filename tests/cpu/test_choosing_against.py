@@ -16,6 +16,7 @@ from hotloop import settling, weighing
 from hotloop.choosing import consider, lowered
 from hotloop.parity import prove_programs
 from hotloop.plan import BASELINE, Plan
+from hotloop.probe import here
 from hotloop.state import differences
 from hotloop.verdicts import TRUSTED, Timing, Verdict
 from hotloop.wanted import Wanted
@@ -32,6 +33,8 @@ from tests.cpu.pretended_compiling import (
 )
 from tests.cpu.pretended_races import proving
 from tests.cpu.programs import a_task, labelled
+
+HAS_BF16 = any("bf16" in device.precisions for device in here("cpu").devices if device.kind == "cpu")
 
 
 @pytest.fixture
@@ -91,14 +94,23 @@ def test_an_incomplete_last_batch_speaks_not_against_compiling(long, pretended, 
     assert pretended[-1] == Plan(compile="package")
 
 
-@pytest.mark.parametrize("axes", [{"accumulation": 2}, {"precision": "bf16"}], ids=["accumulation", "precision"])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"accumulation": 2},
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.skipif(not HAS_BF16, reason="this CPU has no bf16")),
+    ],
+    ids=["accumulation", "precision"],
+)
 def test_where_memory_may_be_too_small_for_the_baseline_nothing_runs_beside_it(
     axes: dict[str, Any], long, pretended
 ) -> None:
     said: list[str] = []
     lowered(a_task(), Wanted(Plan(device="cpu", **axes), auto=True), said.append)
     assert {(plan.compile, *(getattr(plan, axis) for axis in axes)) for plan in pretended} == {("none", *axes.values())}
-    assert said[-2].startswith("auto goes on eagerly: compiled plans race beside whole batches in fp32")
+    assert said[-2].startswith(
+        "auto goes on eagerly: compiled plans race beside whole batches of the baseline's precision"
+    )
 
 
 def test_a_baseline_that_fails_shows_before_anything_is_compiled(long, pretended, monkeypatch) -> None:

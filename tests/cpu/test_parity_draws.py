@@ -147,9 +147,9 @@ def looked_at(task: hotloop.Task, program: Program) -> Account:
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_a_plan_draws_is_looked_at_by_itself(plant: Callable[[Program], None]) -> None:
     task = many()
-    program = lower(task, HALVES)
-    honest = looked_at(task, program)
+    honest = looked_at(task, lower(task, HALVES))
     assert (honest.drawn, honest.draws) == (True, None)
+    program = lower(task, HALVES)
     plant(program)
     found = looked_at(task, program)
     assert found.drawn and str(found.draws).startswith(PLANTS[plant])

@@ -58,7 +58,12 @@ def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
 def _of_any_optimizer() -> Set[str]:
     """What torch itself keeps in an optimizer's attributes."""
     plain = vars(torch.optim.SGD([torch.zeros(())], lr=0.1)).keys()
-    return plain | {"step", "_opt_called", "_step_supports_amp_scaling", "_warned_capturable_if_run_uncaptured"}
+    of_some = {
+        "_need_device_dtype_check_for_fused",
+        "_step_supports_amp_scaling",
+        "_warned_capturable_if_run_uncaptured",
+    }
+    return plain | of_some | {"step", "_opt_called"}
 
 
 def _setter(owner: Any, name: str) -> Put | None:
