@@ -12,7 +12,7 @@ from bench.gpu.setting import Result, Setting
 
 TASKS = {"eager": "everything", "graphs": "capturable"}
 PLANS = {"eager": "", "graphs": "graphs=step"}
-EPOCHS, EVERY = 10, 10
+EPOCHS, REHEARSED_EPOCHS, EVERY = 10, 3, 10
 """Of the trainings: 13 steps an epoch, a checkpoint each 10 steps."""
 
 KILLS = (17, 59)
@@ -32,10 +32,13 @@ def run(part: str, setting: Setting) -> Result:
     whole, killed = folder / "whole", folder / "killed"
     for path in (whole, killed):
         path.mkdir(parents=True)
-    ended(begun(part, whole, options, setting))
-    moments = KILLS[:1] if setting.is_rehearsal else KILLS
-    kills = [kill(part, killed, steps, options, setting) for steps in moments]
-    ended(begun(part, killed, options, setting))
+    beside = begun(part, whole, options, setting)
+    try:
+        kills = [kill(part, killed, steps, options, setting) for steps in KILLS[: 1 if setting.is_rehearsal else None]]
+        ended(begun(part, killed, options, setting))
+        ended(beside)
+    finally:
+        beside.kill()
     differing = disagreements(whole / "run", killed / "run")
     resumes = sum(event["event"] == "resume" for event in Run.open(killed / "run").journal())
     figure = f"killed after {' and '.join(map(str, kills))} steps, resumes: {resumes}: each bit is the same"
@@ -54,7 +57,8 @@ def begun(part: str, folder: Path, options: list[str], setting: Setting) -> subp
     if is_run(run):
         arguments = ["--resume", str(run)]
     else:
-        arguments = [f"bench/gpu/deterministic.py:{TASKS[part]}", "-p", f"epochs={EPOCHS}", "-p", f"marks={folder}"]
+        epochs = REHEARSED_EPOCHS if setting.is_rehearsal else EPOCHS
+        arguments = [f"bench/gpu/deterministic.py:{TASKS[part]}", "-p", f"epochs={epochs}", "-p", f"marks={folder}"]
         arguments += ["--run", str(run), "--device", setting.device, "--checkpoint-every", str(EVERY), *options]
     return started("train", *arguments, cache=setting.scratch / "cache", more=NEEDED)
 
