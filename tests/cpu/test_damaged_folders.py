@@ -162,12 +162,13 @@ def test_what_is_no_checkpoint_is_passed_over(
     newest = Checkpoints(copy / "checkpoints").files()[0]
     newest.unlink()
     put(newest)
-    if put is a_folder:  # the same checkpoint, written anew, would have its name
-        assert "Is a directory" in refused(copy)
+    try:
+        assert "passing over the checkpoint of step 20" in resumed(copy, capsys)
+    except HotloopError as error:  # the same checkpoint, written anew, has the folder's name
+        assert put is a_folder
+        assert "Is a directory" in str(error)
         newest.rmdir()
         train(copy)
-    else:
-        assert "passing over the checkpoint of step 20" in resumed(copy, capsys)
     assert disagreements(whole, copy) == []
 
 
@@ -264,7 +265,7 @@ def test_a_damaged_record_is_an_error(copy: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("plan.toml", 'residency = "stream"', 'residency = "host"'),
+        ("plan.toml", 'correction = "divide"', 'correction = "none"'),
         ("run.json", '"checkpoint_every": "5"', '"checkpoint_every": "6"'),
     ],
 )

@@ -33,7 +33,6 @@ CONFIG = {
     "responsive": True,
     "plotlyServerURL": "",
     "showSendToCloud": False,  # plotly's own servers
-    "showEditInChartStudio": False,
     "modeBarButtonsToRemove": ["sendDataToCloud", "editInChartStudio"],
 }
 """Of all pages: what a page shows goes nowhere."""
