@@ -265,7 +265,7 @@ def test_a_damaged_record_is_an_error(copy: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("plan.toml", 'correction = "divide"', 'correction = "none"'),
+        ("plan.toml", 'precision = "default"', 'precision = "fp32"'),
         ("run.json", '"checkpoint_every": "5"', '"checkpoint_every": "6"'),
     ],
 )
