@@ -351,9 +351,9 @@ def _check_whole(path: Path, plan: Plan, record: RunRecord) -> None:
     Raises:
         PlanError: axes are missing that hotloop writes.
     """
-    same = record.versions.get("hotloop") == __version__
+    is_sealed = bool(record.switches) and record.versions.get("hotloop") == __version__
     written = [axis for axis, field in Plan.model_fields.items() if field.default is not None]
-    lacking = [axis for axis in (written if same else ["engine", "device"]) if axis not in plan.model_fields_set]
+    lacking = [axis for axis in (written if is_sealed else ["engine", "device"]) if axis not in plan.model_fields_set]
     if lacking:
         raise PlanError(
             f"{path} is damaged: it doesn't say {', '.join(lacking[:3])}{' and more' * (len(lacking) > 3)}",

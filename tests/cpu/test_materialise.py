@@ -20,7 +20,8 @@ from hotloop.lowering.facts import facts_of
 from hotloop.lowering.ingredients import Ingredients, placed
 from hotloop.plan import Plan
 from hotloop.rng import generator_states
-from hotloop.state import differences
+from hotloop.state import State
+from hotloop.state import differences as all_differences
 from tests.cpu.killing import train
 from tests.cpu.materialised import Arrays, Named, Pairs, after, named_step, reading
 from tests.cpu.programs import a_task, advance, labelled, last_state
@@ -50,6 +51,11 @@ TASKS: dict[str, dict[str, Any]] = {
         data=Pairs(), model=lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(), nn.Linear(9, 3))
     ),
 }
+
+
+def differences(one: State, other: State) -> list[str]:
+    """Without what data sets count of themselves: one that is read into memory is asked for fewer samples."""
+    return [path for path in all_differences(one, other) if not path.startswith("/attributes/")]
 
 
 @pytest.mark.parametrize("name", TASKS)

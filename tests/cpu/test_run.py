@@ -93,7 +93,7 @@ def test_killed_in_an_evaluation_and_in_the_last_one(whole: Path, tmp_path: Path
         left = 2
 
         def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            if not torch.is_grad_enabled():
+            if not self.training:
                 Loss.left -= 1
                 if Loss.left == 0:
                     raise Killed
@@ -167,7 +167,7 @@ class Signalling(CentredLoss):
         self.at, self.evaluated = at, 0
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
+        if not self.training:
             self.evaluated += 1
             if self.evaluated == self.at:
                 signal.raise_signal(signal.SIGINT)

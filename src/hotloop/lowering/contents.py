@@ -171,6 +171,8 @@ def _put_array(live: Any, put: Put | None, content: Any) -> None:
 
 def _of_generator(value: Any) -> Value | None:
     """The state of a random generator of the user's own."""
+    if isinstance(value, random.SystemRandom):  # without a state
+        return None
     if isinstance(value, random.Random):
         return Value(value.getstate(), value.setstate, is_random=True)
     if isinstance(value, torch.Generator):
