@@ -253,7 +253,7 @@ def test_a_number_that_is_not_lifted_is_refused_when_it_is_recorded(monkeypatch:
 
 def test_a_piece_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = accumulation.pieces_of
-    monkeypatch.setattr("hotloop.lowering.order.check_accumulation", lambda *args: None)
+    monkeypatch.setattr("hotloop.lowering.batch_checks.check_accumulation", lambda *args: None)
     monkeypatch.setattr(accumulation, "pieces_of", lambda *args: list(whole(*args))[1:])
     state = after(hotloop.lower(family("mlp"), Plan(graphs="step", accumulation=3)), STEPS)
     with pytest.raises(AssertionError):

@@ -132,7 +132,7 @@ def test_a_label_that_the_model_cannot_put_out_is_named(tmp_path) -> None:
 
 def watch(answers: Answers, output: Tensor, target: Tensor, inputs: Tensor | None = None) -> None:
     given = torch.zeros(len(target), 2) if inputs is None else inputs
-    answers((given, target), len(target), Computed(torch.zeros(()), output, {}))
+    answers((given, target), len(target), Computed(torch.zeros(()), output, {}, classified=True))
 
 
 def test_the_worst_of_all_batches_are_kept_whatever_their_order() -> None:

@@ -141,6 +141,7 @@ def old_run(tmp_path: Path) -> Path:
 
 
 def test_an_old_run_goes_on_in_fp32(old_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTLOOP_TRUST", "1")  # runs of that version have no id
     torch.set_float32_matmul_precision("medium")
     seen: list[dict[str, str]] = []
     step = torch.nn.Linear.forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from dataclasses import replace
@@ -85,26 +86,27 @@ def test_killed_while_a_checkpoint_is_written(whole: Path, tmp_path: Path, monke
     assert disagreements(whole, path) == []
 
 
-def test_killed_in_an_evaluation_and_in_the_last_one(whole: Path, tmp_path: Path) -> None:
+def test_killed_in_an_evaluation_and_in_the_last_one(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run"
     test_batches = 4 * 3 + 1  # three validations of 40 samples in batches of 16, then the first batch of the test
 
     class Loss(type(task().loss)):  # type: ignore[misc]
-        left = 2
-
         def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             if not self.training:
-                Loss.left -= 1
-                if Loss.left == 0:
+                monkeypatch.setenv("LEFT", str(int(os.environ["LEFT"]) - 1))  # no State holds the environment
+                if os.environ["LEFT"] == "0":
                     raise Killed
             return super().forward(output, target)
 
+    monkeypatch.setenv("LEFT", "2")
     mortal = replace(task(EPOCHS), loss=Loss(""))
     assert train(path, mortal) is None  # in the second batch of the first evaluation
     assert not Run.open(path).epochs
-    Loss.left = test_batches - 3
+    monkeypatch.setenv("LEFT", str(test_batches - 3))
     assert train(path, mortal) is None  # in the test's first batch or soon after
-    Loss.left = -1
+    monkeypatch.setenv("LEFT", "-1")
     train(path, mortal)
     assert [event["step"] for event in events(path, "resume")][-1] > STEPS_PER_EPOCH
     assert disagreements(whole, path) == []
