@@ -357,7 +357,7 @@ def mixing(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 STAGES = Plan(parallel="stages", ranks=2, microbatches=2)
-DRAWN = r"^parallel=stages, and the model or the loss draws from NumPy's or Python's generator; expected .* of torch's"
+DRAWN = r"^parallel=stages, and the model or the loss draws from NumPy's or Python's generator, or from one of its own; expected .* of torch's"
 REFUSED: dict[str, tuple[hotloop.Task, dict[str, Any], str]] = {
     "a batch norm": (linear(nn.BatchNorm1d(4)), {}, r"microbatches=2 changes .*'1' \(BatchNorm1d\).*microbatches=1"),
     "a decision": (linear(Decides()), {}, r"can't cut the model: '1' can't be exported as a graph"),
