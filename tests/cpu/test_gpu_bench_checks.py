@@ -162,7 +162,7 @@ def test_what_is_planted_must_be_named_with_its_line(monkeypatch: pytest.MonkeyP
     line = next(
         number for number, text in enumerate(profile.SCRIPT.read_text().splitlines(), 1) if "loss.item()" in text
     )
-    remedy = {"cause": ".item() at each step", "where": f"/work/{profile.SCRIPT.name}:{line}", "gain": 0.2}
+    remedy = {"cause": ".item() at each step", "where": f"/somewhere/{profile.SCRIPT.name}:{line}", "gain": 0.2}
     for remedies, is_right in (([remedy], True), ([remedy | {"where": "loop.py:1"}], False), ([], False)):
         replied({"remedies": remedies, "bound": "host"}, monkeypatch, profile)
         assert (profile.run("synchronisation", on_cuda).wrong == "") is is_right
