@@ -219,7 +219,7 @@ def _running(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
 def _syntax(what: str, error: SyntaxError) -> TaskError:
     file = Path(error.filename).name if error.filename else what
     shown = f": {error.text.strip()}" if error.text and error.text.strip() else ""
-    found = TaskError(f"{file} line {error.lineno}{shown}", expected=f"Python ({error.msg})", fix="mend it there")
+    found = TaskError(f"{file} line {error.lineno}{shown}", expected=f"Python ({error.msg})", fix="correct that line")
     found.detail = "".join(traceback.format_exception_only(error)).rstrip("\n")
     return found
 

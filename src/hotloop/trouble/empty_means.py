@@ -28,7 +28,7 @@ def empty_mean(program: Program, batch: Any) -> str:
         with preserved(*program.devices), torch.no_grad(), watch:
             program.parts.task.compute(program.model, to_device(batch, program.device))
     except Exception:
-        pass  # the step itself ran; what it does with the weights that it left is of no matter here
+        pass  # the step itself ran before; this pass only searches for a mean over nothing
     return watch.found
 
 
