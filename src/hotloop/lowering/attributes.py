@@ -30,6 +30,9 @@ _OPENED = 256
 """Items of a container whose items are compared one by one, where they are more than plain values."""
 
 _FUNCTIONS = ("step", "loss", "schedule", "weight", "prepare", "augment", "collate", "metrics", "predict", "callbacks")
+_SOURCES = ("data", "validation", "test", "collate")
+"""Roots whose random generators are set before each sample, in each process that has a copy: they are no part of State."""
+
 _BEFORE = "_attributes_before"
 
 
@@ -202,8 +205,7 @@ def changes_of_samples(task: Task, workers: int | None) -> list[str]:
         for place in (0, len(source) - 1):
             source.dataset[place]
         now = found_in(root, ())
-        fixed = [place for place, value in (held | now).items() if not value.is_random]
-        places = [place for place in fixed if not is_same(held.get(place), now.get(place))]
+        places = [place for place in {**held, **now} if not is_same(held.get(place), now.get(place))]
         outer = [place for place in places if not _is_inside(place, places)]
         where = "in each worker's copy of the data set, which no checkpoint stores"
         return [f"loading samples changes {place.replace('/', '.')} {where}" for place in outer]
@@ -232,9 +234,9 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
     places: dict[int, str] = {}
     kept = []  # so that no two objects get one id
     own = {package_of(root) for root in roots.values() if not isinstance(root, nn.Module)}
-    left: deque[tuple[str, Any, Put | None]] = deque((name, root, None) for name, root in roots.items())
+    left: deque[tuple[str, str, Any, Put | None]] = deque((name, name, root, None) for name, root in roots.items())
     while left:
-        place, value, put = left.popleft()
+        root, place, value, put = left.popleft()
         if id(value) in left_out:
             continue
         if not isinstance(value, _IMMUTABLE):
@@ -246,15 +248,16 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
             places[id(value)] = place
             kept.append(value)
         if (one := content_of(value, put)) is not None:
-            found[place] = one
+            if not (one.is_random and root in _SOURCES):
+                found[place] = one
         elif isinstance(value, CONTAINERS):
             found[place] = Value((type(value).__name__, len(value)))
             if len(value) <= _OPENED:
-                left.extend((f"{place}/{name}", item, how) for name, item, how in items_of(value))
+                left.extend((root, f"{place}/{name}", item, how) for name, item, how in items_of(value))
         else:
             owner = value if isinstance(getattr(value, "__dict__", None), dict) else None
             found[place] = Value(type(value).__name__, owner=owner)
-            left.extend((f"{place}/{name}", item, how) for name, item, how in held_by(value, own))
+            left.extend((root, f"{place}/{name}", item, how) for name, item, how in held_by(value, own))
     return found
 
 
