@@ -6,6 +6,7 @@ What is named here is public. Names are imported on first use, so that `import h
 from __future__ import annotations
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -79,7 +80,11 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"hotloop.{name}")
     if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+        value = getattr(import_module(_HOME[name]), name)
+        if isinstance(value, FunctionType):
+            value = import_module("hotloop.argument_names").naming_arguments(value)
+        globals()[name] = value  # one object, whoever asks: pickle requires this
+        return value
     raise AttributeError(f"module 'hotloop' has no attribute {name!r}")
 
 

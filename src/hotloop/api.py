@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hotloop.answers import evaluate_weights
+from hotloop.argument_names import name_arguments
 from hotloop.choosing import Foreseen, placed
 from hotloop.errors import PlanError, RunError, TaskError, kind
 from hotloop.exporting import export_weights
@@ -72,7 +73,7 @@ def fit(
         raise TaskError(f"fit got {kind(task)}", expected="a hotloop.Task", fix="see hotloop.Task's help")
     path, axes = Path(run) if run else None, {} if device is None else {"device": device}
     ranked = to_start(plan, axes, path if resume else None)
-    display = Display(_console(in_forks=ranked is not None) if progress else Terminal(quiet=True))
+    display = _ArgumentDisplay(_console(in_forks=ranked is not None) if progress else Terminal(quiet=True))
     common: dict[str, Any] = dict(
         plan=plan,
         axes=axes,
@@ -111,6 +112,13 @@ def fit(
     handle = Run.open(Path(trained))
     handle.task = task
     return handle
+
+
+class _ArgumentDisplay(Display):
+    """A display whose lines name Python arguments in place of the command's flags."""
+
+    def say(self, line: str) -> None:
+        super().say(name_arguments(line))
 
 
 def _console(in_forks: bool) -> Terminal:

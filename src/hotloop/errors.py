@@ -179,7 +179,7 @@ def calling(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
     except Exception as error:
         if out_of_memory(error):
             raise
-        raise TaskError(f"{what} raised {blame(error)}", fix="mend it there") from error
+        raise TaskError(f"{what} raised {blame(error)}", fix="correct that line") from error
 
 
 def out_of_memory(error: BaseException) -> bool:

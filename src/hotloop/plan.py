@@ -242,7 +242,7 @@ BASELINE = Plan()
 
 
 def _not_toml(source: str, why: str) -> PlanError:
-    return PlanError(f"{source} is not TOML ({why})", expected='lines such as device = "cpu"', fix="mend that line")
+    return PlanError(f"{source} is not TOML ({why})", expected='lines such as device = "cpu"', fix="correct that line")
 
 
 def _explain(error: ValidationError) -> PlanError:

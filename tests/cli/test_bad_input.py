@@ -169,13 +169,13 @@ REAL = {
     "syntax error": (
         "def f(:",
         (),
-        "error: task.py line @1: def f(:; expected Python (invalid syntax). Mend it there\n",
+        "error: task.py line @1: def f(:; expected Python (invalid syntax). Correct that line\n",
     ),
     "sample raises": (
         SAMPLES.format(trouble="raise ValueError('broken')"),
         ("--workers", "2"),
         "error: the data set raised ValueError: broken (task.py:@7) in sample 7. "
-        "Mend the data set, or leave that sample out\n",
+        "Correct the data set, or leave that sample out\n",
     ),
     "worker dies": (
         SAMPLES.format(trouble="__import__('os')._exit(3)"),

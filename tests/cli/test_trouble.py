@@ -116,7 +116,7 @@ def test_a_failing_callback_loses_nothing(hotloop: Hotloop, tmp_path: Path) -> N
     assert done.code == 1
     (line,) = errors_in(done.err)
     assert line.startswith("error: the callback count raised RuntimeError: enough (net.py:")
-    assert line.endswith("at the event 'epoch' after step 8. Mend it there; what was trained is saved")
+    assert line.endswith("at the event 'epoch' after step 8. Correct that line; what was trained is saved")
     again = hotloop("train", "--resume", "run", "--device", "cpu")
     assert again.code == 0, again.err
     assert [epoch["epoch"] for epoch in Run.open(tmp_path / "run").epochs] == [1, 2, 3]

@@ -183,7 +183,7 @@ def test_a_prepare_that_cannot_be_right(prepare: Any, says: str, kind: type[Exce
 @pytest.mark.parametrize("data", [Pairs(), Endless()], ids=["samples", "stream"])
 def test_a_prepare_that_raises_on_its_way_is_named(data: Any) -> None:
     given = roles(data, prepare=lambda x: x.reshape(7), batch_size=5)
-    with pytest.raises(TaskError, match=r"prepare raised RuntimeError: .* \(test_source.py:\d+\)\. Mend it there"):
+    with pytest.raises(TaskError, match=r"prepare raised RuntimeError: .* \(test_source.py:\d+\)\. Correct that line"):
         arrived(given)
 
 
@@ -203,7 +203,7 @@ class Broken(Pairs):
 def test_a_data_set_that_raises_is_shown_with_line_and_sample(workers: int) -> None:
     feed = open_feed(Samples(Broken()), Order(20, 4, 0), Treatment(torch.device("cpu"), 0), workers=workers)
     with pytest.raises(
-        DataError, match=r"^the data set raised ValueError: two \(test_source.py:\d+\) in sample 7\. Mend the data set"
+        DataError, match=r"^the data set raised ValueError: two \(test_source.py:\d+\) in sample 7\. Correct the data set"
     ):
         list(feed.epoch(0))
     feed.close()

@@ -266,7 +266,7 @@ def test_an_error_of_a_later_step_says_what_is_saved(tmp_path: Path) -> None:
         tmp_path, TrainingError, data=data, shuffle=False, epochs=3, model=layers(InTraining(raise_at(17)))
     )
     assert message.startswith("step 4 (epoch 1, batch 4) raised ValueError: too large (test_trouble.py:")
-    assert message.endswith("in '1' (InTraining). Mend it there; the last good checkpoint is of step 2")
+    assert message.endswith("in '1' (InTraining). Correct that line; the last good checkpoint is of step 2")
     assert newest_step(tmp_path) == 2
 
 

@@ -132,7 +132,7 @@ def test_calling_passes_the_result_on() -> None:
 def test_calling_names_what_raised_and_keeps_the_cause() -> None:
     error = raised(calling, "the model factory", fails)
     assert isinstance(error, TaskError)
-    assert str(error) == f"the model factory raised {blame(raised(fails))}. Mend it there"
+    assert str(error) == f"the model factory raised {blame(raised(fails))}. Correct that line"
     assert isinstance(error.__cause__, ValueError)
 
 

@@ -22,6 +22,7 @@ ORDER = (
     "texts",
     "terminal",
     "errors",
+    "argument_names",
     "amounts",
     "patches",
     "quiet",

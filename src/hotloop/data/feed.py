@@ -307,7 +307,7 @@ def of_data(error: Exception) -> HotloopError:
         return lost
     last = (getattr(error, "__notes__", None) or str(error).splitlines() or [""])[-1]
     where, remedy = (f" {last}", ", or leave that sample out") if last.startswith(NOTE) else ("", "")
-    return DataError(f"the data set raised {blame(error)}{where}", fix=f"mend the data set{remedy}")
+    return DataError(f"the data set raised {blame(error)}{where}", fix=f"correct the data set{remedy}")
 
 
 @dataclass(frozen=True)

@@ -102,5 +102,5 @@ def differs_later(error: HotloopError, step: int) -> PartsDifferError:
     return PartsDifferError(
         f"step {step + 1}: {error.given}",
         expected=error.expected,
-        fix=f"{error.fix}; the State before that step is saved, so that --resume goes on from it",
+        fix=f"{error.fix}; the State before that step is saved, go on with --resume",
     )

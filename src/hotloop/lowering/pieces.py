@@ -238,7 +238,7 @@ def _exported(objective: Objective, leaves: tuple[Tensor, ...]) -> Any:
             f"parallel=stages can't cut the model: {_failing(objective, leaves)} can't be exported as a graph"
             f" ({blame(error)})",
             expected="a forward pass without decisions that depend on the values in its tensors",
-            fix="mend it there, or use parallel=sharded",
+            fix="change that module, or use parallel=sharded",
         ) from error
 
 

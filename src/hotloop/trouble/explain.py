@@ -95,7 +95,7 @@ def _any(trouble: _Trouble) -> HotloopError:
     given = f"{trouble.place} raised {blame(trouble.error)}{where}"
     if trouble.program.position.step == 0 and not trouble.during:
         return TaskError(given, fix="check that the Task's model, loss and data fit together; nothing was trained yet")
-    return TrainingError(given, fix=f"mend it there; {saved(trouble.saved_step)}")
+    return TrainingError(given, fix=f"correct that line; {saved(trouble.saved_step)}")
 
 
 def _disk(trouble: _Trouble) -> HotloopError | None:

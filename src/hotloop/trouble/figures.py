@@ -32,7 +32,7 @@ def nonfinite_figure(
     if figure != "validation_loss" or source is None:
         return NonFiniteError(
             f"{after}, so that epochs can't be compared by it",
-            fix=f"mend it in the Task, or monitor another figure; {saved(saved_step)}",
+            fix=f"correct it in the Task, or monitor another figure; {saved(saved_step)}",
         )
     if not program.parts.world.alone:
         return NonFiniteError(

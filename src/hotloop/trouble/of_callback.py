@@ -20,5 +20,5 @@ def explained_of_callback(error: Exception, callback: Callback, view: View, save
         trained = "no checkpoint was written yet" if saved is None else f"the last checkpoint is of step {saved}"
     return TaskError(
         f"the callback {name} raised {blame(error)} at the event {view.event!r} after step {view.step}",
-        fix=f"mend it there; {trained}",
+        fix=f"correct that line; {trained}",
     )

@@ -89,7 +89,7 @@ def blamed_samples(program: Program, position: Position, part: str, rows: Tensor
 def _blame(stage: str, listed: str, count: int) -> tuple[str, str]:
     if stage == "the data":
         return f"{listed} of the data {'has' if count == 1 else 'have'}", "leave out or replace what isn't finite there"
-    return f"{stage} makes of {listed}", f"mend {stage}, such as a division by 0 in it"
+    return f"{stage} makes of {listed}", f"correct {stage}, such as a division by 0 in it"
 
 
 def _listed(numbers: list[int], shown: int = 3) -> str:

@@ -1,0 +1,65 @@
+"""Messages name the command's flags; where a Python function raises or prints them, they name its arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from hotloop.errors import HotloopError
+
+_COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|devices)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
+"""A whole command stays as it is: a user can type it."""
+
+_PATH = r"[^\s;,]*[^\s;,.:]"
+_FORMS = [
+    (r"--[a-z-]+(?: \S+)? \((?:or )?([a-z_]+=[^)]*)\)", r"\1"),  # the message names the argument, too
+    (rf"hotloop train --resume ({_PATH})", r"hotloop.fit(task, run='\1', resume=True)"),
+    (rf"--resume ({_PATH})", r"run='\1' and resume=True"),
+    (r"--resume\b", "resume=True"),
+    (r"--set ([a-z]+)=(\w+)((?: --set [a-z]+=\w+)+)", r"\1=\2\3 in the plan"),
+    (r" --set ([a-z]+)=(\w+)(?= --set| in the plan)", r", \1=\2"),
+    (r"--set ([a-z]+)=(\w+)", r"\1=\2 in the plan"),
+    (r"--(ranks|workers) (\d+)", r"\1=\2 in the plan"),
+    (r"--(ranks|workers)\b", r"\1 of the plan"),
+    (r"--device ((?:cpu|cuda|mps|xpu)[\w:]*)", r"device='\1'"),
+    (r"--(weights|plan) (last|best|auto)", r"\1='\2'"),
+    (r"--steps (\d+)", r"steps=\1"),
+    (r"--plans ([\w,./]+)", lambda found: f"plans={found[1].split(',')}"),
+    (r"--batch-size (\w+)", r"batch_size=\1"),
+    (r"(?:hotloop |train )*--tune\b", "hotloop.tune(task)"),
+    (r"--try\b", "try_remedies=True"),
+    (r"--without-prepare\b", "prepare=False"),
+    (r"--(trust|refresh)\b", r"\1=True"),
+]
+_NAMES = "run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"
+
+
+def name_arguments(text: str) -> str:
+    """A message with Python arguments in place of flags: `--device cpu` becomes `device='cpu'`."""
+    commands = re.split(f"({_COMMAND})", text)
+    commands[::2] = map(_translated, commands[::2])
+    return "".join(commands)
+
+
+def _translated(text: str) -> str:
+    for pattern, form in _FORMS:
+        text = re.sub(pattern, form, text)
+    return re.sub(rf"--({_NAMES})\b(?!-)", lambda found: found[1].replace("-", "_") + "=", text)
+
+
+def naming_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A public function whose errors name Python arguments."""
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except HotloopError as error:
+            error.given, error.expected, error.fix = map(name_arguments, (error.given, error.expected, error.fix))
+            error.args = tuple(name_arguments(one) if isinstance(one, str) else one for one in error.args)
+            raise
+
+    call.__module__ = "hotloop"  # where pickle finds this function
+    return call
