@@ -78,6 +78,12 @@ def shown(one: Explanation, width: int = 80) -> str:
     return text
 
 
+def test_equations_without_any_difference() -> None:
+    """As those of one linear layer are, in float64."""
+    words = " ".join(shown(explanation(LINEAR).model_copy(update={"difference": 0.0})).split())
+    assert "equations that can be compared agree with torch and autograd. The network's own" in words
+
+
 def test_layers_with_their_equations() -> None:
     text = shown(explanation(LINEAR, FLATTEN))
     assert "t[bold]: a batch of 8x4; 1,234 parameters" in text

@@ -181,9 +181,9 @@ def _agreement(explanation: Explanation) -> Iterator[str]:
         far = (
             ""
             if not explanation.difference
-            else f"; furthest off is {explanation.worst}, by {explanation.difference:.0e}"
+            else f"; furthest off is {explanation.worst}, by {explanation.difference:.0e} of its largest number"
         )
-        yield f"All {checked} equations that can be compared agree with torch and autograd{far} of its largest number."
+        yield f"All {checked} equations that can be compared agree with torch and autograd{far}."
     alike, total = explanation.gradients
     if alike == total:
         yield f"The network's own gradients of all {total} parameters are the sums of these equations."
