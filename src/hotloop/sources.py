@@ -143,21 +143,21 @@ def module_name(path: Path) -> str:
     return f"_{path.stem}_task" if is_taken(path.stem) else path.stem
 
 
-def packaged_name(path: Path) -> str:
-    """`package.module` of a file that imports relatively, as `from .net import build` does; its own name for others.
+def package_around(path: Path) -> str:
+    """The dotted package of a file that imports relatively, as `from .net import build` does; empty for other files.
 
     The package is made of the folders above the file with an `__init__.py`, and of as many as its imports go up.
     """
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
-        return module_name(path)  # running the file says what is wrong with it
+        return ""  # running the file says what is wrong with it
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if not any(levels):
-        return module_name(path)
+        return ""
     above = itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), path.parents)
     folders = path.parents[: max(len(list(above)), *levels)]
-    return ".".join([folder.name for folder in reversed(folders)] + [path.stem] * (path.stem != "__init__"))
+    return ".".join(folder.name for folder in reversed(folders))
 
 
 def is_taken(name: str) -> bool:

@@ -29,7 +29,8 @@ from hotloop.sources import (
     is_taken,
     local_sources,
     make_importable,
-    packaged_name,
+    module_name,
+    package_around,
     split,
 )
 from hotloop.task import Task
@@ -115,8 +116,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def _load_file(path: Path) -> tuple[ModuleType, Path]:
     """The module of a file, and the folder that its package lies in, or the file if it is in none."""
-    name = packaged_name(path)
-    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    package = package_around(path)
+    own = [] if path.stem == "__init__" else [path.stem]
+    name = ".".join([package, *own]) if package else module_name(path)
     root = path.parents[package.count(".") + 1 if package else 0]
     make_importable(root)
     if package:

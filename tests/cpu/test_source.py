@@ -203,7 +203,8 @@ class Broken(Pairs):
 def test_a_data_set_that_raises_is_shown_with_line_and_sample(workers: int) -> None:
     feed = open_feed(Samples(Broken()), Order(20, 4, 0), Treatment(torch.device("cpu"), 0), workers=workers)
     with pytest.raises(
-        DataError, match=r"^the data set raised ValueError: two \(test_source.py:\d+\) in sample 7\. Correct the data set"
+        DataError,
+        match=r"^the data set raised ValueError: two \(test_source.py:\d+\) in sample 7\. Correct the data set",
     ):
         list(feed.epoch(0))
     feed.close()

@@ -74,7 +74,7 @@ def test_each_step_is_called_once_and_each_event_is_seen_once(tmp_path: Path, dr
     step, task = make(draw, first, validation=labelled(8), callbacks=[seeing])
     options: dict[str, Any] = {"plan": Plan(residency="stream") if plan == "stream" else plan}
     run = fitted(task, tmp_path / "run", checkpoint_every="7", **options)
-    assert step.calls == {"training": run.epochs[-1]["step"], "evaluation": 12}
+    assert step.calls == {"training": run.epochs[-1]["step"], "evaluation": 24}
     epochs = {event: count for event, count in seeing.events.items() if event[0] in ("start", "epoch", "stop")}
     assert set(epochs.values()) == {1} and len(epochs) == 14
     assert events(tmp_path / "run", "resume") == []

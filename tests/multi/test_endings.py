@@ -134,7 +134,7 @@ class OneBad(Samples):
 
 def test_a_figure_that_is_none_ends_all_ranks_and_one_process_names_the_sample(tmp_path: Path) -> None:
     given = task(validation=OneBad())
-    ends = r"^after epoch 1 the validation loss is NaN\. Go on with --set parallel=none --set ranks=none, which names"
+    ends = r"^after epoch 1 the validation loss is NaN\. Go on with parallel=none, ranks=none in the plan, which names"
     with pytest.raises(NonFiniteError, match=ends):
         hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="data", ranks=2), progress=False)
     with pytest.raises(NonFiniteError, match="sample 11 of the validation data has NaN in its input"):

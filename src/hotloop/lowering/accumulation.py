@@ -131,11 +131,11 @@ def check_pieces(
         with roundings:
             whole = _gradients(parts, batch, samples, 1, wide)
             cut = _gradients(parts, batch, samples, pieces, wide)
+    except NotCopiedError as error:
+        raise PlanError(f"{asked} can't be checked: {error.given}", fix=instead) from error
     except (HotloopError, NotCopied):
         raise
     except Exception as error:
-        if isinstance(error, NotCopiedError):
-            raise PlanError(f"{asked} can't be checked: {error.given}", fix=instead) from error
         if whole:
             what = f"{asked} fails in a piece of a batch ({blame(error)})"
             raise not_in_pieces(what, instead, _norms(parts)) from error

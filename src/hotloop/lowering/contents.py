@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import itertools
 import math
-import operator
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import GeneratorType
 from typing import Any
 
 import numpy as np
@@ -69,12 +66,6 @@ def content_of(value: Any, put: Put | None) -> Value | None:
         return _of_array(value, put)
     if isinstance(value, CONTAINERS):
         return _of_container(value, put)
-    if isinstance(value, itertools.count):
-        return Value(repr(value))
-    if hasattr(value, "__length_hint__"):  # an iterator of a list, a range or the like
-        return Value(operator.length_hint(value))
-    if isinstance(value, GeneratorType):
-        return Value(-1 if value.gi_frame is None else value.gi_frame.f_lasti)
     return _of_generator(value)
 
 

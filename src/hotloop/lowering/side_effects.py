@@ -27,7 +27,9 @@ Place = tuple[str, ...]
 """Whose, and the names that lead to it."""
 
 
-def refused(why: str, expected: str, fix: str = "correct that line, or choose compile=none and graphs=none") -> PlanError:
+def refused(
+    why: str, expected: str, fix: str = "correct that line, or choose compile=none and graphs=none"
+) -> PlanError:
     """The error for a step that can't be captured."""
     return PlanError(f"the step can't be captured as one graph: {why}", expected=expected, fix=fix)
 

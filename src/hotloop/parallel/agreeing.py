@@ -11,16 +11,20 @@ from hotloop.errors import OutOfStepError
 from hotloop.parallel.world import World
 from hotloop.state import State, bits, leaves
 
+_OF_A_RANK = {"position": (), "attributes": ()}
+
 
 def check_in_step(world: World, state: State) -> None:
     """Compares a State with those of the other ranks, bit by bit.
+
+    Positions and plain values in attributes are left out: a data set may count the samples that its own rank loads.
 
     Raises:
         OutOfStepError: naming what differs first, and on which rank.
     """
     if world.alone:
         return
-    of_ranks = world.gathered({path: _digest(value) for path, value in leaves(vars(state) | {"position": ()})})
+    of_ranks = world.gathered({path: _digest(value) for path, value in leaves(vars(state) | _OF_A_RANK)})
     first = of_ranks[0]
     for rank, digests in enumerate(of_ranks):
         odd = [path for path in first | digests if first.get(path) != digests.get(path)]
