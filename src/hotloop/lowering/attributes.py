@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -18,8 +18,8 @@ import numpy as np
 from torch import nn
 
 from hotloop.data.source import Samples, Stream
-from hotloop.lowering.contents import CONTAINERS, Value, are_equal, content_of, is_same
-from hotloop.lowering.owners import Put, held_by, items_of
+from hotloop.lowering.contents import CONTAINERS, SCALARS, Value, are_equal, content_of, is_same
+from hotloop.lowering.owners import Held, Put, held_by, items_of
 from hotloop.lowering.reach import package_of
 from hotloop.rng import preserved
 from hotloop.state import host_copy
@@ -235,10 +235,17 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
     kept = []  # so that no two objects get one id
     own = {package_of(root) for root in roots.values() if not isinstance(root, nn.Module)}
     left: deque[tuple[str, str, Any, Put | None]] = deque((name, name, root, None) for name, root in roots.items())
+
+
+    def visit(root: str, around: str, items: Iterable[Held]) -> None:
+        for name, item, put in items:
+            if type(item) in SCALARS:
+                found[f"{around}/{name}"] = Value(item, put, is_complete=True)
+            elif id(item) not in left_out:
+                left.append((root, f"{around}/{name}", item, put))
+
     while left:
         root, place, value, put = left.popleft()
-        if id(value) in left_out:
-            continue
         if not isinstance(value, _IMMUTABLE):
             if id(value) in places:
                 found[place] = Value(places[id(value)], is_alias=True)
@@ -253,11 +260,11 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
         elif isinstance(value, CONTAINERS):
             found[place] = Value((type(value).__name__, len(value)))
             if len(value) <= _OPENED:
-                left.extend((root, f"{place}/{name}", item, how) for name, item, how in items_of(value))
+                visit(root, place, items_of(value))
         else:
             owner = value if isinstance(getattr(value, "__dict__", None), dict) else None
             found[place] = Value(type(value).__name__, owner=owner)
-            left.extend((root, f"{place}/{name}", item, how) for name, item, how in held_by(value, own))
+            visit(root, place, held_by(value, own))
     return found
 
 

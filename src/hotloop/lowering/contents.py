@@ -8,8 +8,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +17,13 @@ from torch import Tensor
 from hotloop.lowering.owners import Put
 from hotloop.state import bits
 
-_SCALARS = (bool, int, float, str, type(None))  # a tuple, which isinstance takes in a tenth of a union's time
+SCALARS = (bool, int, float, str, type(None))  # a tuple, which isinstance takes in a tenth of a union's time
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MANY, _BYTES, _SAMPLED = 10_000, 1 << 20, 1 << 12
 """Items of a container that are compared; bytes of a tensor that are saved; numbers that are compared of a larger tensor."""
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """What is at a place.
 
     Attributes:
@@ -52,7 +50,7 @@ def content_of(value: Any, put: Put | None) -> Value | None:
     if isinstance(value, enum.Enum):
         kind = type(value)
         return Value(value.name, _then(put, lambda name: kind[name]))
-    if isinstance(value, _SCALARS):
+    if isinstance(value, SCALARS):
         return Value(value, put, is_complete=True)
     if isinstance(value, (bytes, complex)):
         return Value(value)
@@ -94,14 +92,14 @@ def _plain(value: Any) -> Any:
     Raises:
         TypeError: it holds something else.
     """
-    if isinstance(value, _SCALARS):
+    if isinstance(value, SCALARS):
         return value
     if isinstance(value, set | frozenset):
         return sorted(map(_plain, value), key=repr)
     if type(value) in (list, tuple, deque):
         items = [_plain(item) for item in value]
         return tuple(items) if type(value) is tuple else items
-    if isinstance(value, dict) and all(isinstance(key, _SCALARS) for key in value):
+    if isinstance(value, dict) and all(isinstance(key, SCALARS) for key in value):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_make"):
         return tuple(map(_plain, value))

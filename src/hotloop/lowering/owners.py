@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hotloop.lowering.reach import attributes, class_of, is_others, names_in, of_class, of_file
+from hotloop.lowering.reach import attributes, class_of, is_others, names_in, of_class, of_file, package_of
 
 Put = Callable[[Any], None]
 Held = tuple[str, Any, Put | None]
@@ -36,14 +36,14 @@ def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
     """
     if isinstance(value, torch.jit.ScriptModule):
         return
-    if isinstance(value, type):
+    if isinstance(value, nn.Module):
+        yield from _of_module(value)
+    elif isinstance(value, type):
         yield from ((name, item, _setter(value, name)) for name, item in of_class(value, own))
     elif inspect.ismodule(value):
         yield from ((name, item, partial(vars(value).__setitem__, name)) for name, item in of_file(value, own))
     elif inspect.isroutine(value) or isinstance(value, partial):
         yield from _of_function(value, own)
-    elif isinstance(value, nn.Module):
-        yield from _of_module(value)
     elif isinstance(value, torch.optim.Optimizer):
         yield from _of_object(value, _of_any_optimizer())
     elif str(type(value).__module__).startswith(_OPENED):
@@ -75,7 +75,8 @@ def _setter(owner: Any, name: str) -> Put | None:
 def _of_object(value: Any, left_out: Iterable[str]) -> Iterator[Held]:
     own = getattr(value, "__dict__", {})
     yield from ((name, item, partial(own.__setitem__, name)) for name, item in own.items() if name not in left_out)
-    yield (*class_of(value), None)
+    if package_of(type(value)) != "torch":
+        yield (*class_of(value), None)
 
 
 def _of_module(module: nn.Module) -> Iterator[Held]:
