@@ -397,6 +397,32 @@ def test_ctrl_c_ten_times_in_a_moment_prints_no_traceback(tmp_path: Path, at: st
     assert "KeyboardInterrupt" not in err
 
 
+FINALIZED = """
+import os, signal, sys
+class Slow:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+class Broken:
+    def __del__(self):
+        raise ValueError("not hidden")
+Slow(); Broken()
+raise SystemExit
+"""
+
+
+def test_an_interrupt_of_a_finalizer_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(FINALIZED)
+    done = subprocess.run(
+        [sys.executable, "-m", "hotloop", "train", "task.py", "--device", "cpu"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert "KeyboardInterrupt" not in done.stderr
+    assert "not hidden" in done.stderr
+
+
 def test_a_signal_that_somebody_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -132,6 +132,7 @@ def stdout_for(as_json: bool) -> Iterator[None]:
 def run(app: typer.Typer) -> None:
     """Runs the command line in `sys.argv`; a wrong call fails as anything else does, in one line."""
     _open_streams()
+    sys.unraisablehook = _report_unraisable
     try:
         code = app(prog_name="hotloop", standalone_mode=False)
     except UsageError as error:
@@ -144,6 +145,12 @@ def run(app: typer.Typer) -> None:
     if ended == INTERRUPTED:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the same key, still pressed, would break Python's own end
     sys.exit(ended)
+
+
+def _report_unraisable(found: sys.UnraisableHookArgs) -> None:
+    """Reports an error in a finalizer as Python does, but for an interrupt: Ctrl-C may come while one runs."""
+    if found.exc_type is None or not issubclass(found.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(found)
 
 
 def _open_streams() -> None:
