@@ -62,6 +62,17 @@ _SAID = {
         "discriminator's through the generator",
         "detach what comes from that network: net(fake.detach()); then retain_graph=True isn't needed either",
     ),
+    "unread gradients": (
+        "gradients of weights that are cleared before any optimizer reads them: a loss goes back through a network that it doesn't "
+        "train, as a generator's through the discriminator",
+        "requires_grad_(False) for that network's parameters around this loss and its backward, or "
+        "loss.backward(inputs=list(of the trained parameters))",
+    ),
+    "argument validation": (
+        "argument validation of torch.distributions: each distribution and each log_prob checks its numbers",
+        "validate_args=False for the distributions, or torch.distributions.Distribution.set_default_validate_args(False) "
+        "once at the start, when all is well",
+    ),
     "input gradients": (
         "gradients of the inputs are computed, as requires_grad on them asks for",
         "leave out requires_grad if nobody looks at their .grad",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from hotloop.profiling.calls import Given
 from hotloop.profiling.course import Course
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.habits import Graphs
@@ -35,3 +38,16 @@ def gathered(
     facts.switches = read()
     facts.compile_s, facts.versions = compile_seconds(), {"torch": torch.__version__}
     return facts
+
+
+def note_batch(facts: Facts, loaders: Loaders, called: Given) -> None:
+    """The first that a network is given is taken for the batch."""
+    if not facts.batch:
+        facts.batch, loaders.rows = called.shapes, called.rows
+
+
+def amend_batch(facts: Facts, loaders: Loaders, trained: Sequence[Given]) -> None:
+    """The batch is one of those that a backward came back to, once these are known."""
+    if trained and facts.batch not in [one.shapes for one in trained]:
+        facts.batch = trained[0].shapes
+        loaders.rows = trained[0].rows if loaders.rows is not None else None
