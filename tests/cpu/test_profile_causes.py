@@ -129,7 +129,7 @@ def acting(*, validate: bool | None) -> Callable[[], None]:
 
 def test_validation_of_arguments_is_named_with_its_cost() -> None:
     profile = watched(acting(validate=None))
-    (found, *others) = [habit for habit in profile.habits if habit.what == "argument validation"]
+    found, *_ = [habit for habit in profile.habits if habit.what == "argument validation"]
     assert found.per_step >= 3 and (found.ms or 0) > 0
     (remedy, *_) = [one for one in diagnose(profile).remedies if "argument validation" in one.cause]
     assert "validate_args=False" in remedy.remedy
