@@ -60,6 +60,30 @@ def test_another_network_in_evaluation_mode_is_no_evaluation() -> None:
     assert "evaluation" not in whats(watched(evaluating(graded=True, is_trained=False)))
 
 
+@pytest.mark.parametrize(("every", "named"), [(2, True), (3, True), (20, False)])
+@pytest.mark.parametrize("graded", [False, True])
+def test_an_evaluation_of_every_second_step_counts_with_its_share(every: int, named: bool, graded: bool) -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loop() -> None:
+        for number in range(80):
+            net(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+            if number % every == 0:
+                net.eval()
+                with torch.set_grad_enabled(graded):
+                    for _ in range(20):
+                        net(torch.randn(8, 4)).sum().item()
+                net.train()
+
+    profile = watched(loop, steps=36)
+    found = [one for one in diagnose(profile).remedies if one.cause.startswith("evaluation at each step")]
+    assert bool(found) is named
+    if named:
+        assert 0.1 < found[0].gain < 1 and "test_profile_causes.py" in found[0].where
+
+
 def adversarial(*, frozen: bool = False, asked: bool = False, norm: bool = False) -> Callable[[], None]:
     """A generator whose loss goes through a discriminator, which clears its gradients before it is updated."""
     make = nn.Linear(4, 16)

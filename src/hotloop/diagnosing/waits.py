@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hotloop.diagnosing.rounds import LOOP
-from hotloop.diagnosing.step import COUNTS, OFTEN, PLAIN, Step, draws, grouped
+from hotloop.diagnosing.step import BY_HAND, COUNTS, OFTEN, PLAIN, Step, draws, grouped
 from hotloop.profiles import OperatorTime, Remedy
 
 _READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
@@ -59,7 +59,7 @@ def _is_others(step: Step, one: OperatorTime) -> bool:
     if one.phase == "data":
         return True
     if one.phase == "update":
-        return one.where in {use.where for use in step.profile.optimizers}
+        return one.where in {use.where for use in step.profile.optimizers if use.kind != BY_HAND}
     return one.calls < 1 and one.where in {use.where for use in step.profile.loaders}
 
 

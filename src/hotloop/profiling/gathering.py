@@ -28,7 +28,9 @@ def gathered(
     facts.loaders, facts.optimizers = loaders.records(), optimizers.records(course.measured())
     facts.seldom = course.seldom.records(optimizers)
     facts.samples_per_step = loaders.samples_per_step()
-    facts.habits = graphs.records() + pauses.records(facts.steps)
+    apart = pauses.records(facts.steps)  # of all steps, while graphs are those of a few
+    known = {habit["what"] for habit in apart}
+    facts.habits = [habit for habit in graphs.records() if habit["what"] not in known] + apart
     facts.one_batch = graphs.one_batch
     for observer in reversed(list(course.observers)):  # what operators say of the phases, lines go by
         for field, values in observer.records().items():

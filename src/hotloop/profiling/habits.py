@@ -53,6 +53,7 @@ class Graphs:
 
     Attributes:
         trained_on: what the networks were given whose graphs the backwards of a step went through.
+        evaluated_at: lines that asked a network that was put into evaluation mode, and how often.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Graphs:
         self._graded: list[Mark] = []
         self._evaluated = self._depth = 0
         self.trained_on: list[Given] = []
+        self.evaluated_at = Counter[str]()
 
     @property
     def on(self) -> bool:
@@ -298,9 +300,13 @@ class Graphs:
             return
         self._evaluated += 1
         nodes: list[Any] = [value.grad_fn for value in tensors_in(result) if value.grad_fn is not None]
-        if args[0].training or not nodes:
+        if args[0].training:
             return
-        mark = Mark(self._sites.caller(3), self._step, time.perf_counter() - began)
+        where = self._sites.caller(3)
+        self.evaluated_at[where] += 1
+        if not nodes:
+            return
+        mark = Mark(where, self._step, time.perf_counter() - began)
         self._graded.append(mark)
         for node in nodes:  # a backward that comes later, as for the gradient of an input, is heard by the graph alone
             node.register_prehook(partial(_walked, mark))
