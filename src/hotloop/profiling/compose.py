@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 from hotloop.arithmetic import reduced_by
 from hotloop.diagnosing.updating import joined
@@ -151,7 +152,7 @@ def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[
         return [one | {"ms": one["ms"] * scale} for one in facts.optimizers]
     updating = [one for one in facts.operators if one["phase"] == "update" and one["where"]]
     where = max(updating, key=lambda one: one["ms"])["where"] if updating else facts.anchor
-    by_hand = {"kind": "by hand", "where": where, "implementation": "", "groups": [], "steps": 1.0}
+    by_hand: dict[str, Any] = {"kind": "by hand", "where": where, "implementation": "", "groups": [], "steps": 1.0}
     return [{**by_hand, "ms": phases["update"]}]
 
 

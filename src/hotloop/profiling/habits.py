@@ -172,6 +172,7 @@ class Graphs:
         self._walks.saw(nodes, where, self._step, older)
         if asks:
             self._asked = self._step
+            self._thrown.asked()
             return
         found = [
             *self._walks.shared(again, where, self._step),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,9 +76,13 @@ class Thrown:
         self._parameters = parameters
         self._waiting: list[_Backward] = []
         self._timed: list[Any] = []
-        self._needless_s: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+        self._needless_s: defaultdict[tuple[str, str], defaultdict[int, float]] = defaultdict(
+            lambda: defaultdict(float)
+        )
         self._nodes: list[_Node] = []
-        self._walked_s = Counter[int]()
+        self._walked_s = dict[int, float]()
+        self._asked_since: float | None = None
+        self._asked_s = 0.0
 
     def saw(self, nodes: Sequence[Any], where: str, step: int, forward: Callable[[Any], str]) -> Iterator[Found]:
         """A backward begins, which is timed until `ended`. Which work of those before it was without benefit?"""
@@ -89,8 +93,15 @@ class Thrown:
         self._waiting.append(_Backward(list(recorded.values()), where, step))
         self._nodes += recorded.values()
 
+    def asked(self) -> None:
+        """A backward begins that gives gradients in place of adding to them; it is timed as a whole."""
+        self._asked_since = time.thread_time()
+
     def ended(self) -> None:
         """The backward is over."""
+        if self._asked_since is not None:
+            self._asked_s += time.thread_time() - self._asked_since
+            self._asked_since = None
         for handle in self._timed:
             handle.remove()
         self._timed = []
@@ -104,12 +115,12 @@ class Thrown:
     def step_done(self, step: int) -> None:
         """What the step before left to be read is forgotten; what this one did may be cleared in the next."""
         self._waiting = [one for one in self._waiting if one.step == step]
-        total_s = sum(node.seconds for node in self._nodes)
-        self._walked_s[step], self._nodes = total_s, []
+        self._walked_s[step] = self._asked_s + sum(node.seconds for node in self._nodes)
+        self._asked_s, self._nodes = 0.0, []
 
     def part(self, what: str, where: str) -> float:
         """Of the time of backwards in the steps that have it, that which brings nothing; 0 where that isn't known."""
-        needless = self._needless_s.get((what, where), Counter())
+        needless = self._needless_s[what, where] if (what, where) in self._needless_s else dict[int, float]()
         walked_s = sum(self._walked_s[step] for step in needless)
         return sum(needless.values()) / walked_s if walked_s else 0.0
 
