@@ -32,7 +32,7 @@ def judged(case: str, variant: str, profile: Profile, clean_ms: float | None) ->
     planted, remedies = CASES[case], [one.model_dump() for one in profile.remedies]
     naming = [one for one in remedies if planted.is_named(one)]
     cost = None if not clean_ms or not profile.step_ms else 1 - clean_ms / profile.step_ms
-    if variant not in PLANTED:
+    if variant not in PLANTED or planted.nothing:
         right = not naming
     elif variant in planted.light:
         right = any(is_there(case, variant, one["where"]) for one in naming)

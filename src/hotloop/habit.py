@@ -17,14 +17,16 @@ class Habit(Record):
             `created graph`: one that makes a graph of itself, and is the last of its step;
             `wasted forward`: a forward whose graph no backward walked, of a network that is trained on the same inputs;
             `unused graph`: such a one of other inputs, or of a network that isn't trained;
-            `evaluation`: a forward without a graph, as under `no_grad`, of a network that is trained in the step: in evaluation
-            mode, or of inputs that it is trained on;
+            `evaluation`: a forward that no backward walks, of a network that is trained in the step: in evaluation mode, or
+            without a graph of inputs that it is trained on;
             `autograd in evaluation`: a forward in evaluation that builds graphs which no backward walks;
             `repeated forward`: a forward of the same network on the same inputs with the same outputs, both trained on;
             `recomputed forward`: one that runs again within the backward, as checkpointing of activations has it;
             `shared graph`: a backward that walks nodes of an earlier one of the same step, and adds to its gradients;
             `unused gradients`: of parameters that no optimizer steps, and that stay as they are;
             `cleared gradients`: of a network that a backward goes through, cleared before its optimizer steps;
+            `unread gradients`: of the weights of such a network, whose inputs need gradients;
+            `argument validation`: checks of torch.distributions;
             `input gradients`: of other tensors, which nobody asked for by `torch.autograd.grad`;
             `hook`: torch's anomaly detection;
             `profiler`: a profiler of the script's own;
@@ -51,6 +53,8 @@ class Habit(Record):
         "shared graph",
         "unused gradients",
         "cleared gradients",
+        "unread gradients",
+        "argument validation",
         "input gradients",
         "hook",
         "profiler",

@@ -46,11 +46,14 @@ def profiled(hotloop: Hotloop, case: str, variant: str) -> dict[str, Any]:
 MORE = (
     *("layers_watched", "several_lines", "weights_read"),
     *("opened_each_step", "unused_gradients", "repeated_forward", "shared_trunk"),
+    *("graded_validation", "checked_arguments", "cleared_unread", "grown_buffer"),
+    *("classes_by_hand", "transformed_samples", "update_by_hand"),
 )
 """Of which the variants are tried here as well."""
 
+PLANTED = [case for case in CASES if not CASES[case].nothing]
 PLANTS = [
-    *((case, "plant") for case in CASES),
+    *((case, "plant") for case in PLANTED),
     *(pytest.param(case, "other", marks=pytest.mark.more) for case in MORE),
 ]
 
@@ -87,6 +90,7 @@ WITHOUT = {
     "decoy": ("retained_graph", "time_steps"),
 }
 VARIANTS = [
+    *((case, "plant") for case in CASES if CASES[case].nothing),
     *((case, variant) for variant in WITHOUT for case in WITHOUT[variant]),
     *(pytest.param(case, variant, marks=pytest.mark.more) for variant in WITHOUT for case in MORE),
 ]

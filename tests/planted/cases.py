@@ -24,11 +24,13 @@ class Planted:
         words: in the cause of the remedy that names it.
         light: variants that take next to no time on a CPU, so that a note is all they get.
         anywhere: whether any place will do, as for a setting that is felt everywhere.
+        nothing: whether the script has nothing to name in any variant.
     """
 
     words: str
     light: frozenset[str] = frozenset()
     anywhere: bool = False
+    nothing: bool = False
 
     def is_named(self, remedy: Mapping[str, object]) -> bool:
         return re.search(self.words, str(remedy["cause"])) is not None
@@ -63,6 +65,14 @@ CASES = {
     "unused_gradients": Planted("gradients that nobody uses"),
     "repeated_forward": Planted("a repeated forward"),
     "shared_trunk": Planted("two backwards"),
+    "graded_validation": Planted("evaluation at each step"),
+    "forward_called": Planted("past its modules|outside of the network|plain Python|metrics", nothing=True),
+    "checked_arguments": Planted("argument validation"),
+    "cleared_unread": Planted("cleared before any optimizer reads"),
+    "grown_buffer": Planted("copied as a whole|put together in the loop"),
+    "classes_by_hand": Planted("number by number|plain Python in the loop|in the loop|many tiny kernels"),
+    "transformed_samples": Planted("slow samples: they are loaded"),
+    "update_by_hand": Planted("update by hand"),
 }
 
 

@@ -72,8 +72,26 @@ def test_a_loader_that_puts_many_samples_together_makes_no_batch_too_small() -> 
 @pytest.mark.parametrize(("sample_ms", "where"), [(0.001, "collate.py:9"), (0.09, "data.py:5")])
 def test_what_puts_samples_together_is_told_from_what_makes_them(sample_ms: float, where: str) -> None:
     lines = [line("data", 5.0, "collate.py:9", function="packed"), line("data", 1.0, "train.py:8")]
-    found = first(seen({"data": 6.0}, loaders=[loader(sample_ms=sample_ms)], lines=lines))
+    together = loader(sample_ms=sample_ms, collate_where="collate.py:8")
+    found = first(seen({"data": 6.0}, loaders=[together], lines=lines))
     assert found.cause.startswith("slow samples") and found.where == where
+
+
+@pytest.mark.parametrize("collate_where", ["", "collate.py:8"])
+def test_what_a_sample_calls_is_the_sample_however_short_the_timed_ones_were(collate_where: str) -> None:
+    lines = [
+        line("data", 0.1, "data.py:7", function="Files.__getitem__", within="train.py:8"),
+        line("data", 5.0, "data.py:20", function="turned", within="data.py:7"),
+        line("data", 0.2, "train.py:8"),
+    ]
+    found = first(seen({"data": 6.0}, loaders=[loader(sample_ms=0.001, collate_where=collate_where)], lines=lines))
+    assert found.cause == "slow samples: they are loaded one by one" and found.where == "data.py:5"
+
+
+def test_a_transform_of_a_librarys_data_set_is_not_said_to_put_a_batch_together() -> None:
+    lines = [line("data", 5.0, "train.py:4", function="turned", within="train.py:8"), line("data", 0.2, "train.py:8")]
+    found = first(seen({"data": 6.0}, loaders=[loader(sample_ms=0.001, sample_where="train.py:8")], lines=lines))
+    assert found.cause == "slow samples: they are loaded one by one" and found.where == "train.py:4"
 
 
 def test_what_makes_samples_is_not_said_to_put_them_together_where_they_take_longer_than_was_timed() -> None:

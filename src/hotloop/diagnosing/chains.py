@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hotloop.diagnosing.parts import function_of
-from hotloop.diagnosing.step import COUNTS, Step, grouped, heaviest
+from hotloop.diagnosing.step import COUNTS, Step, grouped, heaviest, inside
 from hotloop.profiles import OperatorTime, Phase, Remedy
 
 _WHERE: tuple[Phase, ...] = ("forward", "loss", "backward")
@@ -100,14 +100,14 @@ _ARRANGING = frozenset(
 
 def written_out(step: Step) -> Iterator[Remedy]:
     """What a function writes out in many operations; the longest of them, forward and backward, is taken to stay."""
-    for chains in grouped(_chains(step), lambda chain: function_of(chain[0])).values():
+    for chains in grouped(_chains(step), lambda chain: (function_of(chain[0]), step.kind_at(chain[0]))).values():
         ones = [one for chain in chains for one in chain]
         spent, stays = _spent(step, ones), sum(_longest(step, chain) for chain in chains)
         forward = [one for one in ones if one.phase != "backward"]
         largest = max(forward, key=step.cost)
         of = f" of {largest.shapes[0]}" if largest.shapes and largest.shapes[0] else ""
         yield Remedy(
-            cause=f"{_calls(forward):.0f} operations follow one another over tensors{of}, each of which goes through memory by itself",
+            cause=f"{_calls(forward):.0f} operations follow one another over tensors{of}{inside(forward, step)}, each of which goes through memory by itself",
             where=heaviest(forward, step),
             remedy="an operation that does it all, where there is one (F.cross_entropy, F.gelu, F.conv2d, "
             "F.scaled_dot_product_attention, a normalisation); else torch.compile of that function, which joins them",

@@ -161,17 +161,28 @@ def _collating(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
     """The line that takes most of the wait, where the loader's own process makes batches of samples that are there quickly."""
     if loader.workers or loader.at_once or (loader.sample_where and loader.sample_ms is None):
         return None
-    samples = _timed(step, loader)
-    hot = [line for line in lines if line.where != loader.where and not _in_sample(line, loader)]
-    if samples >= _MOSTLY * waited or sum(line.own_ms for line in hot) < _MOSTLY * waited:
+    if not loader.collate_where:
+        return None  # what torch puts together by itself goes through no line of the user's
+    hot = [line for line in lines if line.where != loader.where and not _in_sample(line, loader, lines)]
+    if _timed(step, loader) >= _MOSTLY * waited or sum(line.own_ms for line in hot) < _MOSTLY * waited:
         return None
     return max(hot, key=lambda line: line.own_ms)
 
 
-def _in_sample(line: LineTime, loader: LoaderUse) -> bool:
-    """Whether a line stands in the function that makes samples, which its time says better than what some samples took."""
-    file, function = function_of(line)
-    return file == loader.sample_where.rpartition(":")[0] and function.rpartition(".")[2] in _MAKING
+def _in_sample(line: LineTime, loader: LoaderUse, lines: Sequence[LineTime]) -> bool:
+    """Whether a line stands in the function that makes samples, or in one that is called from there.
+
+    The stack says so better than the time that some samples took.
+    """
+    around = {one.where: one for one in sorted(lines, key=lambda one: one.ms)}
+    seen: set[str] = set()
+    at: LineTime | None = line
+    while at is not None and at.where not in seen:
+        seen.add(at.where)
+        if function_of(at)[1].rpartition(".")[2] in _MAKING:
+            return True
+        at = around.get(at.within)
+    return False
 
 
 def _made(step: Step, loader: LoaderUse, lines: Sequence[LineTime]) -> float:

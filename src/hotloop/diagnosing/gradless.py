@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 from hotloop.diagnosing import repeats
 from hotloop.diagnosing.lines import counts_right, metrics, where_counted
 from hotloop.diagnosing.parts import function_of, loop_of, part_of
-from hotloop.diagnosing.step import PLAIN, Step, draws, grouped, heaviest, is_product
+from hotloop.diagnosing.step import PLAIN, Step, draws, grouped, heaviest, inside, is_product
 from hotloop.profiles import OperatorTime, Phase, Remedy
 
 _CALCULATING: tuple[Phase, ...] = ("forward", "loss")
@@ -79,6 +79,7 @@ def _remedy(step: Step, what: What, ones: Sequence[OperatorTime]) -> Remedy:
     where = heaviest(ones, step)
     function = function_of(next(one for one in ones if one.where == where))[1]
     place = f" ({function})" if function not in ("", "<module>") else ""
+    place = inside(ones, step) or place
     return Remedy(
         cause=f"work in the {ones[0].phase} that no gradient comes back to: {what[0]}{place}",
         where=where,

@@ -35,7 +35,7 @@ _SAID = {
     ),
     "unused graph": (
         "a graph is built for a forward that no backward comes back to",
-        "call it within torch.no_grad()",
+        "call it within torch.no_grad(); if it only tells how good the network is, every few hundred steps",
     ),
     "autograd in evaluation": (
         "evaluation builds graphs that nobody uses",
@@ -62,6 +62,17 @@ _SAID = {
         "discriminator's through the generator",
         "detach what comes from that network: net(fake.detach()); then retain_graph=True isn't needed either",
     ),
+    "unread gradients": (
+        "gradients of weights that are cleared before any optimizer reads them: a loss goes back through a network that it doesn't "
+        "train, as a generator's through the discriminator",
+        "requires_grad_(False) for that network's parameters around this loss and its backward, or "
+        "loss.backward(inputs=list(of the trained parameters))",
+    ),
+    "argument validation": (
+        "argument validation of torch.distributions: each distribution and each log_prob checks its numbers",
+        "validate_args=False for the distributions, or torch.distributions.Distribution.set_default_validate_args(False) "
+        "once at the start, when all is well",
+    ),
     "input gradients": (
         "gradients of the inputs are computed, as requires_grad on them asks for",
         "leave out requires_grad if nobody looks at their .grad",
@@ -83,6 +94,9 @@ _SAID = {
 _SAID_OF_LINES = ("checkpoint",)
 """What is told with all that goes on in the function that does it."""
 
+_ALSO_SELDOM = ("autograd in evaluation", "evaluation")
+"""What is told though it's in less than half of the steps: an evaluation then comes from times of all of them."""
+
 _MAY_BE_MEANT = ("input gradients",)
 """What may well be a part of the method, and stays a note."""
 
@@ -96,7 +110,7 @@ _CHECKING = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::
 def habitual(step: Step) -> Iterator[Remedy]:
     """What was seen to happen at each step, or nearly."""
     for habit in step.profile.habits:
-        if habit.what in _SAID_OF_LINES or (habit.per_step < OFTEN and habit.what != "autograd in evaluation"):
+        if habit.what in _SAID_OF_LINES or (habit.per_step < OFTEN and habit.what not in _ALSO_SELDOM):
             continue
         cause, remedy = _SAID[habit.what]
         gain = step.share(_won(step, habit))
@@ -144,6 +158,8 @@ def _evidence(step: Step, habit: Habit) -> str:
     parts = [f"seen {often if habit.per_step >= OFTEN else 'now and then'}"]
     if _won(step, habit):
         parts.append(f"{_won(step, habit):.2f} ms, {percent(step.share(_won(step, habit)))} of it")
+    elif habit.what == "unused graph" and step.share(habit.ms or 0.0) >= COUNTS:
+        parts.append(f"the forward takes {habit.ms:.2f} ms, {percent(step.share(habit.ms or 0.0))} of it")
     else:
         parts.append("it takes next to no time here")
     if habit.bytes and habit.bytes > 0.05 * 2**20:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hotloop.diagnosing.parameters import IN_LISTS, over_parameters, reading
-from hotloop.diagnosing.parts import is_known, part_of, parts
+from hotloop.diagnosing.parts import acts, is_known, part_of, parts, trains
 from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
 from hotloop.diagnosing.spread import Spread, spread
 from hotloop.diagnosing.step import (
@@ -22,7 +22,7 @@ from hotloop.diagnosing.step import (
     named_function,
 )
 from hotloop.diagnosing.waits import brings_back
-from hotloop.profiles import LineTime, OperatorTime, Remedy
+from hotloop.profiles import LineTime, OperatorTime, Phase, Remedy
 
 _REDUCE = "look what it is asked for at each step (callbacks, logging, checks), and leave out what isn't needed"
 
@@ -33,14 +33,15 @@ _CHOOSING = frozenset({"aten::argmax", "aten::topk", "aten::max"})
 _COUNTING = frozenset({"aten::sum", "aten::mean"})
 """What the share of right answers is made of, on one line or on several."""
 
-_JOINING = frozenset({"aten::cat", "aten::stack", "aten::hstack", "aten::vstack"})
-
 _CUTTING = frozenset({"aten::index", "aten::index_select"})
 _NUMBERING = frozenset(
     f"aten::{name}"
     for name in ("randint", "random_", "randperm", "arange", "empty", "resize_", "reshape", "add", "scalar_tensor")
 )
 """How a batch is cut out of tensors with one index, and what the index is made by."""
+
+_COMPUTED: tuple[Phase, ...] = ("python", "batch")
+"""Phases that a forward is in that is called directly."""
 
 _TALLYING = frozenset({"aten::bincount", "aten::histc"})
 """What a confusion matrix is made by."""
@@ -55,7 +56,8 @@ _ARRAYS = ("numpy", "scipy", "cupy", "pandas")
 def aside(step: Step) -> Iterator[Remedy]:
     """What the loop does beside training: logging, pictures, work in NumPy or in plain Python."""
     small: Counter[str] = Counter()
-    lines = (line for line in _users(step, step.lines(*ASIDE)) if not _draws(step, line))
+    is_training = trains(step)
+    lines = (line for line in _users(step, step.lines(*ASIDE)) if not (_draws(step, line) or is_training(line)))
     for ones in parts(step, lines, lambda line: line.own_ms):
         spent = sum(line.own_ms for line in ones) if is_known(step, ones) else _worked(step, ones)
         if step.share(spent) < COUNTS:
@@ -136,7 +138,9 @@ def _plain(step: Step) -> list[LineTime]:
 
     Less says nothing: how a phase's time is divided is known from samples.
     """
-    lines = [line for line in step.lines(*COMPUTING) if line.library != "torch"]
+    is_training = trains(step)
+    beside = [line for line in step.lines(*_COMPUTED) if is_training(line)]
+    lines = [line for line in [*step.lines(*COMPUTING), *beside] if line.library != "torch"]
     found = []
     for (where, phase), ones in grouped(lines, lambda line: (line.where, line.phase)).items():
         own, worked = sum(line.own_ms for line in ones), step.worked_at(where, phase)
@@ -155,7 +159,8 @@ def _named_within(step: Step, ones: Sequence[LineTime], hottest: LineTime) -> tu
     if _drives(step, hottest):
         return f"{hottest.library}'s own work in each step", _REDUCE
     if hottest.phase != "loss":
-        return f"Python code within the {hottest.phase}" + (f" ({hottest.library})" if hottest.library else ""), _WHOLE
+        phase = hottest.phase if hottest.phase in COMPUTING else "forward"
+        return f"Python code within the {phase}" + (f" ({hottest.library})" if hottest.library else ""), _WHOLE
     if waiting := _waiting(step, hottest):
         return waiting
     return _of_library(step, ones) if _library(ones) else ("Python code between forward and backward", _WHOLE)
@@ -220,11 +225,6 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime, spent: float) ->
         return f"{hottest.library}'s own work in each step", _REDUCE
     if library in _ARRAYS and _crosses(step, ones):
         return _of_library(step, ones)
-    if hottest.function.endswith(".forward"):
-        return (
-            f"work of the network's own, called past its modules: {_called(hottest)}",
-            "call modules, not their forward; and leave out work on tensors that isn't needed in each step",
-        )
     if parameters := _over_parameters(step, hottest):
         return parameters
     if any(hottest.where in loop for loop in reading(step)):
@@ -239,12 +239,6 @@ def _named(step: Step, ones: list[LineTime], hottest: LineTime, spent: float) ->
             return (
                 "random numbers are drawn in the loop, outside of the network",
                 "many small draws: with one call, or for many steps at once; what needn't be new in each step: before the loop",
-            )
-        if _worked(step, ones, lambda one: one.name in _JOINING) > 0.5 * _worked(step, ones):
-            return (
-                "tensors are put together in the loop, by a copy of all that they hold (torch.cat, torch.stack)",
-                "what grows: collect it in a list and put it together once, or write into a tensor made before the loop; what "
-                "doesn't change: once, before the loop",
             )
         return (
             "tensors made or turned over in the loop, outside of the network",
@@ -324,6 +318,8 @@ def _is_metric(step: Step, lines: Sequence[LineTime]) -> bool:
     ones = step.operators(lambda one: one.phase in ASIDE and one.phase != "batch")
     there = {one.name for one in ones if one.where.rpartition(":")[0] in files}
     own = {one.name for one in ones if one.where in places}
+    if acts(step, lines):
+        return False
     return bool(own & (_CHOOSING | _COMPARING)) and bool(there & _COMPARING) and bool(there & _COUNTING)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hotloop.diagnosing.chains import written
 from hotloop.diagnosing.parts import function_of
-from hotloop.diagnosing.step import COMPUTING, Step, elements, grouped, heaviest, is_product, least_of, percent
+from hotloop.diagnosing.step import COMPUTING, Step, elements, grouped, heaviest, inside, is_product, least_of, percent
 from hotloop.profiles import OperatorTime, Remedy
 
 MUCH = "takes much of the"
@@ -46,7 +46,7 @@ def by_index(step: Step) -> Iterator[Remedy]:
             needed += sum(map(step.cost, [*zeros, *_places(step, scatters)]))
             worst = max(scatters, key=step.cost)
             yield Remedy(
-                cause=f"a scatter by index in the {phase}: {worst.name}",
+                cause=f"a scatter by index in the {phase}: {worst.name}{inside(scatters, step)}",
                 where=where,
                 remedy=_instead(worst.name),
                 gain=step.share(needed - least),
@@ -164,7 +164,7 @@ def unusual(step: Step) -> Iterator[Remedy]:
             continue
         worst = max(same, key=step.cost)
         yield Remedy(
-            cause=f"{name} {MUCH} {worst.phase}",
+            cause=f"{name} {MUCH} {worst.phase}{inside(same, step)}",
             where=where or step.profile.step_where,
             remedy="another operation that gives the same, inputs that are contiguous, or torch.compile",
             gain=step.share(spent - least / _REACHED),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from hotloop.diagnosing.step import COUNTS, Step, grouped, named_function
+from hotloop.diagnosing.step import COUNTS, PLAIN, Step, draws, grouped, named_function
 from hotloop.profiles import LineTime, OperatorTime, Phase
 
 _TRAINING: tuple[Phase, ...] = ("forward", "backward", "update")
@@ -84,3 +84,20 @@ def place_of(where: str) -> tuple[str, int]:
     """File and line; 0 where there is none."""
     file, _, number = where.rpartition(":")
     return file, int(number) if number.isdigit() else 0
+
+
+def trains(step: Step) -> Callable[[LineTime], bool]:
+    """Whether a line computes what a backward goes through, or stands in a `forward` that does, as of a network whose forward is
+    called directly.
+    """
+    used = step.operators(lambda one: one.used is True and bool(one.where))
+    lines = {one.where for one in used}
+    forwards = {function_of(one) for one in used if named_function(one.function).endswith(".forward")}
+    return lambda line: line.where in lines or function_of(line) in forwards
+
+
+def acts(step: Step, ones: Iterable[Place]) -> bool:
+    """Whether a function of these draws numbers or asks a network, as one that chooses an action: its result is needed."""
+    functions = {function_of(one) for one in ones} - loop_of(step)
+    there = step.operators(lambda one: bool(one.where) and function_of(one) in functions)
+    return any(draws(one) or one.module not in PLAIN for one in there)

@@ -7,8 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotloop.diagnosing.parameters import hooked, over_parameters, reading
+from hotloop.diagnosing.parts import function_of
 from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
-from hotloop.diagnosing.step import COMPUTING, COUNTS, IN_PYTHON, Step, grouped, heaviest, is_product, named_function
+from hotloop.diagnosing.step import (
+    COMPUTING,
+    COUNTS,
+    IN_PYTHON,
+    PLAIN,
+    Step,
+    draws,
+    grouped,
+    heaviest,
+    is_product,
+    named_function,
+)
 from hotloop.profiles import OperatorTime, Phase, Remedy
 
 _COMPILED: tuple[Phase, ...] = ("forward", "backward")
@@ -24,6 +36,8 @@ _CALLED_MS = 0.1
 
 _LAYERS_OF_STEPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
 """They go over time steps by themselves, and torch.compile calls them as they are."""
+
+_CHOOSING = ("aten::argmax", "aten::max", "aten::topk")
 
 _CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 
@@ -91,7 +105,10 @@ def loops(step: Step) -> Iterator[Remedy]:
     pieces = grouped(repeated(step), lambda loop: backwards >= LOOP and abs(loop.rounds - backwards) < 0.5)
     if True in pieces:
         yield _accumulated(step, pieces[True], where, backwards)
+    acting = [loop.rounds for loop in pieces.get(False, []) if _acts(step, loop)]
     for loop in pieces.get(False, []):
+        if _is_of_actions(loop, acting):
+            continue
         ones, rounds, many = loop.operators, loop.rounds, len(loop.lines)
         lines = "the line runs" if many == 1 else f"{many} lines of {named_function(ones[0].function)} run"
         calls = sum(one.calls for one in ones)
@@ -107,6 +124,21 @@ def loops(step: Step) -> Iterator[Remedy]:
                 f"backward, of {1e3 * spent / calls:.0f} us each: {spent:.2f} ms of {step.ms:.2f} ms"
             ),
         )
+
+
+def _acts(step: Step, loop: Loop) -> bool:
+    """Whether each round draws or chooses a number and reads it on the host, as an action: the next round depends on it."""
+    functions = {function_of(one) for one in loop.operators}
+    names = step.operators(lambda one: bool(one.where) and function_of(one) in functions)
+    reads = sum(one.calls for one in names if one.name == "aten::item" and not one.outer)
+    chosen = sum(one.calls for one in names if draws(one) or one.name in _CHOOSING)
+    return min(reads, chosen) >= loop.rounds - 1
+
+
+def _is_of_actions(loop: Loop, acting: Sequence[float]) -> bool:
+    """Whether it asks a network for actions, or does what else belongs to each of them."""
+    asks = any(one.module not in PLAIN or draws(one) or one.name == "aten::item" for one in loop.operators)
+    return asks and any(abs(loop.rounds - rounds) <= 0.1 * rounds for rounds in acting)
 
 
 def _backwards(step: Step) -> tuple[str, float]:

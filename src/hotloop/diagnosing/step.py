@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -207,6 +207,22 @@ class Step:
         return grouped(self._operators, lambda one: one.where)
 
     @cached_property
+    def kinds(self) -> dict[str, str]:
+        """Classes of modules by name."""
+        return {one.name: one.kind for one in self.profile.modules}
+
+    @cached_property
+    def spread_lines(self) -> frozenset[str]:
+        """Lines behind which modules of several classes compute, as where a line calls a library: it says little about the place."""
+        at = grouped(self._operators, lambda one: one.where)
+        kinds = {where: {self.kinds.get(one.module) for one in ones} - {None} for where, ones in at.items()}
+        return frozenset(where for where, found in kinds.items() if len(found) > 1)
+
+    def kind_at(self, one: OperatorTime) -> str:
+        """The class of the module that an operator runs in, where its line says little about the place; else empty."""
+        return self.kinds.get(one.module, "") if one.where in self.spread_lines else ""
+
+    @cached_property
     def handed(self) -> frozenset[str]:
         """Lines that hand the training to a library, as `trainer.fit(...)` does: many things share each of them.
 
@@ -287,6 +303,19 @@ def heaviest(operators: Iterable[OperatorTime], step: Step) -> str:
         if costs:
             return max(costs, key=lambda where: costs[where])
     return ""
+
+
+def inside(operators: Sequence[OperatorTime], step: Step) -> str:
+    """` in h.0.act (NewGELU) and 11 more`: the module that most of their time belongs to; empty where their line says it."""
+    costs: dict[str, float] = {}
+    for one in operators:
+        if step.kind_at(one):
+            costs[one.module] = costs.get(one.module, 0.0) + step.cost(one)
+    if not costs:
+        return ""
+    name = max(costs, key=lambda module: costs[module])
+    more = f" and {len(costs) - 1} more" if len(costs) > 1 else ""
+    return f" in {name or 'the model'} ({step.kinds[name]}){more}"
 
 
 def percent(share: float) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hotloop.diagnosing.step import COUNTS, OFTEN, Step, grouped
+from hotloop.diagnosing.rounds import LOOP
+from hotloop.diagnosing.step import BY_HAND, COUNTS, OFTEN, PLAIN, Step, draws, grouped
 from hotloop.profiles import OperatorTime, Remedy
 
 _READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
@@ -23,6 +24,18 @@ def reading(step: Step) -> Iterator[Remedy]:
         waited = step.phase("synchronisation") * _part(ones, found)
         spent = max(sum(one.ms for one in ones), waited)
         here = "; on an accelerator the host would wait here" if step.on_cpu else ""
+        if calls >= LOOP and not _is_needed(step, where):
+            spent = max(spent, step.aside.get(where, 0.0))
+            yield Remedy(
+                cause=f"a tensor is read number by number in Python ({calls:.0f} times at each step)",
+                where=where,
+                remedy="operations on the whole tensor: F.one_hot for classes, comparisons, indexing; where a list is needed, "
+                ".tolist() once",
+                gain=step.share(spent),
+                evidence=f"the line takes {spent:.2f} ms of each step of {step.ms:.2f} ms{here}",
+                note=step.share(spent) < COUNTS,
+            )
+            continue
         yield Remedy(
             cause=f".item() at each step: a number is read on the host ({calls:.0f} times)",
             where=where,
@@ -33,6 +46,11 @@ def reading(step: Step) -> Iterator[Remedy]:
         )
 
 
+def _is_needed(step: Step, where: str) -> bool:
+    """Whether the line does more than to read: asks a network, draws, or computes what a backward goes through."""
+    return any(one.used is True or draws(one) or one.module not in PLAIN for one in step.spots[where])
+
+
 def _is_others(step: Step, one: OperatorTime) -> bool:
     """Whether it isn't the step that waits for a number.
 
@@ -41,7 +59,7 @@ def _is_others(step: Step, one: OperatorTime) -> bool:
     if one.phase == "data":
         return True
     if one.phase == "update":
-        return one.where in {use.where for use in step.profile.optimizers}
+        return one.where in {use.where for use in step.profile.optimizers if use.kind != BY_HAND}
     return one.calls < 1 and one.where in {use.where for use in step.profile.loaders}
 
 

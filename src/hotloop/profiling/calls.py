@@ -21,23 +21,22 @@ class Given(NamedTuple):
     """What a part of the training was called with.
 
     Attributes:
-        inputs: the tensors among its arguments.
-        graded: whether gradients come back to it.
+        shapes: of the tensors among its arguments.
+        rows: samples; None where none of the inputs has a dimension for several.
+        graded: whether gradients may come back to it: an evaluation of what is trained in training mode needs none.
         drawn: whether a loader gave something since the call before.
     """
 
-    inputs: list[Tensor]
+    shapes: list[str]
+    rows: int | None
     graded: bool = False
     drawn: bool = False
 
-    @property
-    def shapes(self) -> list[str]:
-        return ["x".join(map(str, value.shape)) for value in self.inputs]
 
-    @property
-    def rows(self) -> int | None:
-        """Samples; None where none of the inputs has a dimension for several."""
-        return next((len(value) for value in self.inputs if value.ndim > value.is_floating_point()), None)
+def given(inputs: list[Tensor], *, graded: bool = False, drawn: bool = False) -> Given:
+    """Of some tensors, none of which is stored."""
+    rows = next((len(value) for value in inputs if value.ndim > value.is_floating_point()), None)
+    return Given(["x".join(map(str, value.shape)) for value in inputs], rows, graded, drawn)
 
 
 class Calls:
@@ -53,6 +52,7 @@ class Calls:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._graded: dict[int, bool] = {}
+        self._learning: set[int] = set()
         self.begin()
 
     def begin(self) -> None:
@@ -90,11 +90,14 @@ class Calls:
         if torch.is_grad_enabled():
             self._timeline.turn("loss")
         seen = torch.is_grad_enabled() and graded is not False  # what has no tensors to be seen may hold some
-        given = Given(_tensors(args[1:], kwargs), seen, self.drawn)
+        if seen and module.training and len(self._learning) < _MOST_KNOWN:
+            self._learning.add(id(module))
+        evaluated = not module.training and id(module) in self._learning
+        found = given(_tensors(args[1:], kwargs), graded=seen and not evaluated, drawn=self.drawn)
         self.drawn = False
-        if given.inputs and not _is_loss(module):
-            self._count(id(module), given)
-        return given
+        if found.shapes and not _is_loss(module):
+            self._count(id(module), found)
+        return found
 
     def _count(self, network: int, given: Given) -> None:
         rows = given.rows or 1

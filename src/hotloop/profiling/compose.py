@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 from hotloop.arithmetic import reduced_by
 from hotloop.diagnosing.updating import joined
@@ -77,7 +78,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         functions=functions,
         optimizers=_few([OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)]),
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
-        habits=[_habit(one, measured, phases) for one in [*facts.habits, *facts.collections]],
+        habits=[_habit(one, measured, phases, step_ms) for one in [*facts.habits, *facts.collections]],
         apart=_apart(facts, measured, usual, step_ms),
         threads=Threads.model_validate(facts.threads | {"where": facts.threads_set_at}) if facts.threads else None,
         paging=_paging(clean),
@@ -149,7 +150,9 @@ def _attributed(phases: dict[Phase, float]) -> float | None:
 def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[dict]:
     if facts.optimizers or facts.updates or facts.awaited or not facts.by_hand or "update" not in phases:
         return [one | {"ms": one["ms"] * scale} for one in facts.optimizers]
-    by_hand = {"kind": "by hand", "where": facts.anchor, "implementation": "", "groups": [], "steps": 1.0}
+    updating = [one for one in facts.operators if one["phase"] == "update" and one["where"]]
+    where = max(updating, key=lambda one: one["ms"])["where"] if updating else facts.anchor
+    by_hand: dict[str, Any] = {"kind": "by hand", "where": where, "implementation": "", "groups": [], "steps": 1.0}
     return [{**by_hand, "ms": phases["update"]}]
 
 
@@ -159,9 +162,11 @@ def _few(uses: list[OptimizerUse]) -> list[OptimizerUse]:
     return sorted(joined(uses), key=lambda one: -one.ms)[:_OPTIMIZERS]
 
 
-def _habit(seen: dict, steps: Sequence[StepFact], phases: dict[Phase, float]) -> Habit:
-    """With what it costs as far as only all steps tell: memory, and the part of the backward that it has."""
-    known = {name: value for name, value in seen.items() if name != "part"}
+def _habit(seen: dict, steps: Sequence[StepFact], phases: dict[Phase, float], step_ms: float | None) -> Habit:
+    """With what it costs as far as only all steps tell: memory, and the part of the backward, or share of all, that it has."""
+    known = {name: value for name, value in seen.items() if name not in ("part", "share")}
+    if share := seen.get("share"):
+        known["ms"] = share * (step_ms or 0.0)
     if part := seen.get("part"):
         known["ms"] = (seen["ms"] or 0.0) + part * phases.get("backward", 0.0)
     return Habit.model_validate({**known, "bytes": _growth(seen["what"], steps)})

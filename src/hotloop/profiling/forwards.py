@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hotloop.profiling.calls import Given
+
 
 @dataclass
 class Mark:
@@ -32,8 +34,7 @@ class Forward:
         inputs: which tensors it got, see `known_again`.
         graded: whether it built a graph.
         training: whether the module was in training mode.
-        rows: samples in the inputs, as far as that is known.
-        drawn: whether a loader gave something since the forward before.
+        given: the tensors among its inputs, and whether a loader gave something since the forward before.
         outputs: which tensors it gave, as a network whose forward is worth while.
     """
 
@@ -43,20 +44,19 @@ class Forward:
     inputs: frozenset[tuple]
     graded: bool
     training: bool
-    rows: int | None = None
-    drawn: bool = False
+    given: Given
     outputs: tuple[bool, frozenset[tuple]] | None = None
 
 
 def evaluates(one: Forward, trained: Sequence[Forward]) -> bool:
-    """Whether a forward without gradients only looks at how good the network is that is trained here.
+    """Whether a forward that no backward went through only looks at how good the network is that is trained here.
 
     What a network in training mode is asked about other samples may well be a part of the training: targets, actions,
     labels for what has none. So may what it is asked about fewer samples than it is trained on, if no loader gave them.
     """
     if not one.training:
         same = [other for other in trained if other.module == one.module and other.training]
-        return any(one.drawn or (one.rows or 1) >= (other.rows or 1) for other in same)
+        return any(one.given.drawn or (one.given.rows or 1) >= (other.given.rows or 1) for other in same)
     return is_again(one, trained)
 
 

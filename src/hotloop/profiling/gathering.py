@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from hotloop.profiling.calls import Given
 from hotloop.profiling.course import Course
 from hotloop.profiling.facts import Facts
 from hotloop.profiling.habits import Graphs
@@ -25,7 +28,9 @@ def gathered(
     facts.loaders, facts.optimizers = loaders.records(), optimizers.records(course.measured())
     facts.seldom = course.seldom.records(optimizers)
     facts.samples_per_step = loaders.samples_per_step()
-    facts.habits = graphs.records() + pauses.records(facts.steps)
+    apart = pauses.records(facts.steps)  # of all steps, while graphs are those of a few
+    known = {habit["what"] for habit in apart}
+    facts.habits = [habit for habit in graphs.records() if habit["what"] not in known] + apart
     facts.one_batch = graphs.one_batch
     for observer in reversed(list(course.observers)):  # what operators say of the phases, lines go by
         for field, values in observer.records().items():
@@ -35,3 +40,16 @@ def gathered(
     facts.switches = read()
     facts.compile_s, facts.versions = compile_seconds(), {"torch": torch.__version__}
     return facts
+
+
+def note_batch(facts: Facts, loaders: Loaders, called: Given) -> None:
+    """The first that a network is given is taken for the batch."""
+    if not facts.batch:
+        facts.batch, loaders.rows = called.shapes, called.rows
+
+
+def amend_batch(facts: Facts, loaders: Loaders, trained: Sequence[Given]) -> None:
+    """The batch is one of those that a backward came back to, once these are known."""
+    if trained and facts.batch not in [one.shapes for one in trained]:
+        facts.batch = trained[0].shapes
+        loaders.rows = trained[0].rows if loaders.rows is not None else None

@@ -17,14 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.patches import Patches
+from hotloop.profiling.calls import Given
 from hotloop.profiling.forwards import Forward, Mark, apart, evaluates, inputs_of, is_again, repeated
 from hotloop.profiling.hooks import around, safe
 from hotloop.profiling.keeping import Keeping, matched
 from hotloop.profiling.room import Room
 from hotloop.profiling.sites import Sites
 from hotloop.profiling.tensors import known_again, tensors_in
-from hotloop.profiling.thrown import Thrown
+from hotloop.profiling.thrown import NETWORK, WEIGHTS, Thrown
 from hotloop.profiling.tiny import creating_us, remembered, remembering_us, tiny_us
+from hotloop.profiling.validations import WHAT as VALIDATION
+from hotloop.profiling.validations import Validations
 from hotloop.profiling.walks import Walks, walk
 
 _FORWARD, _RETAINED, _LOSS = "hotloop forward", "hotloop retained", "hotloop loss"
@@ -46,10 +49,19 @@ class Graphs:
     Args:
         fail: is told of an error of its own in the midst of the script's evaluation.
         parameters: gives those of all optimizers that have stepped.
+        mine: whether this thread is watched.
+
+    Attributes:
+        trained_on: what the networks were given whose graphs the backwards of a step went through.
+        evaluated_at: lines that asked a network that was put into evaluation mode, and how often.
     """
 
     def __init__(
-        self, sites: Sites, fail: Callable[[Exception], Any], parameters: Callable[[], Iterable[Tensor]] = tuple
+        self,
+        sites: Sites,
+        fail: Callable[[Exception], Any],
+        parameters: Callable[[], Iterable[Tensor]] = tuple,
+        mine: Callable[[], bool] = lambda: True,
     ) -> None:
         self.fail, self._sites, self._on = fail, sites, False
         self._step = self._around = 0
@@ -64,16 +76,19 @@ class Graphs:
         self._created: tuple[str, int] | None = None
         self._losses: list[tuple[int, str, weakref.ref[Mark]]] = []
         self._walks, self._asked = Walks(parameters), -1
-        self._thrown = Thrown(self._walks)
+        self._thrown = Thrown(parameters)
         self._trained_s: dict[int, float] = {}
         self._remembered = 0
         self._profiled: list[tuple[int, float]] = []
         self._found: defaultdict[tuple[Any, str], Counter[int]] = defaultdict(Counter)
         self._seconds: defaultdict[tuple[Any, str], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+        self._validations = Validations(sites, mine, self._validated)
         self._keeping, self._keepers = Keeping(sites, fail), Counter[str]()
         self._evaluating, self._room = Patches(), Room()
         self._graded: list[Mark] = []
         self._evaluated = self._depth = 0
+        self.trained_on: list[Given] = []
+        self.evaluated_at = Counter[str]()
 
     @property
     def on(self) -> bool:
@@ -83,6 +98,7 @@ class Graphs:
     @on.setter
     def on(self, on: bool) -> None:
         self._on = on
+        self._validations.listen() if on else self._validations.stop()
         if on and any(what == "kept graph" for what, _ in self._found):
             self._keeping.listen(self._step)
         else:
@@ -95,15 +111,13 @@ class Graphs:
         result: Any,
         seconds: float,
         lines: tuple[str, ...],
-        *,
-        rows: int | None = None,
-        drawn: bool = False,
+        given: Given,
     ) -> None:
         """An outermost forward is done; the first argument is the module. For the rest see `Forward`."""
         mark = Mark(lines[0], self._step, seconds)
         nodes: list[Any] = [value.grad_fn for value in tensors_in(result) if value.grad_fn is not None]
         inputs = known_again(args[1:], kwargs)
-        one = Forward(id(args[0]), mark, lines, inputs, bool(nodes), args[0].training, rows, drawn)
+        one = Forward(id(args[0]), mark, lines, inputs, bool(nodes), args[0].training, given)
         if nodes and next(args[0].parameters(), None) is not None:
             one.outputs = any(value.requires_grad for value in tensors_in(args[1:])), known_again(result)
         for node in nodes:
@@ -143,12 +157,22 @@ class Graphs:
             self._retained.append(mark)
         self._losses.append((self._step, where, weakref.ref(loss)))
 
+    def backward_over(self) -> None:
+        """The outermost backward has ended."""
+        self._thrown.ended()
+
+    def updated(self, optimizer: Any) -> None:
+        """An optimizer has stepped."""
+        if self._on:
+            self._thrown.updated(value for group in optimizer.param_groups for value in group["params"])
+
     def _look_for_needless(self, nodes: list[Any], again: list[Any], where: str, *, asks: bool) -> None:
         """What a backward goes through that it needn't; `asks` says whether it gives gradients rather than adding to them."""
         older = sum(bool(node.next_functions) and not self._is_new(node) for node in nodes)
         self._walks.saw(nodes, where, self._step, older)
         if asks:
             self._asked = self._step
+            self._thrown.asked()
             return
         found = [
             *self._walks.shared(again, where, self._step),
@@ -166,7 +190,7 @@ class Graphs:
     def step_done(self, *, usual: bool = True) -> None:
         """A step has ended; one that was not like the others is none of which habits are told."""
         self.on = self.on and usual
-        self._thrown.step_done()
+        self._thrown.step_done(self._step)
         if self.on or self._losses or self._retained or self._before is not None:
             self._look_back()
         self._step += 1
@@ -192,6 +216,7 @@ class Graphs:
             if self._created is not None:
                 where, nodes = self._created
                 self._count("created graph", [Mark(where, self._step, nodes * creating_us() / 1e6)])
+            self.trained_on = [one.given for one in trained if one.given is not None] or self.trained_on
             self._trained_s[self._step] = sum([one.mark.seconds for one in trained])
             self._before = trained
         else:
@@ -211,6 +236,8 @@ class Graphs:
             if evaluates(one, trained):
                 return "evaluation"
             return _AFTERWARDS + "evaluation" if is_again(one, self._before or ()) else ""
+        if not one.training and evaluates(one, trained):
+            return "evaluation"
         if is_again(one, trained):
             return "wasted forward"
         if not any(one.module == other.module for other in trained):
@@ -235,6 +262,10 @@ class Graphs:
             made = 2 * self._walks.latest  # each node is made by an operator, and runs one
             self._profiled.append((made, tiny_us()))
 
+    def _validated(self, where: str, seconds: float) -> None:
+        """Arguments of a distribution were validated."""
+        self._count(VALIDATION, [Mark(where, self._step, seconds)])
+
     def recomputed(self, seconds: float, where: str) -> None:
         """A backward has called a forward again."""
         if self.on:
@@ -253,6 +284,11 @@ class Graphs:
         self._room.give_back()
         self._depth = 0
 
+    def remove(self) -> None:
+        """Takes away all that is installed."""
+        self.end_evaluation()
+        self.on = False
+
     @safe
     def _enter(self, args: tuple, kwargs: dict) -> float:
         self._depth += 1
@@ -265,9 +301,13 @@ class Graphs:
             return
         self._evaluated += 1
         nodes: list[Any] = [value.grad_fn for value in tensors_in(result) if value.grad_fn is not None]
-        if args[0].training or not nodes:
+        if args[0].training:
             return
-        mark = Mark(self._sites.caller(3), self._step, time.perf_counter() - began)
+        where = self._sites.caller(3)
+        self.evaluated_at[where] += 1
+        if not nodes:
+            return
+        mark = Mark(where, self._step, time.perf_counter() - began)
         self._graded.append(mark)
         for node in nodes:  # a backward that comes later, as for the gradient of an input, is heard by the graph alone
             node.register_prehook(partial(_walked, mark))
@@ -288,6 +328,8 @@ class Graphs:
             "profiler": range(1, self._around + 1),
             "kept graph": [step for step in self._looked if step < self._step - _LATER],
             "unused gradients": self._looked[1:],  # the first tells what a parameter was before
+            NETWORK: self._followed or self._looked,  # what a step leaves is cleared in the one after it
+            WEIGHTS: self._followed or self._looked,
         }
         found, keepers = [], matched([where for what, where in self._found if what == "kept graph"], self._keepers)
         for (what, where), counts in self._found.items():
@@ -304,6 +346,8 @@ class Graphs:
 
     def _part(self, what: str, where: str, seconds: Mapping[int, float]) -> float:
         """Of the backward, that which goes with a habit; backwards take as their forwards do."""
+        if what in (NETWORK, WEIGHTS):
+            return self._thrown.part(what, where)
         if what != "repeated forward":
             return self._walks.part(what, where)
         trained_s = sum(self._trained_s[step] for step in seconds)

@@ -11,6 +11,9 @@ from typing import Any
 from hotloop.profiling.facts import StepFact
 from hotloop.profiling.habits import Graphs
 
+_AT_LEAST = 0.3
+"""Part of the steps that must hold an evaluation for it being one of every third step."""
+
 
 class Pauses:
     """Notes them of the step in which they happen.
@@ -22,6 +25,7 @@ class Pauses:
     def __init__(self, graphs: Graphs, step: Callable[[], StepFact | None]) -> None:
         self._graphs, self._step = graphs, step
         self._modes = 0
+        self._asked: dict[int, tuple[StepFact, float]] = {}
         self._evaluating_since: float | None = None
         self._saved: Counter[str] = Counter()
 
@@ -38,10 +42,18 @@ class Pauses:
         if self._modes:
             return
         if training:
+            self._note_evaluation()
             self.trains()
         elif not self.evaluating:
             self._evaluating_since = time.perf_counter()
             self._graphs.begin_evaluation()
+
+    def _note_evaluation(self) -> None:
+        """The network is put back into training mode, so that it is known how long the evaluation took."""
+        step = self._step()
+        if self._evaluating_since is not None and step is not None:
+            known_s = self._asked.get(id(step), (step, 0.0))[1]
+            self._asked[id(step)] = step, known_s + time.perf_counter() - self._evaluating_since
 
     def trains(self) -> None:
         """An evaluation is over, if one is on."""
@@ -63,8 +75,28 @@ class Pauses:
             self._saved[where] += 1
 
     def records(self, steps: Sequence[StepFact]) -> list[dict[str, Any]]:
-        """As `profiles.Habit`: checkpoints, if more than half of the measured steps write one."""
+        """As `profiles.Habit`: checkpoints, if more than half of the measured steps write one, and evaluations of every second
+        or third step, which may be none of the steps whose graphs are looked at.
+        """
         measured = [step for step in steps if step.kind in ("clean", "instrumented")]
+        return [*self._checkpoints(measured), *self._evaluations(measured)]
+
+    def _evaluations(self, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
+        spent_s = [self._asked[id(step)][1] for step in measured if id(step) in self._asked]
+        total_ms = sum(step.ms for step in measured)
+        if (
+            not self._graphs.evaluated_at
+            or not _AT_LEAST * len(measured) <= len(spent_s) < len(measured)
+            or not total_ms
+        ):
+            return []
+        ((where, _),) = self._graphs.evaluated_at.most_common(1)
+        share = 1e3 * sum(spent_s) / total_ms
+        return [
+            {"what": "evaluation", "where": where, "per_step": len(spent_s) / len(measured), "share": share, "ms": None}
+        ]
+
+    def _checkpoints(self, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
         spent = [step.apart_ms["checkpoint"] for step in measured if "checkpoint" in step.apart_ms]
         if 2 * len(spent) <= len(measured) or not self._saved:
             return []

@@ -1,74 +1,201 @@
-"""Gradients that are cleared before an optimizer uses them, as a generator's are that the discriminator's loss goes through."""
+"""Gradients that are cleared before an optimizer reads them, as those that a generator's loss gives a discriminator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from hotloop.profiling.walks import Found, Walks, leading_to, seen_as
+from hotloop.profiling.walks import Found, is_custom, leading_to, seen_as
 
-WHAT = "cleared gradients"
+NETWORK, WEIGHTS = "cleared gradients", "unread gradients"
+"""What is found: a backward goes through a whole network without need, or through one whose inputs alone need gradients."""
+
+_PRODUCTS = ("mm", "Convolution", "Linear", "Mkldnn", "Lstm", "Gru", "Rnn")
+"""In the names of nodes that compute a product for each gradient; those of biases are sums, which take little."""
+
+_NEXT_TO_NOTHING = ("BatchNorm",)
+"""In the names of nodes that get the gradients of their weights on the way to those of their inputs."""
 
 
-@dataclass(frozen=True)
+@dataclass
+class _Leaf:
+    """A tensor that a backward gives a gradient."""
+
+    tensor: weakref.ref[Tensor]
+    before: tuple | None
+    is_matrix: bool
+    is_read: bool = False
+
+
+@dataclass
+class _Node:
+    """What is recorded of a graph's node, so that the graph itself is free."""
+
+    name: str
+    is_custom: bool
+    ends_forward: bool
+    leaf: _Leaf | None
+    next_functions: list[tuple[_Node | None, int]] = field(default_factory=list)
+    seconds: float = 0.0  # of the processor, since another program may have the core meanwhile
+    began: float = 0.0
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+@dataclass
 class _Backward:
-    """One of a step's, whose gradients somebody may yet use.
+    """One whose gradients an optimizer may yet read."""
 
-    Attributes:
-        nodes: that it goes through.
-        leaves: nodes that add to a gradient, with what their tensor was then, as far as that can be told.
-        where: the line of the backward.
-    """
-
-    nodes: Sequence[Any]
-    leaves: dict[Any, tuple | None]
+    nodes: list[_Node]
     where: str
+    step: int
+
+    @property
+    def leaves(self) -> list[_Leaf]:
+        return [node.leaf for node in self.nodes if node.leaf is not None]
 
 
 class Thrown:
-    """Follows the gradients of each backward until the next one begins that finds them cleared, or their tensors updated.
+    """Follows the gradients of each backward until a later one begins that finds them cleared, or their tensors updated.
 
-    Only what one backward adds to some tensors that are updated, and to others that aren't, is told: all of a backward's
+    Only what one backward adds to some tensors that are updated, and to others that aren't, is reported: all of a backward's
     gradients may be cleared since they were put aside, as where those of several losses are made to agree.
+
+    Args:
+        parameters: gives those of all optimizers that have stepped.
     """
 
-    def __init__(self, walks: Walks) -> None:
-        self._walks = walks
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._parameters = parameters
         self._waiting: list[_Backward] = []
+        self._timed: list[Any] = []
+        self._needless_s: defaultdict[tuple[str, str], defaultdict[int, float]] = defaultdict(
+            lambda: defaultdict(float)
+        )
+        self._nodes: list[_Node] = []
+        self._walked_s = dict[int, float]()
+        self._asked_since: float | None = None
+        self._asked_s = 0.0
 
     def saw(self, nodes: Sequence[Any], where: str, step: int, forward: Callable[[Any], str]) -> Iterator[Found]:
-        """A backward begins. What did those before it in vain? See `Walks.in_vain`."""
-        left = []
+        """A backward begins, which is timed until `ended`. Which work of those before it was without benefit?"""
+        yield from self._judged(step)
+        recorded = _recorded(nodes, forward)
+        for node, one in recorded.items():
+            self._timed += [node.register_prehook(_starting(one)), node.register_hook(_stopping(one))]
+        self._waiting.append(_Backward(list(recorded.values()), where, step))
+        self._nodes += recorded.values()
+
+    def asked(self) -> None:
+        """A backward begins that gives gradients in place of adding to them; it is timed as a whole."""
+        self._asked_since = time.thread_time()
+
+    def ended(self) -> None:
+        """The backward is over."""
+        if self._asked_since is not None:
+            self._asked_s += time.thread_time() - self._asked_since
+            self._asked_since = None
+        for handle in self._timed:
+            handle.remove()
+        self._timed = []
+
+    def updated(self, parameters: Iterable[Tensor]) -> None:
+        """An optimizer has read the gradients of these."""
+        ids = {id(value) for value in parameters}
+        for leaf in (leaf for one in self._waiting for leaf in one.leaves):
+            leaf.is_read = leaf.is_read or id(leaf.tensor()) in ids
+
+    def step_done(self, step: int) -> None:
+        """What the step before left to be read is forgotten; what this one did may be cleared in the next."""
+        self._waiting = [one for one in self._waiting if one.step == step]
+        self._walked_s[step] = self._asked_s + sum(node.seconds for node in self._nodes)
+        self._asked_s, self._nodes = 0.0, []
+
+    def part(self, what: str, where: str) -> float:
+        """Of the time of backwards in the steps that have it, that which brings nothing; 0 where that isn't known."""
+        needless = self._needless_s[what, where] if (what, where) in self._needless_s else dict[int, float]()
+        walked_s = sum(self._walked_s[step] for step in needless)
+        return sum(needless.values()) / walked_s if walked_s else 0.0
+
+    def _judged(self, step: int) -> Iterator[Found]:
+        left, owned = [], {id(value) for value in self._parameters()}
         for one in self._waiting:
-            stayed = {node for node, before in one.leaves.items() if before and seen_as(node.variable) == before}
-            cleared = {node for node in stayed if _is_cleared(node.variable)}
-            updated = len(stayed) < len(one.leaves)
+            stayed = [leaf for leaf in one.leaves if not leaf.is_read and _stays(leaf)]
+            cleared = {id(leaf) for leaf in stayed if _is_cleared(leaf)}
             if not cleared:
                 left.append(one)
-            elif updated and (vain := _in_vain(one, cleared, forward)):
-                self._walks.needless(WHAT, one.where, step, len(vain))
-                yield Found(WHAT, one.where, 1)
-        leaves = {node: seen_as(node.variable) for node in nodes if _is_leaf(node)}
-        self._waiting = [*left, _Backward(nodes, leaves, where)]
+            elif len(stayed) < len(one.leaves):
+                yield from self._without_benefit(one, cleared, owned, step)
+        self._waiting = left
 
-    def step_done(self) -> None:
-        """What is cleared later may be a part of the method, as a discriminator's gradients of the generator's loss are."""
-        self._waiting = []
-
-
-def _in_vain(one: _Backward, cleared: set[Any], forward: Callable[[Any], str]) -> list[Any]:
-    """Nodes that lead to cleared gradients alone, if a whole network is among them: else it's a part of what others need."""
-    needed = leading_to(one.nodes, lambda node: not node.next_functions and node not in cleared)
-    vain = [node for node in one.nodes if node.next_functions and node not in needed]
-    return vain if any(map(forward, vain)) else []
-
-
-def _is_leaf(node: Any) -> bool:
-    return not node.next_functions and hasattr(node, "variable")
+    def _without_benefit(self, one: _Backward, cleared: set[int], owned: set[int], step: int) -> Iterator[Found]:
+        """Nodes that lead to cleared gradients alone; where no whole network is among them, they are those of weights."""
+        needed = leading_to(one.nodes, lambda node: node.leaf is not None and id(node.leaf) not in cleared)
+        vain = [node for node in one.nodes if node not in needed]
+        if any(node.ends_forward for node in vain):
+            what, spent_s = NETWORK, sum(node.seconds for node in vain)
+        elif all(id(leaf.tensor()) in owned for leaf in one.leaves if id(leaf) in cleared):
+            what = WEIGHTS
+            spent_s = sum(node.seconds if node not in needed else _of_weights(node, needed) for node in one.nodes)
+        else:
+            return
+        self._needless_s[what, one.where][one.step] += spent_s
+        yield Found(what, one.where, 1)
 
 
-def _is_cleared(leaf: Tensor) -> bool:
-    return leaf.grad is None or not bool(leaf.grad.any())
+def _recorded(nodes: Sequence[Any], forward: Callable[[Any], str]) -> dict[Any, _Node]:
+    found = {node: _Node(node.name(), is_custom(node), bool(forward(node)), _leaf(node)) for node in nodes}
+    for node, one in found.items():
+        one.next_functions = [
+            (found.get(after) or _Node("", True, False, None), at) for after, at in node.next_functions if after
+        ]
+    return found
+
+
+def _leaf(node: Any) -> _Leaf | None:
+    if node.next_functions or not hasattr(node, "variable"):
+        return None
+    tensor = node.variable
+    read = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return _Leaf(weakref.ref(tensor), seen_as(tensor), tensor.ndim > 1, bool(read))
+
+
+def _stays(leaf: _Leaf) -> bool:
+    tensor = leaf.tensor()
+    return tensor is not None and leaf.before is not None and seen_as(tensor) == leaf.before
+
+
+def _is_cleared(leaf: _Leaf) -> bool:
+    tensor = leaf.tensor()
+    return tensor is not None and (tensor.grad is None or not bool(tensor.grad.any()))
+
+
+def _of_weights(node: _Node, needed: set[_Node]) -> float:
+    """Seconds of a node that go into gradients which nobody needs: each product takes as long as the others."""
+    if any(kind in node.name for kind in _NEXT_TO_NOTHING):
+        return 0.0
+    products = any(kind in node.name for kind in _PRODUCTS)
+    after = [one for one, _ in node.next_functions if one is not None]
+    counted = [one for one in after if one.leaf is None or one.leaf.is_matrix or not products]
+    return node.seconds * sum(one not in needed for one in counted) / len(counted) if counted else 0.0
+
+
+def _starting(node: _Node) -> Callable[[Any], None]:
+    def start(gradients: Any) -> None:
+        node.began = time.thread_time()
+
+    return start
+
+
+def _stopping(node: _Node) -> Callable[[Any, Any], None]:
+    def stop(inputs: Any, outputs: Any) -> None:
+        node.seconds += time.thread_time() - node.began
+
+    return stop

@@ -85,7 +85,7 @@ class Walks:
         if own:
             self.needless("unused gradients", where, step, len(vain))
             yield Found("unused gradients", where, len(own))
-        elif not any(after in idle for node in nodes if _is_custom(node) for after, _ in node.next_functions):
+        elif not any(after in idle for node in nodes if is_custom(node) for after, _ in node.next_functions):
             yield Found("input gradients", where, len(idle))
 
     def _is_idle(self, leaf: Tensor, step: int) -> bool:
@@ -137,7 +137,7 @@ def leading_to(nodes: Sequence[Any], is_end: Callable[[Any], bool]) -> set[Any]:
     known, above = set(nodes), defaultdict[Any, list[Any]](list)
     ends: list[Any] = []
     for node in nodes:
-        if is_end(node) or _is_custom(node):
+        if is_end(node) or is_custom(node):
             ends.append(node)
         for after, _ in node.next_functions:
             (above[after] if after in known else ends if after is not None else []).append(node)
@@ -149,8 +149,9 @@ def leading_to(nodes: Sequence[Any], is_end: Callable[[Any], bool]) -> set[Any]:
     return found
 
 
-def _is_custom(node: Any) -> bool:
-    return isinstance(node, BackwardCFunction)
+def is_custom(node: Any) -> bool:
+    """Whether it is a function of the user's own, or stands for one."""
+    return isinstance(node, BackwardCFunction) or getattr(node, "is_custom", False)
 
 
 def _gathered(nodes: Sequence[Any]) -> bool:

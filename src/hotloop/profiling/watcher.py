@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hotloop.profiles import Phase
-from hotloop.profiling.calls import Calls, Given
+from hotloop.profiling.calls import Calls, given
 from hotloop.profiling.closely import Closely
 from hotloop.profiling.closures import Closures
 from hotloop.profiling.compiled import Compilations
 from hotloop.profiling.compiling import Compiling
 from hotloop.profiling.course import Course
 from hotloop.profiling.facts import Facts
-from hotloop.profiling.gathering import gathered
+from hotloop.profiling.gathering import amend_batch, gathered, note_batch
 from hotloop.profiling.habits import Graphs
 from hotloop.profiling.hooks import Always, Listener, mark_ms, safe
 from hotloop.profiling.loaders import Loaders
@@ -75,7 +75,7 @@ class Watch(Listener):
         self._sparing, self._calls = Sparing(self._course, self._always, sites), Calls(self.timeline)
         self._compiling = Compiling(self._closely.away, self._closely.back)
         self._loaders, self._optimizers = Loaders(sites), Optimizers(sites)
-        self._graphs = Graphs(sites, self.fail, self._optimizers.parameters)
+        self._graphs = Graphs(sites, self.fail, self._optimizers.parameters, self.mine)
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
         self._closures = Closures(self.mine, self.timeline, self._making, self._optimizers.evaluated)
         self._thread: int | None = None
@@ -147,7 +147,7 @@ class Watch(Listener):
         with ExitStack() as ways:
             if self.closed:
                 ways.callback(self.compilations.remove)
-            for way in (self._loaders.remove, self._closely.remove, end_step, self._graphs.end_evaluation):
+            for way in (self._loaders.remove, self._closely.remove, end_step, self._graphs.remove):
                 ways.callback(way)
             ways.callback(self._compiling.remove)
 
@@ -204,13 +204,14 @@ class Watch(Listener):
             if usual and not self._calls.tells_samples:
                 self._loaders.rows = None
         self._graphs.step_done(usual=usual)
+        amend_batch(self.facts, self._loaders, self._graphs.trained_on)
 
     def anew(self) -> None:
         """The script trains in another loop."""
         self.facts.batch, self.facts.notes, self.facts.trace = [], [], None
         self._optimizers.forget()
         self._loaders = Loaders(self.sites)
-        self._graphs = Graphs(self.sites, self.fail, self._optimizers.parameters)
+        self._graphs = Graphs(self.sites, self.fail, self._optimizers.parameters, self.mine)
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
 
     def between(self) -> None:
@@ -273,6 +274,7 @@ class Watch(Listener):
         if self._backwards or self.closed or token is None:
             return
         self._optimizers.nested(time.perf_counter() - token)
+        self._graphs.backward_over()
         updates_now = self.facts.by_hand or self._optimizers.inside
         creates_graph = len(args) > 3 and bool(args[3])
         self.timeline.turn("loss" if creates_graph else "update" if updates_now else "python")
@@ -303,6 +305,7 @@ class Watch(Listener):
         self.timeline.leave()
         at = self._course.stretch.ended or self.timeline.instant()  # what is done from here on is the watch's own
         self._sparing.end()
+        self._graphs.updated(optimizer)
         outermost = self._optimizers.ended(optimizer)
         self.facts.updates_inside += inside
         if outermost and not inside:
@@ -378,12 +381,12 @@ class Watch(Listener):
         self._optimizers.nested(spent)
         if self._backwards and not self._optimizers.inside:
             self._graphs.recomputed(spent, self.sites.caller(4))
-        given = None if self._backwards else self._calls.ended(args, kwargs, result)
-        if given is not None and done and self._graphs.on:
+        called = None if self._backwards else self._calls.ended(args, kwargs, result)
+        if called is not None and done and self._graphs.on:
             lines = self.sites.callers(4)
-            self._graphs.forward(args, kwargs, result, spent, lines, rows=given.rows, drawn=given.drawn)
-        if given is not None and given.graded:
-            self._note_batch(given)
+            self._graphs.forward(args, kwargs, result, spent, lines, called)
+        if called is not None and called.graded and self.timeline.on:
+            note_batch(self.facts, self._loaders, called)
 
     @safe
     def step_computes(self, batch: Any) -> None:
@@ -392,8 +395,5 @@ class Watch(Listener):
         self._calls.called(0)
         self.facts.trained += 1
         inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
-        self._note_batch(Given([inputs] if isinstance(inputs, Tensor) else []))
-
-    def _note_batch(self, given: Given) -> None:
-        if not self.facts.batch and self.timeline.on:
-            self.facts.batch, self._loaders.rows = given.shapes, given.rows
+        if self.timeline.on:
+            note_batch(self.facts, self._loaders, given([inputs] if isinstance(inputs, Tensor) else []))
