@@ -28,6 +28,7 @@ ORDER = (
     "handlers",
     "dying",
     "alarm",
+    "deadline",
     "plan",
     "arithmetic",
     "hardware",
