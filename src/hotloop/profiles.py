@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from hotloop.compiled_network import CompiledNetwork as CompiledNetwork
 from hotloop.habit import Habit as Habit
 from hotloop.phases import Bound as Bound
 from hotloop.phases import Phase as Phase
@@ -335,6 +336,9 @@ class Profile(Record):
             class of operators: `matmul`, `conv`, `rnn`; empty where all are in fp32.
         flops, bytes: of a step; `limit_ms` is the least that this machine's measured limits allow for them.
         peak_memory_bytes: of the device, or of the process on the CPU.
+        candidates: remedies that only a measurement tells, such as compiling; they are no advice before one.
+        compiled: what compiling the network won, measured; None where nobody asked.
+        advice: lines that are no remedies: what to measure next, and what a measurement spoke against.
         ranks: that share the step, by number; none of one process. All else but `samples_per_step` is the first one's own.
         slowest: the rank that the others wait for: it spends least in waiting and communication; None of one process.
         trace: file of the Chrome trace, if one was written.
@@ -376,6 +380,9 @@ class Profile(Record):
     bound: Bound = "unknown"
     bound_evidence: list[str] = Field(default_factory=list)
     remedies: list[Remedy] = Field(default_factory=list)
+    candidates: list[Remedy] = Field(default_factory=list)
+    compiled: CompiledNetwork | None = None
+    advice: list[str] = Field(default_factory=list)
     ranks: list[RankTime] = Field(default_factory=list)
     slowest: int | None = None
     peak_memory_bytes: int | None = None

@@ -166,7 +166,7 @@ def test_a_race_ends_by_its_time_limit(slow: str, monkeypatch: pytest.MonkeyPatc
 def test_a_race_whose_baseline_is_not_ready_in_time_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(racing, "_rehearse", endless)
     asked = Contest(("baseline", "auto"), devices=["cpu"], time_limit="0.1s")
-    with pytest.raises(TimeOverError, match="preparing baseline was ended.*Give it more time"):
+    with pytest.raises(TimeOverError, match=r"preparing baseline was ended.*Give it more time"):
         contests.raced(Loaded(a_task(epochs=100), None, {}), asked, prove=None)
 
 
@@ -180,7 +180,9 @@ def test_the_sizes_of_a_race_share_its_time_limit(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(contests, "raced", raced)
     monkeypatch.setattr(contests, "load_task", lambda *given: None)
     with pytest.raises(TimeOverError):
-        contests.raced_scales("t.py", {}, ("width", ["1", "2", "3", "4"]), Contest(("baseline", "auto"), time_limit="40s"))
+        contests.raced_scales(
+            "t.py", {}, ("width", ["1", "2", "3", "4"]), Contest(("baseline", "auto"), time_limit="40s")
+        )
     assert 9 < parts[0] <= 10
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from hotloop.diagnosing import (
     batches,
     chains,
+    compiling,
     cores,
     feeding,
     gradless,
@@ -65,12 +67,11 @@ GENERAL: tuple[Detector, ...] = (
     operators.unusual,
     operators.layouts,
     cores.idle,
-    repeats.starting,
 )
 """They only say where the time goes: what is no more than another says of the place is left out."""
 
 _NEARLY = 0.3
-"""Of what memory that is given back takes, or starting operations, something else must win as much to come before it."""
+"""Of what memory that is given back takes, something else must win as much to come before it."""
 
 OF_ARRAYS: tuple[Detector, ...] = (feeding.waiting,)
 """For a step written out in array operations, before the size of the batch: the others look at what torch's operations do, or advise its own ways."""
@@ -90,9 +91,21 @@ def diagnose(profile: Profile) -> Profile:
             "bound": bound,
             "bound_evidence": evidence,
             "limit_ms": limit_ms(step),
-            "remedies": remedies(step),
+            **_with_compiling(step),
         }
     )
+
+
+def _with_compiling(step: Step) -> dict[str, list[Any]]:
+    """The remedies, with compiling among them only where a measurement found that compiling wins."""
+    found = remedies(step)
+    won, advice = compiling.measured(step)
+    candidates = [] if step.profile.compiled is not None else _worth(compiling.candidates(step))
+    return {
+        "remedies": sorted([*found, *won], key=lambda remedy: (remedy.note, -remedy.gain)),
+        "candidates": candidates,
+        "advice": [*advice, *compiling.unmeasured(step, candidates)],
+    }
 
 
 def remedies(step: Step) -> list[Remedy]:
@@ -104,11 +117,11 @@ def remedies(step: Step) -> list[Remedy]:
     general = _worth(chain.from_iterable(detect(told) for detect in (() if arrays else GENERAL)))
     found = _together(step, specific, general)
     paged = [_after(one, specific, found) for one in _worth(paging.given_back(step))]
-    small, others = _worth(batches.too_small(told)), [one for one in found if _to_mend(one)]
+    small, others = _worth(batches.too_small(told)), [one for one in found if not one.note]
     if small and not (batches.may_stay(step) and others):
         found = _together(step, [*specific, *(batches.after(step, one, others) for one in small)], general)
     if not step.profile.plan:
-        found = [_of_a_script(one, specific) for one in found]
+        found = [one.model_copy(update={"axes": {}}) for one in found]
         paged = [one.model_copy(update={"axes": {}}) for one in paged]
     return sorted([*found, *paged], key=lambda remedy: (remedy.note, -remedy.gain))
 
@@ -124,23 +137,12 @@ def _told(one: Remedy) -> tuple[str, str]:
     return one.where, one.cause.partition(":")[0]
 
 
-def _to_mend(one: Remedy) -> bool:
-    """Whether that is something of its own, and not so of any step of small operations."""
-    return not one.note and one.cause != repeats.STARTED
-
-
-def _of_a_script(one: Remedy, specific: Sequence[Remedy]) -> Remedy:
-    """Without axes; to compile a model, which any step of small operations may win by, is a note beside what is nearly as much."""
-    nearly = any(not other.note and other.gain >= _NEARLY * one.gain for other in specific)
-    return one.model_copy(update={"axes": {}, "note": one.note or (one.cause == repeats.STARTED and nearly)})
-
-
 def _after(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Remedy]) -> Remedy:
     """Memory given back is a note beside what is to be mended, which may change what is allocated.
 
     What only says where the time goes may do so since the memory is given back, above all an operator that takes long.
     """
-    others = [one for one in found if _to_mend(one) and operators.MUCH not in one.cause]
+    others = [one for one in found if not one.note and operators.MUCH not in one.cause]
     beside = any(one in specific or one.gain >= _NEARLY * paged.gain for one in others)
     return paged.model_copy(update={"note": beside})
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.profiles import Phase
+from hotloop.profiling.compile_race import CallRecorder
 from hotloop.profiling.phases import Timeline
 from hotloop.profiling.tensors import has_gradient
 
@@ -48,11 +49,13 @@ class Calls:
 
     Attributes:
         drawn: whether a loader gave something since the last call.
+        recorder: of calls that may be repeated afterwards.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._graded: dict[int, bool] = {}
+        self.recorder = CallRecorder()
         self.begin()
 
     def begin(self) -> None:
@@ -94,6 +97,7 @@ class Calls:
         self.drawn = False
         if given.inputs and not _is_loss(module):
             self._count(id(module), given)
+            self.recorder.note(args, kwargs, result)
         return given
 
     def _count(self, network: int, given: Given) -> None:

@@ -11,6 +11,7 @@ from hotloop.diagnosing.updating import joined
 from hotloop.measuring.statistics import ratio_of
 from hotloop.profiles import (
     Apart,
+    CompiledNetwork,
     Habit,
     LineTime,
     LoaderUse,
@@ -85,6 +86,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         overhead=_overhead(warm(measured), usual),
         peak_memory_bytes=facts.peak_memory_bytes,
         trace=facts.trace,
+        compiled=None if facts.compiled is None else CompiledNetwork.model_validate(facts.compiled),
         notes=[*facts.notes, *_notes(facts, measured)],
         versions=facts.versions,
         seconds=facts.watched_s,
