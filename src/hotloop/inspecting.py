@@ -24,6 +24,7 @@ from hotloop.parallel.joining import Seat
 from hotloop.parallel.world import World
 from hotloop.plan import Plan
 from hotloop.probe import probe
+from hotloop.probe.speed import is_of_busy_machine
 from hotloop.profiles import Limits, Profile, Remedy, Threads
 from hotloop.profiling.host import profile_script
 from hotloop.profiling.tasks import profile_task
@@ -43,6 +44,9 @@ UNTRIED = "whether PyTorch takes less time for this step, only a race says: --tr
 NO_PLAN = "a script has no plan that could be changed for it; make it a Task, and --try races what a plan can express"
 _NOTABLY = 1.2
 """Times as long as they could take, from which on operations are said to wait for other programs."""
+
+_BUSY_CORES, _BUSY_SHARE = 0.3, 0.1
+"""Cores that other programs use, and their part of all cores, from which on a machine is busy."""
 
 SHARED = "limits are those of the whole machine, which the ranks on it share"
 
@@ -228,7 +232,22 @@ def _diagnosed(seen: Profile, progress: Progress) -> Profile:
         "machine": machine_name(),
         "versions": speed_versions() | seen.versions,
     }
+    known["busy"] = busy_line(known.get("threads", seen.threads)) if seen.device == "cpu" else ""
     return diagnose(with_limit_shares(seen.model_copy(update={**known, "notes": [*seen.notes, *notes]})))
+
+
+def busy_line(threads: Threads | None) -> str:
+    """What to say of a machine whose cores other programs use; empty where they use next to none."""
+    if threads is None or threads.others < max(_BUSY_CORES, _BUSY_SHARE * threads.cores):
+        return ""
+    free = max(1, threads.cores - round(threads.others))
+    again = "run again when the machine is quiet"
+    if threads.torch > free:
+        again = f"set OMP_NUM_THREADS={free} and run again, best when the machine is quiet"
+    return (
+        f"The machine is busy: other programs kept {threads.others:.1f} of {threads.cores} cores busy. Times are too long, "
+        f"and advice that depends on how fast operations are is left out: {again}."
+    )
 
 
 def _measured(seen: Profile, progress: Progress) -> tuple[dict[str, Any], list[str]]:
@@ -249,7 +268,8 @@ def _limits(device: str, progress: Progress) -> tuple[Limits, list[str]]:
     """What the device reaches, as stored or else measured now, and notes on that."""
     hardware = probe(device, progress=lambda figure, done, of: progress(f"measuring this machine: {figure}", done / of))
     found = hardware.device(device)
-    return (Limits() if found is None else limits_of(found)), list(hardware.notes)
+    busy = device == "cpu" and any(map(is_of_busy_machine, hardware.notes))
+    return Limits() if found is None else limits_of(found).model_copy(update={"busy": busy}), list(hardware.notes)
 
 
 def _crowded(threads: Threads | None) -> Threads | None:

@@ -254,12 +254,16 @@ class Paging(Record):
 
 
 class Limits(Record):
-    """What this machine was measured to reach on the device that trains; None where it wasn't measured."""
+    """What this machine was measured to reach on the device that trains; None where it wasn't measured.
+
+    `busy` says that other programs used the machine meanwhile, so that the machine reaches more: nothing is judged by that.
+    """
 
     flop_per_s: dict[str, float] = Field(default_factory=dict)
     bytes_per_s: float | None = None
     launch_us: float | None = None
     copy_bytes_per_s: float | None = None
+    busy: bool = False
 
 
 class Overhead(Record):
@@ -321,6 +325,7 @@ class Profile(Record):
 
     Attributes:
         source: the Task's reference, or the script.
+        busy: what to say of other programs that used the cores meanwhile, and what to do; empty where they don't count.
         plan: in brief; empty for a script.
         engine, device: of the plan; a script's engine is PyTorch's, `eager`.
         steps: training steps watched; 0 where steps couldn't be told apart, and times are then of the whole watched part.
@@ -386,6 +391,7 @@ class Profile(Record):
     ranks: list[RankTime] = Field(default_factory=list)
     slowest: int | None = None
     peak_memory_bytes: int | None = None
+    busy: str = ""
     trace: str | None = None
     exit_code: int | None = None
     stopped: str = ""

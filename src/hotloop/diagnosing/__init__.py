@@ -70,6 +70,9 @@ GENERAL: tuple[Detector, ...] = (
 )
 """They only say where the time goes: what is no more than another says of the place is left out."""
 
+ABSOLUTE: tuple[Detector, ...] = (operators.unusual, operators.layouts)
+"""They compare operators' times with what the machine reaches, which tells nothing where other programs use the machine."""
+
 _NEARLY = 0.3
 """Of what memory that is given back takes, something else must win as much to come before it."""
 
@@ -100,7 +103,8 @@ def _with_compiling(step: Step) -> dict[str, list[Any]]:
     """The remedies, with compiling among them only where a measurement found that compiling wins."""
     found = remedies(step)
     won, advice = compiling.measured(step)
-    candidates = [] if step.profile.compiled is not None else _worth(compiling.candidates(step))
+    known = step.profile.compiled is not None or step.profile.engine == "arrays" or bool(step.profile.busy)
+    candidates = [] if known else _worth(compiling.candidates(step))
     return {
         "remedies": sorted([*found, *won], key=lambda remedy: (remedy.note, -remedy.gain)),
         "candidates": candidates,
@@ -114,7 +118,9 @@ def remedies(step: Step) -> list[Remedy]:
     specific = _worth(chain.from_iterable(detect(step) for detect in (OF_ARRAYS if arrays else SPECIFIC)))
     named = repeats.in_loops(step).union(one.where for one in specific if not one.note)
     told = replace(step, named=named)
-    general = _worth(chain.from_iterable(detect(told) for detect in (() if arrays else GENERAL)))
+    busy = bool(step.profile.busy or step.profile.limits.busy)
+    detectors = [] if arrays else [one for one in GENERAL if not (busy and one in ABSOLUTE)]
+    general = _worth(chain.from_iterable(detect(told) for detect in detectors))
     found = _together(step, specific, general)
     paged = [_after(one, specific, found) for one in _worth(paging.given_back(step))]
     small, others = _worth(batches.too_small(told)), [one for one in found if not one.note]
