@@ -34,7 +34,7 @@ from hotloop.verdicts import Crossing, Parity, Scaling, Timing, Verdict, best_of
 from hotloop.wanted import AUTO, Wanted
 from hotloop.wanted import BASELINE as BY_NAME
 
-_RACING_S = 60.0
+RACING_S = 60.0
 """For the windows that are measured, if there is no time limit."""
 
 _MEASURING = 2 / 3
@@ -103,11 +103,13 @@ def raced(
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
     deadline: Deadline | None = None,
+    racing_s: float = RACING_S,
 ) -> Verdict:
     """Races plans of a loaded Task; see `race`. A signal in the proof ends it with what was raced.
 
     Args:
         deadline: when the race must be over; default the contest's time limit from now on.
+        racing_s: for the windows that are measured, as far as the deadline allows.
     """
     began = time.monotonic()
     deadline = deadline or contest.deadline(began)
@@ -122,7 +124,7 @@ def raced(
     ]
     before = Used.now()
     part = deadline if prove is None else deadline.part(_MEASURING)
-    measured = measure(entrants, baseline, steps=facts.steps, time_limit_s=_RACING_S, progress=progress, deadline=part)
+    measured = measure(entrants, baseline, steps=facts.steps, time_limit_s=racing_s, progress=progress, deadline=part)
     others = cores_of_others(before, Used.now())
     verdict = Verdict(
         task=task.name,

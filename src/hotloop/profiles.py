@@ -6,10 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from hotloop.compiled_network import CompiledNetwork as CompiledNetwork
 from hotloop.habit import Habit as Habit
 from hotloop.phases import Bound as Bound
 from hotloop.phases import Phase as Phase
+from hotloop.ratios import CompiledNetwork as CompiledNetwork
+from hotloop.ratios import Overhead as Overhead
 from hotloop.records import Record
 
 TAKE_ROWS = frozenset({"aten::index", "aten::index_select", "aten::embedding"})
@@ -264,16 +265,6 @@ class Limits(Record):
     launch_us: float | None = None
     copy_bytes_per_s: float | None = None
     busy: bool = False
-
-
-class Overhead(Record):
-    """What watching costs: an instrumented step over a clean one, in turn in one run; ends of a 95 % interval."""
-
-    ratio: float
-    low: float
-    high: float
-    instrumented: int
-    clean: int
 
 
 class RankTime(Record):

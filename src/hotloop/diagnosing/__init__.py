@@ -5,7 +5,7 @@ Each file is one family of causes: functions that look at what was measured, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -76,6 +76,9 @@ ABSOLUTE: tuple[Detector, ...] = (operators.unusual, operators.layouts)
 _NEARLY = 0.3
 """Of what memory that is given back takes, something else must win as much to come before it."""
 
+_SAME = 0.2
+"""Part by which the gains of two remedies may differ that are of the same cost."""
+
 OF_ARRAYS: tuple[Detector, ...] = (feeding.waiting,)
 """For a step written out in array operations, before the size of the batch: the others look at what torch's operations do, or advise its own ways."""
 
@@ -129,7 +132,7 @@ def remedies(step: Step) -> list[Remedy]:
     if not step.profile.plan:
         found = [one.model_copy(update={"axes": {}}) for one in found]
         paged = [one.model_copy(update={"axes": {}}) for one in paged]
-    return sorted([*found, *paged], key=lambda remedy: (remedy.note, -remedy.gain))
+    return sorted([*_once(step, found), *paged], key=lambda remedy: (remedy.note, -remedy.gain))
 
 
 def _together(step: Step, specific: Sequence[Remedy], general: Sequence[Remedy]) -> list[Remedy]:
@@ -151,6 +154,30 @@ def _after(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Remedy]) -
     others = [one for one in found if not one.note and operators.MUCH not in one.cause]
     beside = any(one in specific or one.gain >= _NEARLY * paged.gain for one in others)
     return paged.model_copy(update={"note": beside})
+
+
+def _once(step: Step, found: Sequence[Remedy]) -> list[Remedy]:
+    """Without remedies of a line that only calls the line of another remedy, which wins nearly as much: the same cost."""
+    outer = {line.where: line.within for line in step.profile.lines if line.within}
+    counted = [one for one in found if not one.note]
+    again = {
+        id(one) for one in counted for other in counted if _calls(one.where, other.where, outer) and _alike(one, other)
+    }
+    return [one for one in found if id(one) not in again]
+
+
+def _calls(where: str, inner: str, outer: Mapping[str, str]) -> bool:
+    """Whether a line calls another one, through any number of functions."""
+    seen = {inner}
+    while (inner := outer.get(inner, "")) and inner not in seen:
+        if inner == where:
+            return True
+        seen.add(inner)
+    return False
+
+
+def _alike(one: Remedy, other: Remedy) -> bool:
+    return abs(one.gain - other.gain) < max(COUNTS, _SAME * max(one.gain, other.gain))
 
 
 def _beside(step: Step, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:

@@ -1,4 +1,4 @@
-"""What compiling a network won, as a race in a child process measured it: a frozen record."""
+"""Ratios that a profile measured in turn: what compiling a network won, and what watching costs. Frozen records."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ class CompiledNetwork(Record):
     def is_faster(self) -> bool:
         """Whether the whole interval says so."""
         return self.low is not None and self.low > 1
+
+
+class Overhead(Record):
+    """What watching costs: an instrumented step over a clean one, in turn in one run; ends of a 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+    instrumented: int
+    clean: int
