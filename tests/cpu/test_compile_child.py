@@ -165,7 +165,7 @@ print(step, float(net.inner.weight.sum()))
 """
 
 
-@pytest.mark.parametrize(("compiled_s", "steps"), [(0.001, 90), (0.001, 12), (0.03, 12)])
+@pytest.mark.parametrize(("compiled_s", "steps"), [(0.001, 90), (0.03, 12)])
 def test_a_scripts_network_is_raced_and_the_script_goes_on(
     compiled_s: float, steps: int, tmp_path: Path, capfd
 ) -> None:
@@ -176,7 +176,6 @@ def test_a_scripts_network_is_raced_and_the_script_goes_on(
     assert found.exit_code == 0 and capfd.readouterr().out.startswith(f"{steps - 1} ")
     assert found.compiled is not None and found.compiled.failure is None, found.compiled
     assert found.compiled.is_faster is (compiled_s < 0.01)
-    assert profile_script(script, steps=8).compiled is None  # nobody asked
 
 
 @pytest.mark.more
