@@ -127,7 +127,7 @@ def test_the_compiled_network_is_raced_in_interleaved_pairs(compiled_s: float, f
     network = Sleeping(0.008)
     call = recorded(network)
     assert call is not None and call.arguments[0].abs().sum() > 0 and call.keywords == {"scale": 2.0}
-    found = race_compiled(call, BOUND_S)
+    found = race_compiled(call, ENDLESS_S)
     assert (found["low"] > 1, found["high"] < 1, found["network"]) == (faster, not faster, "Sleeping"), found
     assert network.inner.weight.grad is None  # nothing was done to the network itself
 
@@ -137,8 +137,21 @@ def test_a_network_that_does_not_compile_is_a_failure(monkeypatch) -> None:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", compiled)
-    assert "no compiler here" in race_compiled(recorded(Sleeping(0.0)), BOUND_S)["failure"]
+    assert "no compiler here" in race_compiled(recorded(Sleeping(0.0)), ENDLESS_S)["failure"]
     assert race_compiled(None, BOUND_S) == {"failure": "no call of a network was recorded"}
+
+
+def test_what_a_child_can_t_measure_is_refused_with_the_reason() -> None:
+    network = Sleeping(0.0)
+    on_meta = RecordedCall.of(Sleeping(0.0).to("meta"), (), {})
+    assert "accelerator" in race_compiled(on_meta, BOUND_S)["failure"]
+    network.compile(backend="eager")
+    assert race_compiled(RecordedCall.of(network, (), {}), BOUND_S)["failure"] == "the network is compiled already"
+
+
+def test_a_child_that_has_too_little_time_says_what_gives_more(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda network: time.sleep(ENDLESS_S))
+    assert "--time-limit gives more time" in race_compiled(recorded(Sleeping(0.0)), 1.0)["failure"]
 
 
 SCRIPT = """
@@ -172,7 +185,7 @@ def test_a_scripts_network_is_raced_and_the_script_goes_on(
     """With fewer steps than are measured, the race comes when the script ends."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(compiled_s=compiled_s, steps=steps))
-    found = profile_script(script, steps=8 if steps > 20 else None, try_s=BOUND_S)
+    found = profile_script(script, steps=8 if steps > 20 else None, try_s=ENDLESS_S)
     assert found.exit_code == 0 and capfd.readouterr().out.startswith(f"{steps - 1} ")
     assert found.compiled is not None and found.compiled.failure is None, found.compiled
     assert found.compiled.is_faster is (compiled_s < 0.01)

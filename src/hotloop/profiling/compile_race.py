@@ -48,9 +48,15 @@ class RecordedCall:
         return cls(network, given, named, network.training, cast)
 
     @property
-    def on_cpu(self) -> bool:
+    def refused(self) -> str:
+        """Why a child can't compile and measure the network; empty where the child can."""
         tensors = [*self.network.parameters(), *pytree.tree_leaves((self.arguments, self.keywords))]
-        return all(one.device.type == "cpu" for one in tensors if isinstance(one, Tensor))
+        if any(one.device.type != "cpu" for one in tensors if isinstance(one, Tensor)):
+            return "a fork of this process can't use its accelerator"
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return "other ranks share the step, and a fork would send to them"
+        compiled = type(self.network).__name__ == "OptimizedModule" or self.network._compiled_call_impl is not None
+        return "the network is compiled already" if compiled else ""
 
     @property
     def numbers(self) -> int:
@@ -90,8 +96,8 @@ def race_compiled(
     """
     if call is None:
         return {"failure": "no call of a network was recorded"}
-    if not call.on_cpu:
-        return {"failure": "a fork of this process can't use its accelerator"}
+    if why := call.refused:
+        return {"failure": why}
     until = time.monotonic() + seconds - _SPARE_S
 
     def work() -> dict[str, Any]:
@@ -99,7 +105,10 @@ def race_compiled(
         return _raced(call, until)
 
     with CompileChild(work) as child:
-        return child.result(seconds)
+        found = child.result(seconds)
+    if "failure" in found and time.monotonic() > until:
+        found["failure"] += "; --time-limit gives more time"
+    return found
 
 
 def _raced(call: RecordedCall, until: float) -> dict[str, Any]:
