@@ -33,7 +33,7 @@ def waiting(step: Step) -> Iterator[Remedy]:
     if loader is None and step.profile.plan:
         yield Remedy(
             cause="waiting for data: hotloop makes each batch while the step waits",
-            where=step.profile.source,
+            where=where or step.profile.source,
             remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest",
             gain=step.share(waited),
             evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms go by until the batch is there",
