@@ -123,7 +123,8 @@ def test_tune_ends_by_its_time_limit_and_does_not_remember_what_it_ended(monkeyp
     monkeypatch.setattr("hotloop.tuning.search.Runner.glance", lambda self, seconds: (1e-3, 0.0))
     verdict, took_s = timed(lambda: hotloop.tune(a_task(epochs=100), device="cpu", time_limit="8s", progress=False))
     assert verdict.winner == BASELINE and took_s < BOUND_S
-    assert any("racing was ended" in note for note in verdict.notes), verdict.notes
+    # On a busy machine so little is left when the search begins that no race is begun.
+    assert any("racing was ended" in note or "of the time limit" in note for note in verdict.notes), verdict.notes
 
 
 def test_the_first_line_of_tune_says_what_the_search_may_cost_and_save() -> None:
