@@ -13,7 +13,8 @@ from hotloop import contests, seeking
 from hotloop.alarm import at_most
 from hotloop.deadline import Deadline
 from hotloop.errors import TimeOverError
-from hotloop.measuring import racing
+from hotloop.lowering import lower
+from hotloop.measuring import Entrant, racing
 from hotloop.plan import Plan
 from hotloop.rivals import Contest
 from hotloop.taskfile import Loaded
@@ -163,6 +164,20 @@ def test_a_race_ends_by_its_time_limit(slow: str, monkeypatch: pytest.MonkeyPatc
         assert timing.failure is None and timing.ratio is not None
     else:
         assert timing.parity == "unproven" and "the proof was ended" in (timing.parity_reason or "")
+
+
+def test_a_plan_that_is_not_ready_in_time_leaves_time_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, task = racing._prepare, a_task(epochs=100)
+    monkeypatch.setattr(
+        racing, "_prepare", lambda racer, *given: endless() if racer.name == "slow" else prepared(racer, *given)
+    )
+    plan = Plan(device="cpu")
+    entrants = [Entrant(name, lambda: lower(task, plan), plan) for name in ("baseline", "slow", "other")]
+    given = dict(steps=1000, time_limit_s=0.5, brief=True, deadline=Deadline.of_limit(8.0))
+    found, took_s = timed(lambda: racing.measure(entrants, "baseline", **given))  # type: ignore[arg-type]
+    assert took_s < BOUND_S
+    assert "preparing slow was ended" in (found.plans[1].failure or "") and found.plans[1].short_of_memory
+    assert found.plans[2].ratio is not None
 
 
 def test_a_race_whose_baseline_is_not_ready_in_time_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,9 @@ _BRIEF_S = 0.05
 
 
 _PART = 0.5
-"""Of the time until the deadline, which a piece of the race may take."""
+"""Of the time until the deadline, which a piece of the race may take; in a search, whose races end sooner, `_PART_OF_SEARCH`."""
+
+_PART_OF_SEARCH = 0.8
 
 _LEAST_RACE_S = 0.01
 
@@ -171,7 +173,7 @@ def _failed(racer: _Racer, baseline: str, error: Exception) -> None:
 
 
 def _in_time(deadline: Deadline, racer: _Racer, entrant: Entrant, clock: Clock, brief: bool) -> None:
-    with deadline.part(_PART).enforced(f"preparing {racer.name}"):
+    with deadline.part(_PART_OF_SEARCH if brief else _PART).enforced(f"preparing {racer.name}"):
         _prepare(racer, entrant, clock, _BRIEF_S if brief else WARM_S)
 
 

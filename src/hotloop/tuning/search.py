@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -59,9 +60,6 @@ _DOUBT = 2
 _ANOTHER = 0.15
 """Of what a compiled run takes, so much may be won by compiling it in another form: not rewritten, or for one thread."""
 
-Progress = Callable[[str, float], None]
-Prove = Callable[[Sequence[Program]], list[Parity]]
-
 
 @dataclass
 class Search:
@@ -83,10 +81,10 @@ class Search:
     fixed: Collection[str]
     facts: TaskFacts
     hardware: Hardware
-    prove: Prove
+    prove: Callable[[Sequence[Program]], list[Parity]]
     time_limit_s: float | None = None
     deadline: Deadline = field(default_factory=Deadline)
-    progress: Progress = lambda doing, share: None
+    progress: Callable[[str, float], None] = lambda doing, share: None
     say: Callable[[str], None] = lambda line: None
     rules: Plan | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -95,6 +93,7 @@ class Search:
     _raced: dict[str, Timing] = field(default_factory=dict)
     _spent_s: float = 0.0
     _cramped: bool = False
+    _racing: Deadline = field(default_factory=Deadline)
 
     def __post_init__(self) -> None:
         self.held = Held(self.task)
@@ -130,8 +129,10 @@ class Search:
 
     def _race_all(self, budget: Budget) -> None:
         """Races what there is time for; the deadline ends what takes longer, and leaves time for a proof."""
+        reserve_s = 1.5 * budget.proof_s  # the plan is lowered again
+        self._racing = replace(self.deadline, at=self.deadline.at - reserve_s - 0.5)  # to put back what ran
         try:
-            with self.deadline.enforced("racing", reserve_s=1.5 * budget.proof_s):  # the plan is lowered again
+            with self.deadline.enforced("racing", reserve_s=reserve_s):
                 self._compiled(self._eagerly(budget), budget)
         except TimeOverError as over:
             self._left(over.given)
@@ -365,8 +366,8 @@ class Search:
             Entrant(name, partial(self.held.lowered, name, plan), plan, apart(plan, self.base, each_axis))
             for name, plan in {BASELINE: self.baseline, **named}.items()
         ]
-        steps = self.facts.steps
-        found = measure(entrants, BASELINE, steps=steps, time_limit_s=seconds, brief=True, progress=self.progress)
+        steps, limits = self.facts.steps, dict[str, Any](time_limit_s=seconds, deadline=self._racing)
+        found = measure(entrants, BASELINE, steps=steps, brief=True, progress=self.progress, **limits)
         self._raced |= with_starts(found.plans, BASELINE, self.held.starts, steps)
         self.timings = on_one_clock(self._raced, BASELINE, steps)
 
