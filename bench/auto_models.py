@@ -68,8 +68,9 @@ def raced(name: str, seconds: float, plan: Plan) -> Verdict:
     from hotloop.taskfile import Loaded
 
     rivals: list[Any] = ["baseline", RULES, *([plan] if plan != BASELINE else [])]
-    contest, said = contests.Contest(rivals, "baseline", ["cpu"], time_limit=f"{seconds:g}s"), list[str]()
-    verdict = contests.raced(Loaded(task(name, _epochs()), None, {}), contest, prove=None, say=said.append)
+    contest, said = contests.Contest(rivals, "baseline", ["cpu"]), list[str]()
+    loaded = Loaded(task(name, _epochs()), None, {})
+    verdict = contests.raced(loaded, contest, prove=None, say=said.append, racing_s=seconds)
     return verdict.model_copy(update={"notes": [*verdict.notes, *said]})
 
 

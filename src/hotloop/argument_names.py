@@ -13,7 +13,7 @@ _COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|expo
 """A whole command stays as it is: a user can type it."""
 
 _PATH = r"[^\s;,]*[^\s;,.:]"
-_FORMS = [
+_FORMS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"--[a-z-]+(?: \S+)? \((?:or )?([a-z_]+=[^)]*)\)", r"\1"),  # the message names the argument, too
     (rf"hotloop train --resume ({_PATH})", r"hotloop.fit(task, run='\1', resume=True)"),
     (rf"--resume ({_PATH})", r"run='\1' and resume=True"),

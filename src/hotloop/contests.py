@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotloop.choosing import placed
+from hotloop.deadline import Deadline
 from hotloop.errors import DeviceError, HotloopError, TaskError, told
 from hotloop.interrupts import Terminated, how_ended
 from hotloop.kept import remember
@@ -18,7 +19,6 @@ from hotloop.lowering.telling import Say
 from hotloop.measuring import Entrant, measure
 from hotloop.measuring.crossing import Point, crossings
 from hotloop.measuring.load import Used, busy_note, cores_of_others
-from hotloop.pacing import seconds
 from hotloop.parity import prove_plans
 from hotloop.plan import BASELINE, Plan
 from hotloop.probe import check_device, machine
@@ -33,6 +33,12 @@ from hotloop.terminal import Terminal
 from hotloop.verdicts import Crossing, Parity, Scaling, Timing, Verdict, best_of
 from hotloop.wanted import AUTO, Wanted
 from hotloop.wanted import BASELINE as BY_NAME
+
+RACING_S = 60.0
+"""For the windows that are measured, if there is no time limit."""
+
+_MEASURING = 2 / 3
+"""Of a time limit, for preparing and measuring where a proof follows."""
 
 Prove = Callable[[Task, Sequence[Plan], Callable[[int, int], None]], list[Parity]]
 Progress = Callable[[str, float], None]
@@ -54,7 +60,7 @@ def race(
     *,
     baseline: Asked = BY_NAME,
     devices: Sequence[str] | None = None,
-    time_limit: str = "60s",
+    time_limit: str | None = None,
     prove: Prove | None = PROVE,
     progress: bool = True,
 ) -> Verdict:
@@ -64,7 +70,8 @@ def race(
         plans: `baseline`, `auto`, `arrays`, TOML files or `Plan` values; the same one twice is raced against itself.
         baseline: the plan that the others are compared with; it takes part, asked for or not.
         devices: race each plan on each of them, such as `["cpu", "cuda"]`; default where each plan says.
-        time_limit: for the windows that are measured, such as `60s`; preparing and proving come on top.
+        time_limit: for all of it, such as `60s`: preparing, measuring and proving. Default 60 s for what is measured,
+            with preparing and proving on top.
         prove: tells how true the results of plans are; None leaves that out, and then any plan may win.
         progress: show a progress bar.
 
@@ -95,9 +102,17 @@ def raced(
     prove: Prove | None = PROVE,
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
+    deadline: Deadline | None = None,
+    racing_s: float = RACING_S,
 ) -> Verdict:
-    """Races plans of a loaded Task; see `race`. A signal in the proof ends it with what was raced."""
+    """Races plans of a loaded Task; see `race`. A signal in the proof ends it with what was raced.
+
+    Args:
+        deadline: when the race must be over; default the contest's time limit from now on.
+        racing_s: for the windows that are measured, as far as the deadline allows.
+    """
     began = time.monotonic()
+    deadline = deadline or contest.deadline(began)
     entries, baseline = contest.entries()
     for device in contest.devices or ():
         check_device(device, "--devices")
@@ -107,9 +122,9 @@ def raced(
         Entrant(name, _lowering(loaded, task, wanted, say, facts), None if wanted.auto else _on_its_device(wanted.plan))
         for name, wanted in entries.items()
     ]
-    limit = seconds(contest.time_limit, "time-limit")
     before = Used.now()
-    measured = measure(entrants, baseline, steps=facts.steps, time_limit_s=limit, progress=progress)
+    part = deadline if prove is None else deadline.part(_MEASURING)
+    measured = measure(entrants, baseline, steps=facts.steps, time_limit_s=racing_s, progress=progress, deadline=part)
     others = cores_of_others(before, Used.now())
     verdict = Verdict(
         task=task.name,
@@ -128,7 +143,7 @@ def raced(
     notes = remember(_of_plans_alone(verdict, entries)) if known else []
     if prove is not None:
         try:
-            plans = _proven(task, measured.plans, baseline, prove, progress)
+            plans = _proven(task, measured.plans, baseline, prove, progress, deadline)
         except KeyboardInterrupt as stop:
             found: dict[str, Any] = {"winner": None, **how_ended("the proof", stop)}
         else:
@@ -162,7 +177,9 @@ def _lowering(loaded: Loaded, task: Task, wanted: Wanted, say: Say, facts: TaskF
     return lambda: lowered_by_memory(loaded, task, wanted, say, facts=facts)
 
 
-def _proven(task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, progress: Progress) -> list[Timing]:
+def _proven(
+    task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, progress: Progress, deadline: Deadline
+) -> list[Timing]:
     """The plans with their parity; the same plan is proven once, and the one that others are held against not at all."""
     base = next(timing for timing in plans if timing.name == baseline).as_plan
     known: dict[Plan, Parity] = {}
@@ -172,13 +189,14 @@ def _proven(task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, pr
     asked = [plan for plan in wanted if plan not in known]
     if asked:
         progress("proving", 0.0)
-        known |= zip(asked, _parities(task, asked, prove, progress), strict=True)
+        known |= zip(asked, _parities(task, asked, prove, progress, deadline), strict=True)
     return [timing if timing.failure is not None else _with_parity(timing, known) for timing in plans]
 
 
-def _parities(task: Task, plans: Sequence[Plan], prove: Prove, progress: Progress) -> list[Parity]:
+def _parities(task: Task, plans: Sequence[Plan], prove: Prove, progress: Progress, deadline: Deadline) -> list[Parity]:
     try:
-        return prove(task, plans, lambda done, total: progress("proving", done / total))
+        with deadline.enforced("the proof"):
+            return prove(task, plans, lambda done, total: progress("proving", done / total))
     except Exception as error:  # what was raced is no worse for it
         reason, passing = told(error)
         unproven = Parity(plan="", parity="unproven", reason=reason, states=0, short_of_memory=passing)
@@ -207,18 +225,20 @@ def raced_scales(
     """
     name, values = scale
     sizes = _sizes(name, values)
+    deadline = contest.deadline(time.monotonic())
 
-    def at(value: str) -> Verdict:
+    def at(value: str, part: Deadline) -> Verdict:
         def moved(doing: str, share: float) -> None:
             progress(f"{name}={value}: {doing}", share)
 
         loaded = load_task(reference, {**parameters, name: value})
-        return raced(loaded, contest, overrides=overrides, prove=None, say=say, progress=moved)
+        common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
+        return raced(loaded, contest, prove=None, deadline=part, **common)
 
     races, ended = list[Verdict](), dict[str, Any]()
     try:
-        for value in values:
-            races.append(at(value))
+        for number, value in enumerate(values):
+            races.append(at(value, deadline.part(1 / (len(values) - number))))
     except (HotloopError, KeyboardInterrupt) as error:
         if not races:
             raise

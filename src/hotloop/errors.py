@@ -9,7 +9,8 @@ expected, what to do about it.
     ├── PlanError             an axis, a value or a combination that doesn't exist
     │   ├── DeviceError       the device isn't there, or tensors live on different devices
     │   ├── PartsDifferError  the parts of a later batch come to something else than the batch
-    │   └── RoomError         there isn't memory enough now for what a plan keeps there
+    │   ├── RoomError         there isn't memory enough now for what a plan keeps there
+    │   └── TimeOverError     a time limit is over before a plan is prepared, measured or proven
     ├── RunError              a folder that isn't a run, is one already, is in use, or can't be written
     │   ├── CheckpointError   a checkpoint that is torn, tampered with, or of another model
     │   └── DiskError         the disk is full, or files may not grow any more
@@ -105,6 +106,10 @@ class DeviceError(PlanError):
 
 class RoomError(PlanError):
     """There isn't memory enough now for what a plan keeps in it; another time there may be."""
+
+
+class TimeOverError(PlanError):
+    """A time limit is over before a plan is prepared, measured or proven; with more time the plan may be."""
 
 
 class RunError(HotloopError):
@@ -270,7 +275,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _passes(error: BaseException) -> bool:
-    if isinstance(error, MemoryExhausted | RoomError | DiskError) or out_of_memory(error):
+    if isinstance(error, MemoryExhausted | RoomError | DiskError | TimeOverError) or out_of_memory(error):
         return True
     if isinstance(error, subprocess.CalledProcessError):
         return error.returncode == -_SIGKILL

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hotloop.busy_machine import beside_others, busy_line, with_crowding
 from hotloop.choosing import consider, known, placed
 from hotloop.contests import PROVE, Prove, raced
 from hotloop.counting import limits_of, with_limit_shares
 from hotloop.diagnosing import diagnose
-from hotloop.errors import DeviceError, PlanError
+from hotloop.errors import DeviceError, PlanError, TimeOverError
 from hotloop.feasible import violations
 from hotloop.launch import launch, ranks_of
 from hotloop.lowering.telling import Say
-from hotloop.measuring.crowding import crowding
 from hotloop.pacing import seconds
 from hotloop.parallel.forking import check_cuda
 from hotloop.parallel.joining import Seat
 from hotloop.parallel.world import World
 from hotloop.plan import Plan
 from hotloop.probe import probe
-from hotloop.profiles import Limits, Profile, Remedy, Threads
+from hotloop.probe.speed import is_of_busy_machine
+from hotloop.profiles import Limits, Profile, Remedy
 from hotloop.profiling.host import profile_script
 from hotloop.profiling.tasks import profile_task
 from hotloop.report.contest import watched
@@ -41,8 +43,8 @@ Progress = Callable[[str, float], None]
 
 UNTRIED = "whether PyTorch takes less time for this step, only a race says: --try, or hotloop race --plans arrays,auto"
 NO_PLAN = "a script has no plan that could be changed for it; make it a Task, and --try races what a plan can express"
-_NOTABLY = 1.2
-"""Times as long as they could take, from which on operations are said to wait for other programs."""
+TRY_S = 30.0
+"""For racing remedies, or compiling and racing a script's network, if there is no time limit."""
 
 SHARED = "limits are those of the whole machine, which the ranks on it share"
 
@@ -56,7 +58,7 @@ def profile(
     stop_after: str | None = None,
     trace: Path | None = None,
     try_remedies: bool = False,
-    time_limit: str = "30s",
+    time_limit: str | None = None,
     progress: bool = True,
 ) -> Profile:
     """Where the time of a training step goes, what bounds it, and what would help.
@@ -69,31 +71,37 @@ def profile(
         steps: how many are measured; None for 60, fewer if these would take over 30 s.
         stop_after: ends the script then, such as `60s`; default when it ends.
         trace: a file for the Chrome trace of a few steps.
-        try_remedies: race those remedies that a plan can express, and fill in what they won.
-        time_limit: for these races.
+        try_remedies: race those remedies that a plan can express, and fill in what they won; of a script, race its network
+            compiled against the network as it is.
+        time_limit: for all of a Task's profile with these races, or for the race of a script's network; default 30 s for
+            what is raced.
         progress: show a progress bar.
 
     Raises:
-        PlanError: a plan, or remedies to be tried, for a script.
+        PlanError: a plan for a script.
         TaskError: arguments for a Task; or there is no such script.
         HotloopError: the Task can't be run under the plan.
     """
     console = Terminal() if progress else Terminal(quiet=True)
     if not isinstance(task, Task):
-        refuse_for_script(plan=plan is not None, try_remedies=try_remedies)
+        refuse_for_script(plan=plan is not None)
+        try_s = (TRY_S if time_limit is None else seconds(time_limit, "time-limit")) if try_remedies else None
         limit_s = None if stop_after is None else seconds(stop_after, "stop-after")
         with watched(console) as moved:
             return inspected_script(
-                Path(task), arguments, steps=steps, stop_after_s=limit_s, trace=trace, progress=moved
+                Path(task), arguments, steps=steps, stop_after_s=limit_s, trace=trace, try_s=try_s, progress=moved
             )
     loaded, wanted = Loaded(task, None, {}), Wanted.of(plan)
     refuse_for_ranks(wanted.plan, try_remedies=try_remedies)
+
+    began = time.monotonic()
 
     def inspect() -> Profile:
         with as_rank(wanted, console) as moved:
             chosen = planned(task, wanted)
             found = inspected(loaded, chosen, steps=steps, trace=trace, progress=moved)
-            return tried(loaded, found, chosen, time_limit=time_limit, progress=moved) if try_remedies else found
+            common: dict[str, Any] = dict(time_limit=time_limit, began=began, progress=moved)
+            return tried(loaded, found, chosen, **common) if try_remedies else found
 
     if (ranked := to_start(plan, {})) is None:
         return inspect()
@@ -138,7 +146,7 @@ def planned(task: Task, wanted: Wanted) -> Plan:
     return next(one.plan for one in consider(task, wanted.plan).choices if one.plan.compile == wanted.plan.compile)
 
 
-def refuse_for_script(*, plan: bool, try_remedies: bool) -> None:
+def refuse_for_script(*, plan: bool) -> None:
     """What can't be asked for of a script.
 
     Raises:
@@ -146,8 +154,6 @@ def refuse_for_script(*, plan: bool, try_remedies: bool) -> None:
     """
     if plan:
         raise PlanError("a plan for a script", expected="a Task", fix=NO_PLAN)
-    if try_remedies:
-        raise PlanError("--try for a script", expected="a Task", fix=NO_PLAN)
 
 
 def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
@@ -184,10 +190,12 @@ def inspected_script(
     stop_after_s: float | None = None,
     stdout: int | None = None,
     trace: Path | None = None,
+    try_s: float | None = None,
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
     """Profiles a script; see `profile` and `profile_script`."""
-    seen = profile_script(path, arguments, steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace)
+    given: dict[str, Any] = dict(steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace, try_s=try_s)
+    seen = profile_script(path, arguments, **given)
     return _diagnosed(seen, progress)
 
 
@@ -215,6 +223,7 @@ def inspected(
     found = _diagnosed(seen, progress)
     update = {
         "remedies": [_settable(one, task, plan) for one in found.remedies],
+        "candidates": [_settable(one, task, plan) for one in found.candidates],
         "notes": [*found.notes, *([] if plan.engine == "eager" else [UNTRIED])],
     }
     return found.model_copy(update=update)
@@ -228,6 +237,7 @@ def _diagnosed(seen: Profile, progress: Progress) -> Profile:
         "machine": machine_name(),
         "versions": speed_versions() | seen.versions,
     }
+    known["busy"] = busy_line(known.get("threads", seen.threads)) if seen.device == "cpu" else ""
     return diagnose(with_limit_shares(seen.model_copy(update={**known, "notes": [*seen.notes, *notes]})))
 
 
@@ -236,8 +246,8 @@ def _measured(seen: Profile, progress: Progress) -> tuple[dict[str, Any], list[s
     try:
         limits, notes = _limits(seen.device, progress)
         eager = seen.engine == "eager"
-        threads = _crowded(seen.threads) if eager else seen.threads
-        beside = _beside_others(seen.threads) if eager and seen.device == "cpu" else []
+        threads = with_crowding(seen.threads) if eager else seen.threads
+        beside = beside_others(seen.threads) if eager and seen.device == "cpu" else []
         return {"limits": limits, "threads": threads}, [*notes, *beside]
     except DeviceError:
         return {}, [f"limits of {seen.device} aren't known: hotloop can't measure such a device"]
@@ -249,29 +259,8 @@ def _limits(device: str, progress: Progress) -> tuple[Limits, list[str]]:
     """What the device reaches, as stored or else measured now, and notes on that."""
     hardware = probe(device, progress=lambda figure, done, of: progress(f"measuring this machine: {figure}", done / of))
     found = hardware.device(device)
-    return (Limits() if found is None else limits_of(found)), list(hardware.notes)
-
-
-def _crowded(threads: Threads | None) -> Threads | None:
-    """The threads with what it costs that there are more of them than cores, if there are."""
-    if threads is None or threads.torch <= threads.cores:
-        return threads
-    return threads.model_copy(update={"slower": crowding(threads.torch, threads.cores)})
-
-
-def _beside_others(threads: Threads | None) -> list[str]:
-    """A note where other programs keep cores busy that torch's threads wait for, with what that costs just now."""
-    if threads is None or threads.torch > threads.cores:
-        return []
-    free = max(1, threads.cores - round(threads.others))
-    slower = crowding(threads.torch, free) if threads.torch > free else 1.0
-    if slower < _NOTABLY:
-        return []
-    return [
-        f"other programs kept {threads.others:.1f} of {threads.cores} cores busy, and the pieces of an operation wait for "
-        f"each other: cut for {threads.torch} threads, operations take {slower:.1f} times as long as with {free} while "
-        f"they run (OMP_NUM_THREADS={free}); times and limits are those of a shared machine"
-    ]
+    busy = device == "cpu" and any(map(is_of_busy_machine, hardware.notes))
+    return Limits() if found is None else limits_of(found).model_copy(update={"busy": busy}), list(hardware.notes)
 
 
 def _settable(remedy: Remedy, task: Task, plan: Plan) -> Remedy:
@@ -291,33 +280,60 @@ def tried(
     plan: Plan,
     *,
     overrides: Mapping[str, Any] | None = None,
-    time_limit: str = "30s",
+    time_limit: str | None = None,
+    began: float | None = None,
     prove: Prove | None = PROVE,
     say: Say = lambda line: None,
     progress: Progress = lambda doing, share: None,
 ) -> Profile:
-    """The profile with what its remedies really win: those that a plan can express are raced against `plan`."""
+    """The profile with what its remedies really win: those that a plan can express are raced against `plan`.
+
+    Args:
+        time_limit: for preparing, racing and proving; default `TRY_S` for racing, with the others on top.
+        began: since when that counts, by `time.monotonic()`; default now.
+    """
     base = placed(plan)
     found = found.model_copy(update={"remedies": [*found.remedies, *_by_torch(base)]})
-    plans = list(dict.fromkeys(base.with_axes(**one.axes) for one in found.remedies if one.axes))
+    asked = [one for one in [*found.remedies, *found.candidates] if one.axes]
+    plans = list(dict.fromkeys(base.with_axes(**one.axes) for one in asked))
     if not plans:
-        return found.model_copy(update={"notes": [*found.notes, "none of the remedies is one that a plan can express"]})
-    contest = Contest(plans, base, time_limit=time_limit)
+        return _with_notes(found, ["none of the remedies is one that a plan can express"])
+    deadline = Contest(plans, base, time_limit=time_limit).deadline(time.monotonic() if began is None else began)
     # What is looked for is a better plan than this one: what races found before must not stand in for it.
-    alone = replace(loaded, record=None)
-    verdict = raced(alone, contest, overrides=overrides, prove=prove, say=say, progress=progress)
+    alone, contest = replace(loaded, record=None), Contest(plans, base)
+    common: dict[str, Any] = dict(overrides=overrides, prove=prove, say=say, progress=progress)
+    try:
+        verdict = raced(alone, contest, deadline=deadline, racing_s=TRY_S, **common)
+    except TimeOverError as over:
+        return _with_notes(found, [f"no remedy was raced: {over.given}"])
     remedies = [_with_won(one, base, verdict) for one in found.remedies]
     lost = [one for one in remedies if "engine" in one.axes and (one.won is None or one.won[1] <= 1)]
-    update = {
-        "remedies": [one for one in remedies if one not in lost],
-        "notes": [
-            *(note for note in found.notes if note != UNTRIED),
-            *map(_lost, lost),
-            *_failures(verdict),
-            *verdict.notes,
-        ],
-    }
-    return found.model_copy(update=update)
+    measured = [_with_won(one, base, verdict) for one in found.candidates]
+    won = [one.model_copy(update={"gain": 1 - 1 / one.won[0]}) for one in measured if one.won and one.won[1] > 1]
+    kept = [one for one in remedies if one not in lost]
+    found = found.model_copy(
+        update={
+            "remedies": sorted([*kept, *won], key=lambda one: (one.note, -one.gain)),
+            "candidates": [],
+            "advice": [_not_won(one) for one in measured if not (one.won and one.won[1] > 1)],
+            "notes": [note for note in found.notes if note != UNTRIED],
+        }
+    )
+    return _with_notes(found, [*map(_lost, lost), *_failures(verdict), *verdict.notes])
+
+
+def _with_notes(found: Profile, notes: Sequence[str]) -> Profile:
+    return found.model_copy(update={"notes": [*found.notes, *notes]})
+
+
+def _not_won(candidate: Remedy) -> str:
+    """What a race spoke against, or couldn't measure."""
+    axes = " ".join(f"{axis}={value}" for axis, value in candidate.axes.items())
+    if candidate.won is None:
+        return f"Whether {axes} is faster was not measured. hotloop tune finds the fastest plan."
+    ratio, low, high = candidate.won
+    found = f"raced, it is {ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
+    return f"{axes} is no remedy here: {found}. hotloop tune tries other plans."
 
 
 def _by_torch(base: Plan) -> list[Remedy]:

@@ -9,6 +9,8 @@ from pydantic import Field
 from hotloop.habit import Habit as Habit
 from hotloop.phases import Bound as Bound
 from hotloop.phases import Phase as Phase
+from hotloop.ratios import CompiledNetwork as CompiledNetwork
+from hotloop.ratios import Overhead as Overhead
 from hotloop.records import Record
 
 TAKE_ROWS = frozenset({"aten::index", "aten::index_select", "aten::embedding"})
@@ -253,22 +255,16 @@ class Paging(Record):
 
 
 class Limits(Record):
-    """What this machine was measured to reach on the device that trains; None where it wasn't measured."""
+    """What this machine was measured to reach on the device that trains; None where it wasn't measured.
+
+    `busy` says that other programs used the machine meanwhile, so that the machine reaches more: nothing is judged by that.
+    """
 
     flop_per_s: dict[str, float] = Field(default_factory=dict)
     bytes_per_s: float | None = None
     launch_us: float | None = None
     copy_bytes_per_s: float | None = None
-
-
-class Overhead(Record):
-    """What watching costs: an instrumented step over a clean one, in turn in one run; ends of a 95 % interval."""
-
-    ratio: float
-    low: float
-    high: float
-    instrumented: int
-    clean: int
+    busy: bool = False
 
 
 class RankTime(Record):
@@ -320,6 +316,7 @@ class Profile(Record):
 
     Attributes:
         source: the Task's reference, or the script.
+        busy: what to say of other programs that used the cores meanwhile, and what to do; empty where they don't count.
         plan: in brief; empty for a script.
         engine, device: of the plan; a script's engine is PyTorch's, `eager`.
         steps: training steps watched; 0 where steps couldn't be told apart, and times are then of the whole watched part.
@@ -335,6 +332,9 @@ class Profile(Record):
             class of operators: `matmul`, `conv`, `rnn`; empty where all are in fp32.
         flops, bytes: of a step; `limit_ms` is the least that this machine's measured limits allow for them.
         peak_memory_bytes: of the device, or of the process on the CPU.
+        candidates: remedies that only a measurement tells, such as compiling; they are no advice before one.
+        compiled: what compiling the network won, measured; None where nobody asked.
+        advice: lines that are no remedies: what to measure next, and what a measurement spoke against.
         ranks: that share the step, by number; none of one process. All else but `samples_per_step` is the first one's own.
         slowest: the rank that the others wait for: it spends least in waiting and communication; None of one process.
         trace: file of the Chrome trace, if one was written.
@@ -376,9 +376,13 @@ class Profile(Record):
     bound: Bound = "unknown"
     bound_evidence: list[str] = Field(default_factory=list)
     remedies: list[Remedy] = Field(default_factory=list)
+    candidates: list[Remedy] = Field(default_factory=list)
+    compiled: CompiledNetwork | None = None
+    advice: list[str] = Field(default_factory=list)
     ranks: list[RankTime] = Field(default_factory=list)
     slowest: int | None = None
     peak_memory_bytes: int | None = None
+    busy: str = ""
     trace: str | None = None
     exit_code: int | None = None
     stopped: str = ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotloop.deadline import Deadline
 from hotloop.errors import PlanError
 from hotloop.pacing import seconds
 from hotloop.plan import Plan
@@ -39,7 +40,11 @@ class Contest:
     baseline: Asked = BY_NAME
     devices: Sequence[str] | None = None
     axes: Mapping[str, Any] | None = None
-    time_limit: str = "60s"
+    time_limit: str | None = None
+
+    def deadline(self, began: float) -> Deadline:
+        """When all must be over that began then, by `time.monotonic()`."""
+        return Deadline.of_limit(None if self.time_limit is None else seconds(self.time_limit, "time-limit"), began)
 
     def entries(self) -> tuple[dict[str, Wanted], str]:
         """What was asked for by name, and the baseline's name.
@@ -47,7 +52,7 @@ class Contest:
         Raises:
             PlanError: one plan alone, or one that doesn't exist, or can't be raced.
         """
-        seconds(self.time_limit, "time-limit")
+        self.deadline(0.0)
         plans = [*([] if self.baseline in self.plans else [self.baseline]), *self.plans]
         base = plans.index(self.baseline)
         if self.axes and len(plans) == 1:

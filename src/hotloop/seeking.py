@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hotloop.choosing import placed
+from hotloop.deadline import Deadline
 from hotloop.feasible import check as check_plan
 from hotloop.hardware import Hardware
 from hotloop.kept import recall, remember
@@ -28,7 +29,6 @@ from hotloop.task import Task, overridden
 from hotloop.taskfile import Loaded
 from hotloop.terminal import Terminal
 from hotloop.tuning import earlier
-from hotloop.tuning.budget import Deadline
 from hotloop.tuning.candidates import SOUGHT
 from hotloop.tuning.search import BASELINE, Search
 from hotloop.verdicts import Verdict
@@ -110,6 +110,7 @@ def tuned(
         time_limit_s=limit_s,
         deadline=Deadline.before(until, math.inf if limit_s is None else began + limit_s),
         progress=progress,
+        say=say,
         notes=_all_set(base),
     )
     try:

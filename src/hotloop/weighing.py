@@ -14,6 +14,7 @@ from hotloop.amounts import milliseconds
 from hotloop.arithmetic import REDUCED
 from hotloop.data.feed import Treatment, open_feed
 from hotloop.data.roles import Roles
+from hotloop.deadline import SEARCHED
 from hotloop.errors import blame
 from hotloop.lowering import Program
 from hotloop.lowering.again import looks
@@ -23,7 +24,7 @@ from hotloop.measuring.statistics import LEAST_PAIRS
 from hotloop.plan import Plan
 from hotloop.rng import preserved
 from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.budget import PROVING_STEPS, SEARCHED, proving_s, saved_steps
+from hotloop.tuning.budget import PROVING_STEPS, proving_s, saved_steps
 from hotloop.tuning.compiling import compile_s, compiling_gains, trace_s
 from hotloop.tuning.held import COMPILING_S
 from hotloop.verdicts import TRUSTED, Timing, Verdict

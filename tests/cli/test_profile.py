@@ -122,8 +122,10 @@ def test_options_arrive(hotloop: Hotloop, asked: Asked, tmp_path: Path) -> None:
     (_, (_, plan), options), (name, (_, found, base), more) = asked.calls
     assert plan.optimizer == base.optimizer == "fused"
     assert (options["overrides"], options["steps"]) == ({"batch_size": 4}, 7)
-    assert (name, found, more["time_limit"]) == ("tried", asked.found, "30s")
+    assert (name, found, more["time_limit"]) == ("tried", asked.found, None)
 
+    hotloop("profile", "script.py", "--try", "--time-limit", "7s")
+    assert asked.calls[-1][2]["try_s"] == 7
     hotloop("profile", "script.py", "--stop-after", "5m", "--trace", "trace.json", "--json")
     _, _, options = asked.calls[-1]
     assert (options["stop_after_s"], options["trace"]) == (300, Path("trace.json"))
@@ -176,7 +178,6 @@ def test_a_script_that_was_killed_ends_as_shells_report_it(hotloop: Hotloop, ask
     [
         (("script.py", "--plan", "auto"), "--plan is for a Task, and script.py is run as a script"),
         (("script.py", "--set", "compile=step"), "--set is for a Task"),
-        (("script.py", "--try"), "--try is for a Task"),
         (("script.py", "--ranks", "2"), "--ranks is for a Task"),
         (("task.py", "--ranks", "2", "--try"), "--try with parallel=data"),
         (("task.py", "--set", "parallel=async"), "a profile of parallel=async"),

@@ -74,7 +74,7 @@ def plan_of(folder: Path) -> dict[str, Any]:
 
 
 def test_what_it_finds_is_what_training_takes(hotloop: Hotloop, tmp_path: Path) -> None:
-    done = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "4s", "--json")
+    done = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s", "--json")
     assert done.code == 0
     verdict = Verdict(**done.document)
     assert verdict.winner is not None
@@ -190,11 +190,11 @@ def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked
         return lowered(task, plan)
 
     monkeypatch.setattr(held, "lower", lower)
-    first = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "4s", "--json")
+    first = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s", "--json")
     assert first.code == 0
     assert any("fused" in name for name in tried)
     tried.clear()
-    again = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "4s", "--json")
+    again = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s", "--json")
     assert again.code == 0
     assert tried and any("fused" in name for name in tried) == retried
     assert any("fused" in note and "failed before" in note for note in again.document["notes"]) != retried
@@ -207,7 +207,7 @@ def test_what_was_raced_before_the_proof_ended_is_kept(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hotloop.seeking.prove_programs", prove)
-    assert hotloop("tune", "task.py", *CPU, "--time-limit", "4s").code == 130
+    assert hotloop("tune", "task.py", *CPU, "--time-limit", "30s").code == 130
     kept = [json.loads(path.read_text())["timing"] for path in (tmp_path / "cache").rglob("*.json")]
     assert any(one["verdict"] == "faster" for one in kept) and not any(one["parity"] for one in kept)
 
@@ -224,7 +224,7 @@ def test_a_plan_that_was_set_and_can_t_be_run_is_told_each_time(
 
     monkeypatch.setattr(held, "lower", lower)
     for _ in range(2):
-        done = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "4s")
+        done = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s")
         assert done.code == 1 and "threads=1, as you set it, can't be run: threads=1 is planted" in done.err
 
 

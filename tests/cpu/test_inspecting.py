@@ -12,12 +12,13 @@ from torch import nn
 
 import hotloop
 from hotloop import inspecting
-from hotloop.errors import PlanError
+from hotloop.errors import PlanError, TimeOverError
 from hotloop.hardware import Figure, Speed
 from hotloop.measuring.crowding import crowding
 from hotloop.plan import BASELINE, Plan
 from hotloop.probe import here, probe
-from hotloop.profiles import GroupTime, OptimizerUse, Profile, Threads
+from hotloop.probe.speed import BUSY
+from hotloop.profiles import GroupTime, OperatorTime, OptimizerUse, Profile, Threads
 from hotloop.taskfile import Loaded
 from hotloop.verdicts import Timing, Verdict
 from hotloop.wanted import Wanted
@@ -140,18 +141,79 @@ def test_a_real_race_fills_in_what_was_won(monkeypatch) -> None:
     monkeypatch.setattr("hotloop.measuring.racing.WARM_S", 0.01)
     monkeypatch.setattr("hotloop.measuring.rounds._WINDOW_S", {"cpu": 0.0005})
     plain = inspecting._diagnosed(seen(), lambda doing, share: None)
-    found = inspecting.tried(Loaded(task(), None, {}), plain, BASELINE, time_limit="3s", prove=None)
+    found = inspecting.tried(Loaded(task(), None, {}), plain, BASELINE, time_limit="60s", prove=None)
     assert found.remedies[0].won is not None and len(found.remedies[0].won) == 3
 
 
-@pytest.mark.parametrize("asked", [{"try_remedies": True}, {"plan": BASELINE}])
-def test_a_script_has_no_plan(asked: dict[str, Any]) -> None:
+def test_a_script_has_no_plan() -> None:
     with pytest.raises(PlanError, match="make it a Task"):
-        hotloop.profile("train.py", progress=False, **asked)
+        hotloop.profile("train.py", progress=False, plan=BASELINE)
+
+
+def overhead(**fields: Any) -> Profile:
+    """A step of so many small operations that compiling may win."""
+    small = [
+        OperatorTime(name="aten::mul", phase="forward", module=f"n{n}", calls=2, ms=0.02, shapes=["8x4"])
+        for n in range(200)
+    ]
+    return seen(optimizers=[], operators=small, phases={"forward": 8.0, "backward": 2.0}, step_ms=10.0, **fields)
+
+
+@pytest.mark.parametrize("ratio", [2.0, 1.05, None])
+def test_only_a_race_that_was_won_makes_compiling_a_remedy(ratio: float | None, monkeypatch) -> None:
+    """The made interval is 0.1 to each side."""
+    watched_as(monkeypatch, overhead())
+    before = hotloop.profile(task(), progress=False)
+    assert before.remedies == [] and any("--try measures it" in line for line in before.advice)
+    contests = raced_as(monkeypatch, ratio)
+    found = hotloop.profile(task(), try_remedies=True, progress=False)
+    assert [plan.compile for plan in contests[0].plans] == ["step"]
+    if ratio == 2.0:
+        assert [one.axes for one in found.remedies] == [{"compile": "step"}] and found.remedies[0].gain == 0.5
+    else:
+        assert found.remedies == [] and "compile=step" in found.advice[0] and "hotloop tune" in found.advice[0]
+
+
+def test_a_race_that_a_time_limit_ends_keeps_the_profile(monkeypatch) -> None:
+    def raced(*given: Any, **options: Any) -> Verdict:
+        raise TimeOverError("preparing baseline was ended: 0 s are left of the time limit")
+
+    watched_as(monkeypatch, seen())
+    monkeypatch.setattr(inspecting, "raced", raced)
+    found = hotloop.profile(task(), try_remedies=True, time_limit="1s", progress=False)
+    assert found.remedies and any("no remedy was raced: preparing baseline was ended" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("threads", "says"),
+    [
+        (Threads(torch=2, cores=2, busy=1.0, others=1.0), "set OMP_NUM_THREADS=1 and run again"),
+        (Threads(torch=1, cores=2, busy=1.0, others=1.0), "run again when the machine is quiet"),
+        (Threads(torch=2, cores=2, busy=2.0, others=0.1), ""),
+        (Threads(torch=64, cores=64, busy=9.0, others=1.0), ""),
+        (None, ""),
+    ],
+)
+def test_a_busy_machine_is_said_first(threads: Threads | None, says: str, monkeypatch) -> None:
+    monkeypatch.setattr("hotloop.busy_machine.crowding", lambda many, few: 1.0)
+    watched_as(monkeypatch, overhead(threads=threads))
+    found = hotloop.profile(task(), progress=False)
+    assert says in found.busy and bool(found.busy) is bool(says)
+    assert bool(found.candidates) is not bool(says)  # what starting an operation takes is absolute
+
+
+def test_limits_measured_under_load_are_marked_and_nothing_is_judged_by_them(monkeypatch) -> None:
+    watched_as(monkeypatch, seen())
+    real = inspecting.probe
+    note = BUSY.format(threads=2)
+    monkeypatch.setattr(inspecting, "probe", lambda *given, **options: replace(real(*given, **options), notes=(note,)))
+    found = hotloop.profile(task(), progress=False)
+    assert found.limits.busy and note in found.notes
+    assert all(one.limit_share is None for one in found.modules)
 
 
 def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
-    monkeypatch.setattr(inspecting, "crowding", lambda threads, cores: 4.0)
+    monkeypatch.setattr("hotloop.busy_machine.crowding", lambda threads, cores: 4.0)
     watched_as(monkeypatch, seen(threads=Threads(torch=16, cores=2, busy=1.0, others=0.0), optimizers=[]))
     [remedy] = hotloop.profile(task(), progress=False).remedies
     assert "too many threads" in remedy.cause and remedy.gain == pytest.approx(0.75)
@@ -169,7 +231,7 @@ def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
     ids=["they wait", "they hardly do", "nobody else", "one thread"],
 )
 def test_programs_that_hold_cores_are_told(used: Threads, slower: float, told: list[str], monkeypatch) -> None:
-    monkeypatch.setattr(inspecting, "crowding", lambda threads, cores: slower)
+    monkeypatch.setattr("hotloop.busy_machine.crowding", lambda threads, cores: slower)
     watched_as(monkeypatch, seen(threads=used, optimizers=[]))
     found = hotloop.profile(task(), progress=False)
     notes = [note for note in found.notes if "other programs kept" in note]

@@ -172,7 +172,7 @@ def test_a_step_of_python_says_nothing_of_operations() -> None:
 
 
 def test_threads_of_torch_are_not_measured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspecting, "crowding", lambda threads, cores: pytest.fail("measured"))
+    monkeypatch.setattr("hotloop.busy_machine.crowding", lambda threads, cores: pytest.fail("measured"))
     crowded = seen(threads=Threads(torch=16, cores=2, busy=1.0, others=0.0))
     monkeypatch.setattr(inspecting, "profile_task", lambda *args, **options: crowded)
     found = hotloop.profile(a_task(), plan="arrays", progress=False)

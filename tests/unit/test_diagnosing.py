@@ -299,14 +299,6 @@ FAULTS: dict[str, tuple[Profile, str, str]] = {
         "aten::sort takes much of the forward",
         "net.py:44",
     ),
-    "operations started one by one": (
-        seen(
-            {"forward": 8.0},
-            operators=[operator("mul", 0.02, 2, module=f"net.{n}", where=f"net.py:{n}") for n in range(200)],
-        ),
-        "one by one",
-        "train.py:10",
-    ),
 }
 
 

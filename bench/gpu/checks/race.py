@@ -10,7 +10,8 @@ def run(part: str, setting: Setting) -> Result:
     from hotloop.verdicts import TRUSTED, Verdict
 
     command, name = part.split("-")
-    limit = "3s" if setting.is_rehearsal else "30s"
+    limits = {"race": ("10s", "60s"), "tune": ("3s", "30s")}  # a race's is for preparing and proving as well
+    limit = limits[command][0 if setting.is_rehearsal else 1]
     options = ["--plans", "baseline,auto"] if command == "race" else []
     options += ["--set", f"device={setting.device}", "--time-limit", limit, "--json"]
     if setting.is_rehearsal:  # compiling takes the CPU longer than all else

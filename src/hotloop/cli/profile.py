@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +34,7 @@ from hotloop.sources import file_named, holds_task, split
 if TYPE_CHECKING:
     from hotloop.profiles import Profile
 
-_FOR_TASKS = ("plan", "settings", "device", "param", "batch_size", "ranks", "try_remedies")
+_FOR_TASKS = ("plan", "settings", "device", "param", "batch_size", "ranks")
 
 
 @guarded
@@ -70,9 +71,19 @@ def profile(
         ),
     ] = None,
     try_remedies: Annotated[
-        bool, typer.Option("--try", help="Race the remedies that a plan can express, and say what they win.")
+        bool,
+        typer.Option(
+            "--try",
+            help="Race the remedies that a plan can express, or a script's network compiled; say what they win.",
+        ),
     ] = False,
-    time_limit: Annotated[str, typer.Option(help="For what --try measures.")] = "30s",
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="For the whole profile of a Task with --try, or for the race of a script's network.",
+            show_default="30s for what --try races",
+        ),
+    ] = None,
     module: Annotated[str | None, typer.Option(help="Show the operators of this module alone.")] = None,
     as_module: Annotated[
         bool, typer.Option("-m", help="FILE is a module that runs as a script, as under python -m.")
@@ -89,6 +100,7 @@ def profile(
     hotloop profile examples/fashion.py --ranks 2           two processes that share each step
     hotloop profile train.py -- --epochs 1 --lr 0.1         any PyTorch script with its own arguments
     hotloop profile -m package.train -- --epochs 1          the same of a module, as python -m runs it
+    hotloop profile train.py --try                          measure what compiling its network wins
     hotloop profile train.py --stop-after 60s --pictures seen
 
     A file that imports hotloop and defines a Task is profiled as a Task; everything else, and everything with arguments
@@ -113,7 +125,8 @@ def profile(
         refused = [name for name in _FOR_TASKS if given[name]]
         if refused:
             raise typer.BadParameter(_not_for_scripts(refused[0], file))
-        found = _of_script(path, arguments or [], steps, stop_after, trace, as_json)
+        tries = (time_limit or "30s") if try_remedies else None
+        found = _of_script(path, arguments or [], steps, stop_after, trace, tries, as_json)
     else:
         if stop_after is not None:
             raise typer.BadParameter("--stop-after ends a script; a Task is run for --steps steps")
@@ -145,23 +158,32 @@ def _script(file: str, arguments: bool) -> Path | None:
 
 
 def _not_for_scripts(name: str, file: str) -> str:
-    option = {"settings": "set", "try_remedies": "try"}.get(name, name).replace("_", "-")
+    option = {"settings": "set"}.get(name, name).replace("_", "-")
     return f"--{option} is for a Task, and {file} is run as a script: it imports no hotloop, or defines no task"
 
 
 def _of_script(
-    path: Path | str, arguments: list[str], steps: int | None, stop_after: str | None, trace: Path | None, as_json: bool
+    path: Path | str,
+    arguments: list[str],
+    steps: int | None,
+    stop_after: str | None,
+    trace: Path | None,
+    tries: str | None,
+    as_json: bool,
 ) -> Profile:
     from hotloop.pacing import seconds
 
-    limit_s = None if stop_after is None else seconds(stop_after, "stop-after")
+    given: dict[str, Any] = dict(
+        steps=steps,
+        stop_after_s=None if stop_after is None else seconds(stop_after, "stop-after"),
+        stdout=sys.stderr.fileno() if as_json else None,
+        trace=trace,
+        try_s=None if tries is None else seconds(tries, "time-limit"),
+    )
 
     from hotloop.inspecting import inspected_script
 
-    out = sys.stderr.fileno() if as_json else None
-    return inspected_script(
-        path, arguments, steps=steps, stop_after_s=limit_s, stdout=out, trace=trace, progress=_first_said()
-    )
+    return inspected_script(path, arguments, progress=_first_said(), **given)
 
 
 def _first_said() -> Callable[[str, float], None]:
@@ -177,9 +199,9 @@ def _first_said() -> Callable[[str, float], None]:
 
 
 def _of_task(
-    file: str, given: Mapping[str, Any], steps: int | None, trace: Path | None, time_limit: str, as_json: bool
+    file: str, given: Mapping[str, Any], steps: int | None, trace: Path | None, time_limit: str | None, as_json: bool
 ) -> Profile | None:
-    on_top = axes(given["settings"], device=given["device"], ranks=given["ranks"])
+    began, on_top = time.monotonic(), axes(given["settings"], device=given["device"], ranks=given["ranks"])
     parameters = pairs(given["param"] or [])
 
     from hotloop.wanted import Wanted
@@ -209,7 +231,7 @@ def _of_task(
             chosen = inspecting.planned(overridden(loaded.task, overrides), wanted)
             found = inspecting.inspected(loaded, chosen, steps=steps, trace=trace, keeps=True, **common)
             if given["try_remedies"] and found.stopped != CTRL_C:
-                found = inspecting.tried(loaded, found, chosen, time_limit=time_limit, **common)
+                found = inspecting.tried(loaded, found, chosen, time_limit=time_limit, began=began, **common)
             return found if World.of(chosen).first else None
 
 

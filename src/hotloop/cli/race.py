@@ -50,8 +50,12 @@ def race(
     epochs: Annotated[int | None, typer.Option(help="Passes over the data, instead of the Task's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a step, instead of the Task's.")] = None,
     time_limit: Annotated[
-        str, typer.Option(help="For what is measured, such as 60s or 5m; preparing and proving come on top.")
-    ] = "60s",
+        str | None,
+        typer.Option(
+            help="For all of it, such as 60s or 5m: preparing, measuring, proving.",
+            show_default="60s for what is measured; preparing and proving come on top",
+        ),
+    ] = None,
     parity: Annotated[bool, typer.Option(help="Prove that each plan gives the baseline's result.")] = True,
     save: Annotated[Path | None, typer.Option(help="The picture of --scale.", show_default="race-NAME.html")] = None,
     as_json: AsJson = False,

@@ -19,7 +19,7 @@ def with_limit_shares(profile: Profile) -> Profile:
 
 
 def _least(one: OperatorTime, profile: Profile) -> float | None:
-    if one.flops is None:
+    if one.flops is None or profile.limits.busy:
         return None
     return least_ms(Counts(one.flops, one.bytes), profile.limits, precision_in(one, profile.reduced))
 
@@ -31,4 +31,5 @@ def _share(module: ModuleTime, known: list[tuple[str, float]]) -> float | None:
     parts = [ms for name, ms in known if name == module.name or name.startswith(inside)]
     if module.flops is None or not parts or not took:
         return None
-    return sum(parts) / took
+    share = sum(parts) / took
+    return share if share <= 1 else None  # what is faster than a limit reads from caches, or the limit is too low

@@ -5,13 +5,15 @@ Each file is one family of causes: functions that look at what was measured, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from hotloop.diagnosing import (
     batches,
     chains,
+    compiling,
     cores,
     feeding,
     gradless,
@@ -67,12 +69,17 @@ GENERAL: tuple[Detector, ...] = (
     operators.unusual,
     operators.layouts,
     cores.idle,
-    repeats.starting,
 )
 """They only say where the time goes: what is no more than another says of the place is left out."""
 
+ABSOLUTE: tuple[Detector, ...] = (operators.unusual, operators.layouts)
+"""They compare operators' times with what the machine reaches, which tells nothing where other programs use the machine."""
+
 _NEARLY = 0.3
-"""Of what memory that is given back takes, or starting operations, something else must win as much to come before it."""
+"""Of what memory that is given back takes, something else must win as much to come before it."""
+
+_SAME = 0.2
+"""Part by which the gains of two remedies may differ that are of the same cost."""
 
 OF_ARRAYS: tuple[Detector, ...] = (feeding.waiting,)
 """For a step written out in array operations, before the size of the batch: the others look at what torch's operations do, or advise its own ways."""
@@ -92,9 +99,22 @@ def diagnose(profile: Profile) -> Profile:
             "bound": bound,
             "bound_evidence": evidence,
             "limit_ms": limit_ms(step),
-            "remedies": remedies(step),
+            **_with_compiling(step),
         }
     )
+
+
+def _with_compiling(step: Step) -> dict[str, list[Any]]:
+    """The remedies, with compiling among them only where a measurement found that compiling wins."""
+    found = remedies(step)
+    won, advice = compiling.measured(step)
+    known = step.profile.compiled is not None or step.profile.engine == "arrays" or bool(step.profile.busy)
+    candidates = [] if known else _worth(compiling.candidates(step))
+    return {
+        "remedies": sorted([*found, *won], key=lambda remedy: (remedy.note, -remedy.gain)),
+        "candidates": candidates,
+        "advice": [*advice, *compiling.unmeasured(step, candidates)],
+    }
 
 
 def remedies(step: Step) -> list[Remedy]:
@@ -103,16 +123,18 @@ def remedies(step: Step) -> list[Remedy]:
     specific = _worth(chain.from_iterable(detect(step) for detect in (OF_ARRAYS if arrays else SPECIFIC)))
     named = repeats.in_loops(step).union(one.where for one in specific if not one.note)
     told = replace(step, named=named)
-    general = _worth(chain.from_iterable(detect(told) for detect in (() if arrays else GENERAL)))
+    busy = bool(step.profile.busy or step.profile.limits.busy)
+    detectors = [] if arrays else [one for one in GENERAL if not (busy and one in ABSOLUTE)]
+    general = _worth(chain.from_iterable(detect(told) for detect in detectors))
     found = _together(step, specific, general)
     paged = [_after(one, specific, found) for one in _worth(paging.given_back(step))]
-    small, others = _worth(batches.too_small(told)), [one for one in found if _to_mend(one)]
+    small, others = _worth(batches.too_small(told)), [one for one in found if not one.note]
     if small and not (batches.may_stay(step) and others):
         found = _together(step, [*specific, *(batches.after(step, one, others) for one in small)], general)
     if not step.profile.plan:
-        found = [_of_a_script(one, specific) for one in found]
+        found = [one.model_copy(update={"axes": {}}) for one in found]
         paged = [one.model_copy(update={"axes": {}}) for one in paged]
-    return sorted([*found, *paged], key=lambda remedy: (remedy.note, -remedy.gain))
+    return sorted([*_once(step, found), *paged], key=lambda remedy: (remedy.note, -remedy.gain))
 
 
 def _together(step: Step, specific: Sequence[Remedy], general: Sequence[Remedy]) -> list[Remedy]:
@@ -126,25 +148,38 @@ def _told(one: Remedy) -> tuple[str, str]:
     return one.where, one.cause.partition(":")[0]
 
 
-def _to_mend(one: Remedy) -> bool:
-    """Whether that is something of its own, and not so of any step of small operations."""
-    return not one.note and one.cause != repeats.STARTED
-
-
-def _of_a_script(one: Remedy, specific: Sequence[Remedy]) -> Remedy:
-    """Without axes; to compile a model, which any step of small operations may win by, is a note beside what is nearly as much."""
-    nearly = any(not other.note and other.gain >= _NEARLY * one.gain for other in specific)
-    return one.model_copy(update={"axes": {}, "note": one.note or (one.cause == repeats.STARTED and nearly)})
-
-
 def _after(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Remedy]) -> Remedy:
     """Memory given back is a note beside what is to be mended, which may change what is allocated.
 
     What only says where the time goes may do so since the memory is given back, above all an operator that takes long.
     """
-    others = [one for one in found if _to_mend(one) and operators.MUCH not in one.cause]
+    others = [one for one in found if not one.note and operators.MUCH not in one.cause]
     beside = any(one in specific or one.gain >= _NEARLY * paged.gain for one in others)
     return paged.model_copy(update={"note": beside})
+
+
+def _once(step: Step, found: Sequence[Remedy]) -> list[Remedy]:
+    """Without remedies of a line that only calls the line of another remedy, which wins nearly as much: the same cost."""
+    outer = {line.where: line.within for line in step.profile.lines if line.within}
+    counted = [one for one in found if not one.note]
+    again = {
+        id(one) for one in counted for other in counted if _calls(one.where, other.where, outer) and _alike(one, other)
+    }
+    return [one for one in found if id(one) not in again]
+
+
+def _calls(where: str, inner: str, outer: Mapping[str, str]) -> bool:
+    """Whether a line calls another one, through any number of functions."""
+    seen = {inner}
+    while (inner := outer.get(inner, "")) and inner not in seen:
+        if inner == where:
+            return True
+        seen.add(inner)
+    return False
+
+
+def _alike(one: Remedy, other: Remedy) -> bool:
+    return abs(one.gain - other.gain) < max(COUNTS, _SAME * max(one.gain, other.gain))
 
 
 def _beside(step: Step, general: Sequence[Remedy], specific: Sequence[Remedy]) -> list[Remedy]:

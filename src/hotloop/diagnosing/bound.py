@@ -92,8 +92,13 @@ def _detail(step: Step, bound: Bound, ms: float) -> list[str]:
 
 
 def _limit(step: Step) -> list[str]:
+    if step.profile.limits.busy:
+        return [
+            "This machine's limits were measured while other programs used it, and nothing is judged by them: "
+            "measure them again by hotloop devices --refresh when the machine is quiet."
+        ]
     least = limit_ms(step)
-    if not least:
+    if not least or least > step.ms:
         return []
     return [
         f"This machine's measured limits allow {milliseconds(least)} for its arithmetic and memory traffic: "

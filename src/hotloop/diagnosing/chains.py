@@ -110,10 +110,9 @@ def written_out(step: Step) -> Iterator[Remedy]:
             cause=f"{_calls(forward):.0f} operations follow one another over tensors{of}{inside(forward, step)}, each of which goes through memory by itself",
             where=heaviest(forward, step),
             remedy="an operation that does it all, where there is one (F.cross_entropy, F.gelu, F.conv2d, "
-            "F.scaled_dot_product_attention, a normalisation); else torch.compile of that function, which joins them",
+            "F.scaled_dot_product_attention, a normalisation)",
             gain=step.share(spent - stays),
             evidence=f"forward and backward they take {spent:.2f} ms of each step of {step.ms:.2f} ms; the longest take {stays:.2f} ms",
-            axes={"compile": "step"},
         )
 
 

@@ -30,7 +30,16 @@ def waiting(step: Step) -> Iterator[Remedy]:
     where = lines[0].where if lines else ""
     if not waited:
         return
-    if loader is None:
+    if loader is None and step.profile.plan:
+        yield Remedy(
+            cause="waiting for data: hotloop makes each batch while the step waits",
+            where=where or step.profile.source,
+            remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest",
+            gain=step.share(waited),
+            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms go by until the batch is there",
+            axes={"residency": "host"},
+        )
+    elif loader is None:
         yield Remedy(
             cause="waiting for data: batches are made in Python, one after the other",
             where=where or step.profile.step_where,
@@ -106,7 +115,7 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
             cause=f"slow samples: it takes long to put those of a batch together, in {function}",
             where=line.where,
             remedy="do for all samples at once, with operations on whole tensors, or once before training what is done there for "
-            "each batch; or let workers do it during the step (num_workers=)",
+            "each batch; or " + _by_workers(step, waited),
             gain=step.share(waited),
             evidence=evidence,
             axes={"residency": "host"},
@@ -126,7 +135,7 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
         return Remedy(
             cause=cause,
             where=hottest or loader.where if loader.sample_where == loader.where else loader.sample_where,
-            remedy=f"{_once(loader, hottest)}, or let workers do it during the step (num_workers=)",
+            remedy=f"{_once(loader, hottest)}, or {_by_workers(step, waited)}",
             gain=step.share(waited),
             evidence=evidence + each,
             axes={"residency": "host"},
@@ -135,7 +144,7 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
         return Remedy(
             cause="waiting for data: the loader takes long beside its data set, which makes whole batches",
             where=loader.where,
-            remedy="cut the batches out in the loop, without a loader, or let workers do it during the step (num_workers=)",
+            remedy="cut the batches out in the loop, without a loader, or " + _by_workers(step, waited),
             gain=step.share(waited),
             evidence=evidence,
             axes={"residency": "host"},
@@ -147,6 +156,17 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
         gain=step.share(waited),
         evidence=evidence,
         axes={"residency": "host"},
+    )
+
+
+def _by_workers(step: Step, waited: float) -> str:
+    """What workers can win at most: they load while the step computes, as many at a time as there are cores."""
+    cores = step.profile.threads.cores if step.profile.threads else 1
+    least = max(waited / cores, step.ms - waited)
+    return (
+        f"let workers do it during the step (num_workers={cores}, persistent_workers=True), which wins up to "
+        f"{percent(step.share(step.ms - least))}: a step then takes {least:.2f} ms at least, the longer of "
+        f"{waited:.2f} ms over {cores} workers and of {step.ms - waited:.2f} ms for all else"
     )
 
 

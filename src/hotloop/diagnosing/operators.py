@@ -6,7 +6,18 @@ from collections.abc import Iterator, Sequence
 
 from hotloop.diagnosing.chains import written
 from hotloop.diagnosing.parts import function_of
-from hotloop.diagnosing.step import COMPUTING, Step, elements, grouped, heaviest, inside, is_product, least_of, percent
+from hotloop.diagnosing.step import (
+    COMPUTING,
+    Step,
+    draws,
+    elements,
+    grouped,
+    heaviest,
+    inside,
+    is_product,
+    least_of,
+    percent,
+)
 from hotloop.profiles import OperatorTime, Remedy
 
 MUCH = "takes much of the"
@@ -153,6 +164,7 @@ def unusual(step: Step) -> Iterator[Remedy]:
             one.phase in COMPUTING
             and one.bytes != 0
             and id(one) not in told
+            and not draws(one)
             and not any(part in one.name for part in _USUAL)
         )
     )  # what moves no bytes only looks at them, and was held up
@@ -166,7 +178,7 @@ def unusual(step: Step) -> Iterator[Remedy]:
         yield Remedy(
             cause=f"{name} {MUCH} {worst.phase}{inside(same, step)}",
             where=where or step.profile.step_where,
-            remedy="another operation that gives the same, inputs that are contiguous, or torch.compile",
+            remedy="call it on fewer numbers, or less often: its time is not in calling it, but in what it does",
             gain=step.share(spent - least / _REACHED),
             evidence=f"it takes {spent:.2f} ms of each step of {step.ms:.2f} ms, with inputs of "
             f"{' and '.join(filter(None, worst.shapes[:2])) or 'unknown size'}"

@@ -18,24 +18,9 @@ from hotloop.diagnosing.step import (
     draws,
     grouped,
     heaviest,
-    is_product,
     named_function,
 )
-from hotloop.profiles import OperatorTime, Phase, Remedy
-
-_COMPILED: tuple[Phase, ...] = ("forward", "backward")
-
-_JOINED = ("cpp_fused", "triton_")
-"""How the names of kernels begin that torch's compiler makes."""
-
-STARTED = "operations are started one by one from Python"
-"""Said of any step of many small operations."""
-
-_CALLED_MS = 0.1
-"""What calling a compiled model takes by itself, forward and backward: a linear layer and ReLU took 0.146 ms, and 0.047 eagerly."""
-
-_LAYERS_OF_STEPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
-"""They go over time steps by themselves, and torch.compile calls them as they are."""
+from hotloop.profiles import OperatorTime, Remedy
 
 _CHOOSING = ("aten::argmax", "aten::max", "aten::topk")
 
@@ -183,7 +168,7 @@ def _named(step: Step, ones: Sequence[OperatorTime], rounds: float) -> tuple[str
     return (
         f"many tiny kernels: a Python loop of {rounds:.0f} rounds (time steps, samples, columns, heads) over small operations",
         "work on all of them at once: one product for all before the loop, a batched product or a whole layer "
-        "(nn.RNN, nn.LSTM) in its place; what must stay a loop: torch.compile",
+        "(nn.RNN, nn.LSTM) in its place",
     )
 
 
@@ -194,39 +179,3 @@ def _of_whole_batches(ones: Sequence[OperatorTime], rounds: float, samples: floa
     ]
     rows = {max(one.shapes, key=lambda shape: shape.count("x")).partition("x")[0] for one in repeated}
     return f"{samples:.0f}" in rows
-
-
-def _of_layers(step: Step) -> set[tuple[str, str]]:
-    """Module and line of recurrent layers, whose backward is called at the same."""
-    return {(one.module, one.where) for one in step.operators(lambda one: one.outer in _LAYERS_OF_STEPS)}
-
-
-def starting(step: Step) -> Iterator[Remedy]:
-    """The cost of starting operations one by one, wherever they are; compiling takes it away, unless it has done so already.
-
-    Of a script it's the model that is compiled, without loss and update, and products are started one by one still.
-    """
-    if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_JOINED)):
-        return
-    hooks = hooked(step)  # they are no part of what is compiled
-    layers = set() if step.profile.plan else _of_layers(step)  # a Task's step is taken apart into what they do
-    ones = step.operators(
-        lambda one: one.phase in COMPUTING and one.where not in hooks and (one.module, one.where) not in layers
-    )
-    compiled = [one for one in ones if one.phase in _COMPILED]
-    spared = ones if step.profile.plan else [one for one in compiled if not is_product(one)]
-    calls = sum(one.calls for one in spared)
-    won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in spared)
-    if not step.profile.plan:  # what stands between two products is one kernel at best, which Python starts as well
-        won -= _CALLED_MS + step.launch_ms * sum(one.calls for one in compiled if is_product(one) and one.flops)
-    if not calls:
-        return
-    yield Remedy(
-        cause=STARTED,
-        where=heaviest(ones, step) or step.profile.step_where,
-        remedy="compile the step" if step.profile.plan else "compile the model: torch.compile(model)",
-        gain=step.share(won),
-        evidence=f"{calls:.0f} operations in a step of {step.ms:.2f} ms that compiling could join, each "
-        f"{1e3 * step.launch_ms:.1f} us to start here",
-        axes={"compile": "step"} if step.on_cpu else {"compile": "step", "graphs": "step"},
-    )

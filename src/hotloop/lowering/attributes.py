@@ -236,7 +236,6 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
     own = {package_of(root) for root in roots.values() if not isinstance(root, nn.Module)}
     left: deque[tuple[str, str, Any, Put | None]] = deque((name, name, root, None) for name, root in roots.items())
 
-
     def visit(root: str, around: str, items: Iterable[Held]) -> None:
         for name, item, put in items:
             if type(item) in SCALARS:

@@ -6,12 +6,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from hotloop.amounts import milliseconds
-from hotloop.errors import HotloopError, blame, told
+from hotloop.deadline import Deadline
+from hotloop.errors import HotloopError, TimeOverError, blame, told
 from hotloop.lowering import Program
 from hotloop.measuring.clocks import Clock, peak_of_step
 from hotloop.measuring.loading import feed_time, feed_times, loading_workers
@@ -29,6 +31,13 @@ Progress = Callable[[str, float], None]
 _BRIEF_S = 0.05
 """Of warming up, where the machine is warm from the plans before."""
 
+
+_PART = 0.5
+"""Of the time until the deadline, which a piece of the race may take; in a search, whose races end sooner, `_PART_OF_SEARCH`."""
+
+_PART_OF_SEARCH = 0.8
+
+_LEAST_RACE_S = 0.01
 
 _STARVED = 0.9
 """Share of a step from which on loading its batch is what it takes."""
@@ -89,6 +98,7 @@ def measure(
     brief: bool = False,
     clock: Clock = time.perf_counter,
     progress: Progress = lambda doing, share: None,
+    deadline: Deadline | None = None,
 ) -> Measured:
     """Races plans against the one named `baseline`; each Program has its first State again at the end, and is closed.
 
@@ -99,21 +109,26 @@ def measure(
         time_limit_s: for the windows; lowering, compiling and warming up come on top.
         brief: whether it is enough to know which is the fastest, as a search wants it, see `Limits`; memory is not looked
             at then, and the feed only where workers load.
+        deadline: when all is to be over, preparing included, of which each plan may take half of what is left.
 
     Raises:
-        HotloopError: the baseline can't be lowered or run.
+        HotloopError: the baseline can't be lowered or run, or not before the deadline.
     """
+    deadline = deadline or Deadline()
     racers = [_Racer(entrant.name, entrant.group, figures=_asked(entrant)) for entrant in entrants]
     with preserved():
         try:
-            _rehearse(entrants[[racer.name for racer in racers].index(baseline)])
+            with deadline.part(_PART).enforced(f"preparing {baseline}"):
+                _rehearse(entrants[[racer.name for racer in racers].index(baseline)])
             for racer, entrant in zip(racers, entrants, strict=True):
                 progress(f"preparing {racer.name}", 0.0)
-                _attempt(racer, baseline, partial(_prepare, racer, entrant, clock, _BRIEF_S if brief else WARM_S))
-            _time_loading(racers, baseline)
-            _run(racers, baseline, Limits(time_limit_s, clock, brief), progress)
+                _attempt(racer, baseline, partial(_in_time, deadline, racer, entrant, clock, brief))
+            with deadline.part(_PART).enforced("timing the workers"):
+                _time_loading(racers, baseline)
+            limits = Limits(min(time_limit_s, max(_LEAST_RACE_S, deadline.left_s)), clock, brief)
+            _run(racers, baseline, limits, progress, deadline)
             if not brief:
-                _look_closer(racers, baseline)
+                _look_closer(racers, baseline, deadline)
         finally:
             for racer in racers:
                 if racer.program is not None:
@@ -155,6 +170,11 @@ def _failed(racer: _Racer, baseline: str, error: Exception) -> None:
     if racer.program is not None:
         racer.program.close()
     racer.program = racer.runner = racer.lane = None
+
+
+def _in_time(deadline: Deadline, racer: _Racer, entrant: Entrant, clock: Clock, brief: bool) -> None:
+    with deadline.part(_PART_OF_SEARCH if brief else _PART).enforced(f"preparing {racer.name}"):
+        _prepare(racer, entrant, clock, _BRIEF_S if brief else WARM_S)
 
 
 def _prepare(racer: _Racer, entrant: Entrant, clock: Clock, warm_s: float) -> None:
@@ -206,7 +226,7 @@ def _listen_to_workers(racer: _Racer, known: dict[tuple[Any, ...], Sequence[floa
         racer.figures["feed_ms"] = 1e3 * statistics.fmean(racer.feed_s)
 
 
-def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Progress) -> None:
+def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Progress, deadline: Deadline) -> None:
     runners = [racer for racer in racers if racer.runner is not None]
     base = next(racer for racer in runners if racer.name == baseline)
     for racer in runners:
@@ -217,8 +237,14 @@ def _run(racers: Sequence[_Racer], baseline: str, limits: Limits, progress: Prog
     lanes = {racer.name: racer.lane for racer in together if racer.lane is not None}
     programs = [racer.program for racer in runners if racer.program is not None]
     try:
-        with preserved(*{device for program in programs for device in program.devices}):
+        with (
+            preserved(*{device for program in programs for device in program.devices}),
+            deadline.enforced(f"racing {baseline}"),
+        ):
             run_rounds(list(lanes.values()), lanes[baseline], limits, lambda share: progress("racing", share))
+    except TimeOverError:
+        if not all(lane.times or lane.error for lane in lanes.values()):
+            raise
     except Exception as error:
         _failed(base, baseline, error)
     for racer in runners:
@@ -233,11 +259,12 @@ def _memory_of(racer: _Racer) -> bool:
     return racer.program is not None and racer.program.parts.plan.allocator == "keep"
 
 
-def _look_closer(racers: Sequence[_Racer], baseline: str) -> None:
-    """Measures memory and feed of each, outside of the windows."""
+def _look_closer(racers: Sequence[_Racer], baseline: str, deadline: Deadline) -> None:
+    """Measures memory and feed of each, outside of the windows, where there is time for it."""
     for racer in racers:
-        if racer.runner is not None:
-            _attempt(racer, baseline, partial(_weigh, racer))
+        if racer.runner is not None and deadline.left_s > 0:
+            with suppress(TimeOverError), deadline.part(_PART).enforced(f"measuring the memory of {racer.name}"):
+                _attempt(racer, baseline, partial(_weigh, racer))
 
 
 def _weigh(racer: _Racer) -> None:

@@ -27,6 +27,13 @@ BUSY = (
     "cpu: one thread was faster than {threads}, so other programs kept it busy and its true speed is higher: "
     "measure with --refresh when the machine is quiet"
 )
+
+
+def is_of_busy_machine(note: str) -> bool:
+    """Whether a note of `measure` says that other programs used the CPU meanwhile."""
+    return note.endswith(BUSY.rpartition("}")[2])
+
+
 DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,

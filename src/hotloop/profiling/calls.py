@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hotloop.profiles import Phase
+from hotloop.profiling.compile_race import CallRecorder
 from hotloop.profiling.phases import Timeline
 from hotloop.profiling.tensors import has_gradient
 
@@ -47,12 +48,14 @@ class Calls:
 
     Attributes:
         drawn: whether a loader gave something since the last call.
+        recorder: of calls that may be repeated afterwards.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._graded: dict[int, bool] = {}
         self._learning: set[int] = set()
+        self.recorder = CallRecorder()
         self.begin()
 
     def begin(self) -> None:
@@ -97,6 +100,7 @@ class Calls:
         self.drawn = False
         if found.shapes and not _is_loss(module):
             self._count(id(module), found)
+            self.recorder.note(args, kwargs, result)
         return found
 
     def _count(self, network: int, given: Given) -> None:

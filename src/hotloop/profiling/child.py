@@ -29,7 +29,7 @@ def begin(settings: dict[str, Any]) -> None:
     """Waits for torch, and profiles functions until then; lines, until something trains.
 
     Args:
-        settings: `parent`, the process that waits for the script; `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None.
+        settings: `parent`, the process that waits for the script; `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None; `try_s`, for a race of the compiled network, or None.
     """
     end_with_parent(settings["parent"], signal.SIGKILL)  # the script may have its own way with others
     path = sys.path[:]  # the script's folder isn't in it yet
@@ -86,15 +86,19 @@ def _watch_from(path: list[str], settings: dict[str, Any], lines: PlainLines) ->
 def watch(settings: dict[str, Any], lines: PlainLines | None = None) -> None:
     """torch is there: the watch begins; lines of the whole run, if they are looked at, are until something trains."""
     from hotloop.profiling.children import Children
+    from hotloop.profiling.compile_race import race_compiled
     from hotloop.profiling.compiled import Compilations
     from hotloop.profiling.observing import observers
     from hotloop.profiling.watcher import Watch
 
     process, children, lines = os.getpid(), Children(), lines or PlainLines()
+    try_s = settings.get("try_s")
 
     def publish(facts: Any) -> None:
         if os.getpid() == process:
             facts.children = children.count
+            if try_s and watching.closed and facts.trained and facts.compiled is None:
+                facts.compiled = race_compiled(watching.calls.recorder.largest, try_s, begin=watching.remove)
             if facts.trained:
                 children.remove()  # it trains here
             elif watching.closed:
@@ -110,6 +114,7 @@ def watch(settings: dict[str, Any], lines: PlainLines | None = None) -> None:
         compilations=compilations,
         trains=lines.stop,
     )
+    watching.calls.recorder.on = bool(try_s)
     AtImport({"torch._inductor.compile_fx"}, then=watching.note_compilations).begin()
     children.install()
     try:

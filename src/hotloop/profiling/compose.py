@@ -12,6 +12,7 @@ from hotloop.diagnosing.updating import joined
 from hotloop.measuring.statistics import ratio_of
 from hotloop.profiles import (
     Apart,
+    CompiledNetwork,
     Habit,
     LineTime,
     LoaderUse,
@@ -71,7 +72,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         samples_per_step=facts.samples_per_step,
         one_batch=facts.one_batch,
         batch=facts.batch,
-        modules=[_module(one, scale, step_ms, facts.device) for one in facts.modules],
+        modules=_updated([_module(one, scale, step_ms, facts.device) for one in facts.modules], phases.get("update")),
         operators=no_longer(operators, timed),
         identities=facts.identities,
         lines=lines,
@@ -86,6 +87,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         overhead=_overhead(warm(measured), usual),
         peak_memory_bytes=facts.peak_memory_bytes,
         trace=facts.trace,
+        compiled=None if facts.compiled is None else CompiledNetwork.model_validate(facts.compiled),
         notes=[*facts.notes, *_notes(facts, measured)],
         versions=facts.versions,
         seconds=facts.watched_s,
@@ -147,13 +149,36 @@ def _attributed(phases: dict[Phase, float]) -> float | None:
     return 1 - phases.get("unattributed", 0.0) / sum(phases.values())
 
 
+def _updated(modules: list[ModuleTime], update_ms: float | None) -> list[ModuleTime]:
+    """Modules whose updates add up to the phase of the update, where the model's own is known."""
+    whole_ms = next((one.update_ms for one in modules if not one.name), None)
+    if not whole_ms or not update_ms:
+        return modules
+    factor = update_ms / whole_ms
+    return [
+        one if one.update_ms is None else one.model_copy(update={"update_ms": one.update_ms * factor})
+        for one in modules
+    ]
+
+
 def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[dict]:
     if facts.optimizers or facts.updates or facts.awaited or not facts.by_hand or "update" not in phases:
-        return [one | {"ms": one["ms"] * scale} for one in facts.optimizers]
+        return _as_in_phase(facts.optimizers, phases.get("update"), scale)
     updating = [one for one in facts.operators if one["phase"] == "update" and one["where"]]
     where = max(updating, key=lambda one: one["ms"])["where"] if updating else facts.anchor
     by_hand: dict[str, Any] = {"kind": "by hand", "where": where, "implementation": "", "groups": [], "steps": 1.0}
     return [{**by_hand, "ms": phases["update"]}]
+
+
+def _as_in_phase(found: list[dict], update_ms: float | None, scale: float) -> list[dict]:
+    """Optimizers whose times add up to the phase of the update: clocks of single calls leave out what stands around them."""
+    clocked_ms = sum(one["ms"] for one in found)
+    factor = update_ms / clocked_ms if update_ms and clocked_ms else scale
+
+    def scaled(group: dict) -> dict:
+        return group | {"ms": None if group["ms"] is None else group["ms"] * factor}
+
+    return [one | {"ms": one["ms"] * factor, "groups": [*map(scaled, one["groups"])]} for one in found]
 
 
 def _few(uses: list[OptimizerUse]) -> list[OptimizerUse]:

@@ -61,6 +61,7 @@ class Facts:
         threads_set_at: the line at which the script says how many threads torch has; empty if it doesn't.
         seldom: optimizers that step beside the one that ends a step, each with the flag of a step that has it.
         children: processes of Python that it started.
+        compiled: what a race of the compiled network found, see `race_compiled`; None where none was asked for.
         closed: why watching ended; empty as long as it goes on.
     """
 
@@ -100,6 +101,7 @@ class Facts:
     versions: dict[str, str] = field(default_factory=dict)
     switches: dict[str, str] = field(default_factory=dict)
     children: int = 0
+    compiled: dict[str, Any] | None = None
     closed: str = ""
 
     def ends_at(self, event: Event) -> None:

@@ -36,6 +36,7 @@ def profile_script(
     stop_after_s: float | None = None,
     stdout: int | None = None,
     trace: Path | None = None,
+    try_s: float | None = None,
 ) -> Profile:
     """Runs a script to its end and says where the time of its training steps goes.
 
@@ -48,6 +49,8 @@ def profile_script(
         stop_after_s: seconds after which the script is stopped, as by Ctrl-C; by SIGTERM if it goes on for `GRACE_S`.
         stdout: where its output goes, such as 2 for standard error; this process's if None.
         trace: a file for the Chrome trace of a few steps.
+        try_s: seconds for a race of the compiled network, once enough steps are measured; the script waits for it. None
+            for no race.
 
     Raises:
         TaskError: there is no such file.
@@ -57,7 +60,8 @@ def profile_script(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hotloop-") as folder:
         out = Path(folder) / "facts.json"
-        settings = {"out": str(out), "steps": steps, "trace": str(trace.resolve()) if trace is not None else None}
+        settings: dict[str, Any] = {"out": str(out), "steps": steps, "try_s": try_s}
+        settings["trace"] = str(trace.resolve()) if trace is not None else None
         command = [sys.executable, *([str(path)] if isinstance(path, Path) else ["-m", path]), *arguments]
         process = subprocess.Popen(command, env=_environment(settings), stdout=stdout)
         with _signals_to(process):

@@ -50,7 +50,7 @@ class Watch(Listener):
         trains: is called before the first backward or update.
 
     Attributes:
-        facts: what was seen.
+        facts, calls: what was seen; what the loop calls.
         timeline: of the step that is on.
         closed: whether watching is over.
     """
@@ -72,7 +72,7 @@ class Watch(Listener):
         self.facts, self.timeline = self._course.facts, self._course.timeline
         self._publish, self._begins, self._hears = publish, trains, True
         self._always, self._closely = Always(self, self._course.stretch), Closely(self, self.timeline)
-        self._sparing, self._calls = Sparing(self._course, self._always, sites), Calls(self.timeline)
+        self._sparing, self.calls = Sparing(self._course, self._always, sites), Calls(self.timeline)
         self._compiling = Compiling(self._closely.away, self._closely.back)
         self._loaders, self._optimizers = Loaders(sites), Optimizers(sites)
         self._graphs = Graphs(sites, self.fail, self._optimizers.parameters, self.mine)
@@ -166,7 +166,7 @@ class Watch(Listener):
         """A step begins."""
         self._graphs.on, self._optimizers.on = kind == "habits", kind == "instrumented"
         self._forwards, self._close = 0, kind in CLOSE
-        self._calls.begin()
+        self.calls.begin()
         self._compiling.listen()
         self._loaders.begin(timed=kind == "habits", counted=self._close)
         if self._close:
@@ -200,8 +200,8 @@ class Watch(Listener):
         self._closely.remove()
         self._loaders.end()
         if self._close and not self._course.is_early:
-            self.facts.functional = self._calls.none
-            if usual and not self._calls.tells_samples:
+            self.facts.functional = self.calls.none
+            if usual and not self.calls.tells_samples:
                 self._loaders.rows = None
         self._graphs.step_done(usual=usual)
         amend_batch(self.facts, self._loaders, self._graphs.trained_on)
@@ -261,7 +261,7 @@ class Watch(Listener):
         self._after_boundary()
         self.timeline.enter("backward")
         if self._backwards == 1 and not self._optimizers.inside:
-            self._calls.backward()
+            self.calls.backward()
         if self._graphs.on and self._backwards == 1:
             self._graphs.backward(args, self.sites.caller(4), self.facts.updates)
             self._graphs.look_around(self.facts.anchor)
@@ -328,7 +328,7 @@ class Watch(Listener):
             self._sparing.unusual()
         evaluates = self._pauses.evaluating or not torch.is_grad_enabled()
         if done and self._loaders.drew(args[0], result, spent, evaluates=evaluates) and self.timeline.on:
-            self._calls.drawn = True
+            self.calls.drawn = True
             self.timeline.turn(self._making())
 
     @safe
@@ -368,7 +368,7 @@ class Watch(Listener):
         if self._forwards > 1 or self.timeline.loading:
             return None
         self._after_boundary()
-        self._calls.began(args, kwargs, self._making(), again=self._backwards > 0)
+        self.calls.began(args, kwargs, self._making(), again=self._backwards > 0)
         return time.perf_counter()
 
     @safe
@@ -381,7 +381,7 @@ class Watch(Listener):
         self._optimizers.nested(spent)
         if self._backwards and not self._optimizers.inside:
             self._graphs.recomputed(spent, self.sites.caller(4))
-        called = None if self._backwards else self._calls.ended(args, kwargs, result)
+        called = None if self._backwards else self.calls.ended(args, kwargs, result)
         if called is not None and done and self._graphs.on:
             lines = self.sites.callers(4)
             self._graphs.forward(args, kwargs, result, spent, lines, called)
@@ -392,7 +392,7 @@ class Watch(Listener):
     def step_computes(self, batch: Any) -> None:
         """A step that asks nothing of torch begins to compute; its parts are told to the timeline by those who know."""
         self._trains()
-        self._calls.called(0)
+        self.calls.called(0)
         self.facts.trained += 1
         inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
         if self.timeline.on:

@@ -35,6 +35,8 @@ COLOURS: dict[str, str] = {
 }
 _MODULES, _OPERATORS, _LINES, _REMEDIES, _NOTES, _RANKS = 24, 10, 12, 8, 5, 16
 """Rows that are shown; all are in --json."""
+NOTHING = "Nothing was found that would win more than a few percent."
+NOTHING_IN_TASK = "Nothing was found in the Task itself that would win more than a few percent; other plans may win."
 _PART = 0.05
 """Of what an update now and then takes, from which on a phase is named."""
 _SMALL = 0.005
@@ -47,7 +49,8 @@ def page(profile: Profile, module: str | None = None) -> RenderableType:
     Args:
         module: whose operators are shown; those of all modules if None.
     """
-    parts: list[RenderableType] = [Text(headline(profile), style="bold"), *map(Text, _circumstances(profile))]
+    busy = [Text(profile.busy, style="bold")] if profile.busy else []
+    parts: list[RenderableType] = [*busy, Text(headline(profile), style="bold"), *map(Text, _circumstances(profile))]
     if profile.phases:
         parts += [Text(), phases(profile)]
     if profile.ranks:
@@ -291,7 +294,8 @@ def _remedies(profile: Profile) -> Iterator[RenderableType]:
     if len(counted) > _REMEDIES:
         yield Text(f"{len(counted) - _REMEDIES} more: --json")
     if not counted and profile.step_ms is not None and profile.engine == "eager":
-        yield Text("Nothing was found that would win more than a few percent.")
+        yield Text(NOTHING_IN_TASK if profile.plan else NOTHING)
+    yield from (Text(line) for line in profile.advice)
     notes = _one_of_each([one for one in profile.remedies if one.note])
     for one in notes[:_NOTES]:
         said = f"{one.cause}, {_at(one.where)} ({percent(one.gain)} of the step)"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field, replace
 
+from hotloop.deadline import Deadline
 from hotloop.measuring.rounds import Layout
 from hotloop.measuring.statistics import ENOUGH_PAIRS, LEAST_PAIRS
 
@@ -46,9 +46,6 @@ ReLU at most states, so that a proof begins with more baselines and looks closer
 AMD EPYC.
 """
 
-SEARCHED = 1 / 3
-"""Of the time until a run is to stop, at most; the rest is for training."""
-
 _WARMING_STEPS = 3
 """Of each plan, before a race."""
 
@@ -71,44 +68,6 @@ def hopeless(steps: int | None) -> bool:
     """Whether a run is so short that one race and a proof cost more than even a plan twice as fast wins."""
     costs = PROVING_STEPS + 2 * (LEAST_PAIRS + _WARMING_STEPS)
     return steps is not None and steps * (1 - 1 / _GREAT) < costs
-
-
-@dataclass
-class Deadline:
-    """When looking for a plan is to be over.
-
-    Attributes:
-        at: by `time.monotonic()`.
-        met: whether anything was left out, or had less time, because of it.
-    """
-
-    at: float = math.inf
-    met: bool = False
-    of: str = "of the third of the time until stop-after that a search may take"
-
-    @classmethod
-    def before(cls, until: float, limit_at: float = math.inf) -> Deadline:
-        """That of a search which begins now, where the run is to stop at `until`, by `time.monotonic()`.
-
-        Args:
-            limit_at: when the search itself is to be over, as the user says.
-        """
-        now = time.monotonic()
-        own = cls(now + SEARCHED * (until - now))
-        return own if own.at <= limit_at else cls(limit_at, of="of the time limit")
-
-    @property
-    def left_s(self) -> float:
-        return self.at - time.monotonic()
-
-    def allows(self, seconds: float) -> bool:
-        """Whether so many seconds are left."""
-        allowed = seconds <= self.left_s
-        self.met |= not allowed
-        return allowed
-
-    def __str__(self) -> str:
-        return f"{max(0.0, self.left_s):.0f} s are left {self.of}"
 
 
 @dataclass(frozen=True)
@@ -194,6 +153,19 @@ class Budget:
     def starts(self, each_s: float) -> int | None:
         """How many plans that take so long to start are worth a try; None for all of them."""
         return None if self.set_by_user or self.run_s is None else int(_MOST_SHARE * self.run_s / each_s)
+
+    def forecast(self) -> str:
+        """What a search may cost and save, in one line."""
+        most_s = self.deadline.left_s
+        if math.isinf(most_s):
+            costs = f"racing and a proof take up to about {self.racing_s + self.proof_s:.0f} s"
+            costs += ", and compiling is tried where it should win more than it takes"
+        else:
+            costs = f"the search takes up to {most_s:.0f} s"
+        if self.run_s is None:
+            return f"{costs}; the length of the run is unknown, and a plan {_GREAT:g} times as fast would halve it"
+        saves = f"{self.wins_s(_GREAT):.0f} s of the {self.run_s:.0f} s that this run takes"
+        return f"{costs}; a plan {_GREAT:g} times as fast, more than most searches find, would save {saves}"
 
     @property
     def too_small(self) -> bool:

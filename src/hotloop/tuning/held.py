@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from hotloop.alarm import at_most
+from hotloop.deadline import Deadline
 from hotloop.errors import PlanError
 from hotloop.lowering import Program, lower
 from hotloop.plan import Plan
@@ -64,10 +65,11 @@ class Held:
         if held:
             gc.collect()  # models and optimizers refer to each other
 
-    def compiled_again_s(self, name: str, plan: Plan) -> float:
-        """Seconds of compiling once more; as many as the first time where that fails."""
+    def compiled_again_s(self, name: str, plan: Plan, deadline: Deadline) -> float:
+        """Seconds of compiling once more; as many as the first time where that fails, or the deadline ends it."""
         try:
-            program = self.lower(self.task, plan)
+            with deadline.enforced("compiling again"):
+                program = self.lower(self.task, plan)
         except Exception:
             return self.starts[name][1] if name in self.starts else 0.0
         program.close()

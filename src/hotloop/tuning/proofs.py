@@ -38,13 +38,15 @@ class Proofs:
 
     def first(self, timings: Iterable[Timing]) -> str | None:
         """The name of the first plan whose proof pays and succeeds; None where there is none."""
-        for timing in timings:
+        waiting = list(timings)
+        while waiting:
+            timing = waiting.pop(0)
             if why := self._in_vain(timing):
                 self.judged.append(timing.proven(Parity(plan=timing.name, parity="unproven", reason=why, states=0)))
             elif why := self._too_dear(timing):
                 self.notes.append(f"{timing.name} was not proven: {why}")
             else:
-                began, parity = time.perf_counter(), self._proven(timing)
+                began, parity = time.perf_counter(), self._proven(timing, bool(waiting))
                 self.judged.append(timing.proven(parity))
                 if parity.parity in self.accepted:
                     return timing.name
@@ -73,10 +75,13 @@ class Proofs:
         before = " with the proofs before" if self.spent_s else ""
         return f"that takes about {costs_s:.0f} s{before}, more than it wins"
 
-    def _proven(self, timing: Timing) -> Parity:
-        """Its parity; where the proof itself fails, it is unproven."""
+    def _proven(self, timing: Timing, others: bool) -> Parity:
+        """Its parity; where the proof itself fails, it is unproven. The proof of one of the `others` needs time as well."""
+        deadline, proof_s = self.budget.deadline, self.budget.proof_s
+        reserve_s = 1.2 * proof_s if others and deadline.left_s > 2.4 * proof_s else 0.0
         try:
-            return self.prove(timing)
+            with deadline.enforced("its proof", reserve_s=reserve_s):
+                return self.prove(timing)
         except Exception as error:
             reason, passing = told(error)
             if out_of_memory(error):

@@ -6,13 +6,15 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from hotloop.arithmetic import REDUCED
-from hotloop.errors import PlanError
+from hotloop.deadline import GRACE_S, Deadline
+from hotloop.errors import PlanError, TimeOverError
 from hotloop.hardware import Hardware
 from hotloop.lowering import Program
 from hotloop.lowering.again import any_of_users, looks
@@ -25,7 +27,7 @@ from hotloop.rng import preserved
 from hotloop.task import Task
 from hotloop.trouble import explained
 from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.budget import Budget, Deadline, hopeless, why_in_vain
+from hotloop.tuning.budget import Budget, hopeless, why_in_vain
 from hotloop.tuning.candidates import (
     Change,
     apart,
@@ -39,21 +41,15 @@ from hotloop.tuning.candidates import (
     without,
 )
 from hotloop.tuning.compiling import Chance, chances, compile_s
+from hotloop.tuning.findings import BASELINE, OF_ITS_OWN, is_left_open, is_told, too_short
 from hotloop.tuning.held import Held
 from hotloop.tuning.proofs import Proofs
 from hotloop.tuning.room import in_groups, plans_at_once
 from hotloop.tuning.starts import on_one_clock, with_starts
 from hotloop.verdicts import TRUSTED, Parity, Timing
 
-BASELINE = "baseline"
-
 _GLANCE_S = 0.2
 """For a first idea of the baseline's step, and for a baseline that nothing is raced against."""
-
-_OF_ITS_OWN = (
-    "its data has an order of its own, so no plan can be proven equal and none was raced, whatever the --time-limit;"
-    " hotloop race tells how fast they are"
-)
 
 _SHORT_MS = 5.0
 """A step's, for which threads may cost more than they save."""
@@ -63,9 +59,6 @@ _DOUBT = 2
 
 _ANOTHER = 0.15
 """Of what a compiled run takes, so much may be won by compiling it in another form: not rewritten, or for one thread."""
-
-Progress = Callable[[str, float], None]
-Prove = Callable[[Sequence[Program]], list[Parity]]
 
 
 @dataclass
@@ -88,10 +81,11 @@ class Search:
     fixed: Collection[str]
     facts: TaskFacts
     hardware: Hardware
-    prove: Prove
+    prove: Callable[[Sequence[Program]], list[Parity]]
     time_limit_s: float | None = None
     deadline: Deadline = field(default_factory=Deadline)
-    progress: Progress = lambda doing, share: None
+    progress: Callable[[str, float], None] = lambda doing, share: None
+    say: Callable[[str], None] = lambda line: None
     rules: Plan | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
     timings: dict[str, Timing] = field(default_factory=dict)
@@ -99,6 +93,7 @@ class Search:
     _raced: dict[str, Timing] = field(default_factory=dict)
     _spent_s: float = 0.0
     _cramped: bool = False
+    _racing: Deadline = field(default_factory=Deadline)
 
     def __post_init__(self) -> None:
         self.held = Held(self.task)
@@ -106,15 +101,20 @@ class Search:
     def run(self) -> str:
         """The name of the plan that finishes this run first and is proven equal: the baseline, if none is."""
         with closing(self.held):
-            return self._run()
+            try:
+                with self.deadline.enforced("the search", reserve_s=-GRACE_S):
+                    return self._run()
+            except TimeOverError as over:
+                return self._left(over.given)
 
     def _run(self) -> str:
         if not self.facts.exact:
-            return self._left(self.facts.inexact[0] if self.facts.inexact else _OF_ITS_OWN)
+            return self._left(self.facts.inexact[0] if self.facts.inexact else OF_ITS_OWN)
         if self.time_limit_s is None and hopeless(self.facts.steps):
             return self._left(why_in_vain(self.facts.steps))
         (step_s, copying_s), device = self._glance(), self.baseline.device
         budget = Budget.of(step_s, self.facts.steps, self.time_limit_s, device, self.deadline, copying_s)
+        self.say(budget.forecast())
         if self.time_limit_s is None and (budget.too_small or hopeless(self.facts.steps)):
             self._race([], _GLANCE_S)
             return self._left(why_in_vain(self.facts.steps, budget))
@@ -122,14 +122,24 @@ class Search:
             return self._left(f"{why}, so no plan could be proven equal and none was raced")
         if not self.deadline.allows(least_s := budget.tells_s() + budget.proof_s):
             return self._left(f"a race and a proof take about {least_s:.0f} s, and {self.deadline}")
-        plan = self._eagerly(budget)
-        self._compiled(plan, budget)
+        self._race_all(budget)
         winner = self._proven(budget)
         self._say_if_too_short()
         return winner
 
+    def _race_all(self, budget: Budget) -> None:
+        """Races what there is time for; the deadline ends what takes longer, and leaves time for a proof."""
+        reserve_s = 1.5 * budget.proof_s  # the plan is lowered again
+        self._racing = replace(self.deadline, at=self.deadline.at - reserve_s - 0.5)  # to put back what ran
+        try:
+            with self.deadline.enforced("racing", reserve_s=reserve_s):
+                self._compiled(self._eagerly(budget), budget)
+        except TimeOverError as over:
+            self._left(over.given)
+            self.held.give_up(list(self.held.programs))  # their States are those of the middle of a window
+
     def _left(self, why: str) -> str:
-        """Says why nothing is looked for, and leaves it at the baseline."""
+        """Says why nothing more is looked for; without a proven plan the baseline stays."""
         self.notes.append(why)
         self.timings.setdefault(BASELINE, Timing(name=BASELINE, plan=self.baseline.model_dump()))
         return BASELINE
@@ -146,29 +156,17 @@ class Search:
     @property
     def told(self) -> bool:
         """Whether anything was found of any plan but the baseline."""
-        rivals = [timing for timing in self.timings.values() if timing.name != BASELINE]
-        return any(one.verdict is not None or one.failure is not None or one.behind for one in rivals)
+        return is_told(self.timings)
 
     @property
     def left_open(self) -> bool:
         """Whether nothing was found that speaks against the plan of the rules, nor proven that speaks for it."""
-        if self.rules is None or self.rules == self.baseline:
-            return not self.told
-        timing = self.timings.get(self.rules.brief())
-        if timing is None or timing.failure is not None:
-            return timing is None and self.rules.brief() not in self.failed
-        return timing.parity is None and not timing.behind and (timing.verdict is None or (timing.ratio or 0.0) > 1)
+        return is_left_open(self.rules, self.baseline, self.timings, self.failed)
 
     def _say_if_too_short(self) -> None:
-        short, more = "too little was measured", "a --time-limit gives more time"
-        if self.time_limit_s is not None:
-            short, more = f"a time limit of {self.time_limit_s:g} s is too short", "give it more"
-        elif self.deadline.met:
-            short, more = f"{self.deadline}, too little", "a later stop gives more"
-        elif len(self.timings) == 1:
-            return
-        if not (self.told or self._cramped):
-            self.notes.append(f"{short} to tell any plan from the baseline; {more}")
+        alone = len(self.timings) == 1 and self.time_limit_s is None and not self.deadline.met
+        if not (alone or self.told or self._cramped):
+            self.notes.append(too_short(self.time_limit_s, self.deadline))
 
     def _eagerly(self, budget: Budget) -> Plan:
         """Races single changes that need no compiler, and what is good of them together; the best plan without one."""
@@ -368,8 +366,8 @@ class Search:
             Entrant(name, partial(self.held.lowered, name, plan), plan, apart(plan, self.base, each_axis))
             for name, plan in {BASELINE: self.baseline, **named}.items()
         ]
-        steps = self.facts.steps
-        found = measure(entrants, BASELINE, steps=steps, time_limit_s=seconds, brief=True, progress=self.progress)
+        steps, limits = self.facts.steps, dict[str, Any](time_limit_s=seconds, deadline=self._racing)
+        found = measure(entrants, BASELINE, steps=steps, brief=True, progress=self.progress, **limits)
         self._raced |= with_starts(found.plans, BASELINE, self.held.starts, steps)
         self.timings = on_one_clock(self._raced, BASELINE, steps)
 
@@ -379,17 +377,18 @@ class Search:
         accepted = (*TRUSTED, "reduced-precision") if self.base.precision in REDUCED else TRUSTED
         proofs = Proofs(self.baseline, budget, accepted, self._parity, self.timings[BASELINE], self.facts.steps)
         try:
-            winner = proofs.first(self._faster())
+            winner = proofs.first(self._faster(budget))
         finally:  # Ctrl-C leaves what was proven until then
             self.timings |= {one.name: one for one in proofs.judged}
             self.notes += proofs.notes
         return BASELINE if winner is None else winner
 
-    def _faster(self) -> list[Timing]:
+    def _faster(self, budget: Budget) -> list[Timing]:
         """Those that finish this run, which finds what was compiled here, before the baseline, the first of them first."""
+        in_time = replace(self.deadline, at=self.deadline.at - budget.proof_s)
         for timing in self.timings.values():
-            if timing.verdict == "faster" and timing.compile_s and self.deadline.allows(timing.compile_s):
-                again_s = self.held.compiled_again_s(timing.name, timing.as_plan)
+            if timing.verdict == "faster" and timing.compile_s and in_time.allows(timing.compile_s):
+                again_s = self.held.compiled_again_s(timing.name, timing.as_plan, in_time)
                 self.timings[timing.name] = timing.model_copy(update={"compile_warm_s": again_s})
         base, steps = self.timings[BASELINE], self.facts.steps
         faster = [one for one in self.timings.values() if one.verdict == "faster" and one.saves_s(base, steps) > 0]

@@ -1,0 +1,91 @@
+"""Compiling: a remedy only where a measurement says so, and else a line that says what to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hotloop.diagnosing.parameters import hooked
+from hotloop.diagnosing.step import COMPUTING, Step, heaviest, is_product, percent
+from hotloop.profiles import Phase, Remedy
+
+_COMPILED: tuple[Phase, ...] = ("forward", "backward")
+
+_JOINED = ("cpp_fused", "triton_")
+"""How the names of kernels begin that torch's compiler makes."""
+
+STARTED = "operations are started one by one from Python"
+"""Said of any step of many small operations."""
+
+_CALLED_MS = 0.1
+"""What calling a compiled model takes by itself, forward and backward: a linear layer and ReLU took 0.146 ms, and 0.047 eagerly."""
+
+_LAYERS_OF_STEPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
+"""They go over time steps by themselves, and torch.compile calls them as they are."""
+
+
+def _of_layers(step: Step) -> set[tuple[str, str]]:
+    """Module and line of recurrent layers, whose backward is called at the same."""
+    return {(one.module, one.where) for one in step.operators(lambda one: one.outer in _LAYERS_OF_STEPS)}
+
+
+def candidates(step: Step) -> Iterator[Remedy]:
+    """Compiling, where starting operations one by one costs much and nothing is compiled already; the gain is a guess.
+
+    Of a script it's the model that is compiled, without loss and update, and products are started one by one still.
+    """
+    if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_JOINED)):
+        return
+    hooks = hooked(step)  # they are no part of what is compiled
+    layers = set() if step.profile.plan else _of_layers(step)  # a Task's step is taken apart into what they do
+    ones = step.operators(
+        lambda one: one.phase in COMPUTING and one.where not in hooks and (one.module, one.where) not in layers
+    )
+    compiled = [one for one in ones if one.phase in _COMPILED]
+    spared = ones if step.profile.plan else [one for one in compiled if not is_product(one)]
+    calls = sum(one.calls for one in spared)
+    won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in spared)
+    if not step.profile.plan:  # what stands between two products is one kernel at best, which Python starts as well
+        won -= _CALLED_MS + step.launch_ms * sum(one.calls for one in compiled if is_product(one) and one.flops)
+    if not calls:
+        return
+    yield Remedy(
+        cause=STARTED,
+        where=heaviest(ones, step) or step.profile.step_where,
+        remedy="compile the step" if step.profile.plan else "compile the model: torch.compile(model)",
+        gain=step.share(won),
+        evidence=f"{calls:.0f} operations in a step of {step.ms:.2f} ms that compiling could join, each "
+        f"{1e3 * step.launch_ms:.1f} us to start here",
+        axes={"compile": "step"} if step.on_cpu else {"compile": "step", "graphs": "step"},
+    )
+
+
+def measured(step: Step) -> tuple[list[Remedy], list[str]]:
+    """Compiling as a remedy where the race of the compiled network was won; else what is to be said of the race."""
+    race = step.profile.compiled
+    if race is None:
+        return [], []
+    if race.ratio is None or race.low is None or race.high is None:
+        return [], [f"What compiling wins was not measured: {race.failure or 'too few pairs of windows'}."]
+    found = f"{race.ratio:.2f} times as fast ({race.low:.2f} to {race.high:.2f})"
+    what = f"the forward and backward of {race.network}, compiled and as they are in turn, on the inputs of a step"
+    if not race.is_faster:
+        return [], [f"Compiling is no remedy here. Measured was {what}: compiled they are {found}."]
+    won = Remedy(
+        cause=STARTED,
+        where=heaviest(step.operators(lambda one: one.phase in _COMPILED), step) or step.profile.step_where,
+        remedy="compile the model: torch.compile(model)",
+        gain=step.share(step.phase(*_COMPILED)) * (1 - 1 / race.ratio),
+        evidence=f"measured was {what}: compiled they are {found}, after {race.compile_s or 0.0:.0f} s of compiling",
+        won=(race.ratio, race.low, race.high),
+    )
+    return [won], []
+
+
+def unmeasured(step: Step, found: Sequence[Remedy]) -> Iterator[str]:
+    """What nobody has measured yet, and what does."""
+    is_task = bool(step.profile.plan)
+    for one in found[:1]:
+        how = "--try measures it, and hotloop tune finds the fastest plan" if is_task else "--try measures it"
+        yield f"Starting operations one by one takes up to {percent(one.gain)} of the step. What compiling wins of that: {how}."
+    if is_task and not found:
+        yield "No other plan was tried: one such as compile=package may win. Run hotloop tune."

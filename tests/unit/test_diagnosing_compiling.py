@@ -1,0 +1,134 @@
+"""Compiling is a remedy where a measurement found a gain, and never a guess; one cost is told once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hotloop.counting.shares import with_limit_shares
+from hotloop.diagnosing import diagnose
+from hotloop.diagnosing.compiling import STARTED
+from hotloop.profiles import CompiledNetwork, Limits, LineTime, ModuleTime, Profile
+from hotloop.report.profile import NOTHING
+from tests.unit.made_steps import as_task, loader, operator, remedies, seen
+from tests.unit.test_report_profile import shown
+
+
+def said(profile: Profile) -> str:
+    """The page on one line."""
+    return " ".join(shown(profile, width=1000).split())
+
+
+def overhead(**fields: Any) -> Profile:
+    ones = [operator("mul", 0.02, 2, module=f"net.{n}", where=f"net.py:{n}") for n in range(200)]
+    return seen({"forward": 8.0}, operators=ones, **fields)
+
+
+def test_without_a_measurement_compiling_is_one_line_outside_of_the_remedies() -> None:
+    found = diagnose(overhead())
+    assert found.remedies == [] and [one.cause for one in found.candidates] == [STARTED]
+    [line] = found.advice
+    assert line.startswith("Starting operations one by one takes up to") and line.endswith("--try measures it.")
+    assert NOTHING not in said(found) or line in said(found)
+
+
+def test_a_measured_gain_is_a_remedy_with_that_gain() -> None:
+    race = CompiledNetwork(ratio=1.6, low=1.4, high=1.8, pairs=40, compile_s=12.0, network="Net")
+    found = diagnose(overhead(compiled=race))
+    [remedy] = found.remedies
+    assert remedy.cause == STARTED and remedy.won == (1.6, 1.4, 1.8)
+    share = sum(found.phases[phase] for phase in ("forward", "backward")) / 10.0
+    assert remedy.gain == pytest.approx(share * (1 - 1 / 1.6))
+    assert found.candidates == [] and found.advice == []
+
+
+@pytest.mark.parametrize(
+    ("race", "says"),
+    [
+        (CompiledNetwork(ratio=0.73, low=0.70, high=0.76, network="Net"), "Compiling is no remedy here."),
+        (CompiledNetwork(ratio=1.02, low=0.98, high=1.06, network="Net"), "1.02 times as fast (0.98 to 1.06)"),
+        (
+            CompiledNetwork(failure="compiling did not come to an end within 30 s"),
+            "was not measured: compiling did not",
+        ),
+    ],
+)
+def test_without_a_measured_gain_compiling_is_no_remedy(race: CompiledNetwork, says: str) -> None:
+    found = diagnose(overhead(compiled=race))
+    assert found.remedies == [] and found.candidates == []
+    assert says in found.advice[0]
+
+
+def test_no_remedy_guesses_that_another_way_gives_the_same() -> None:
+    sort = operator("sort", 6.0, where="net.py:44", flops=0.0, bytes=1e6)
+    draws = operator("bernoulli_", 6.0, where="net.py:44", flops=0.0, bytes=1e6)
+    [remedy] = remedies(seen(operators=[sort]))
+    assert "torch.compile" not in remedy.remedy and "another operation" not in remedy.remedy
+    assert not [one for one in remedies(seen(operators=[draws])) if "takes much" in one.cause]  # drawing is wanted
+
+
+def test_a_task_is_told_to_look_for_a_plan_where_nothing_was_found() -> None:
+    found = diagnose(as_task(seen()))
+    assert "compile=package may win. Run hotloop tune." in said(found) and NOTHING not in said(found)
+    assert NOTHING in said(diagnose(seen()))
+
+
+def test_a_task_is_not_told_to_change_how_hotloop_loads() -> None:
+    [script], [of_task] = (remedies(one) for one in (seen({"data": 6.0}), as_task(seen({"data": 6.0}))))
+    assert "before the loop" in script.remedy
+    assert "before the loop" not in of_task.remedy and "hotloop tune" in of_task.remedy
+
+
+@pytest.mark.parametrize(
+    ("data", "cores", "least", "wins"),
+    [(6.0, 2, "4.00 ms", "60 %"), (9.0, 2, "4.50 ms", "55 %"), (6.0, 1, "6.00 ms", "40 %")],
+)
+def test_what_workers_win_has_a_ceiling(data: float, cores: int, least: str, wins: str) -> None:
+    """The longer of loading over the workers and of all else, in a step of 10 ms."""
+    threads = dict(torch=1, cores=cores, busy=1.0, others=0.0)
+    slow = loader(sample_ms=data / 64, sample_where="data.py:5")
+    [remedy] = remedies(seen({"data": data}, loaders=[slow], threads=threads, samples_per_step=64))
+    assert f"num_workers={cores}, persistent_workers=True), which wins up to {wins}" in remedy.remedy
+    assert f"a step then takes {least} at least" in remedy.remedy
+
+
+@pytest.mark.parametrize("busy", ["", "The machine is busy: other programs kept 1.0 of 2 cores busy."])
+def test_on_a_busy_machine_remedies_by_absolute_speed_are_withheld(busy: str) -> None:
+    sort = operator("sort", 6.0, where="net.py:44", flops=0.0, bytes=1e6)
+    found = diagnose(seen(operators=[sort], busy=busy))
+    assert bool([one for one in found.remedies if "takes much" in one.cause]) is not bool(busy)
+    if busy:
+        assert said(found).startswith(busy)
+
+
+def test_limits_measured_under_load_rank_nothing() -> None:
+    sort = operator("sort", 6.0, where="net.py:44", flops=0.0, bytes=1e6)
+    quiet = seen(operators=[sort])
+    loaded = quiet.model_copy(update={"limits": quiet.limits.model_copy(update={"busy": True})})
+    assert remedies(quiet) and not remedies(loaded)
+    assert "hotloop devices --refresh" in " ".join(diagnose(loaded).bound_evidence)
+
+
+@pytest.mark.parametrize(("rate", "share"), [(1e9, 0.5), (1e6, None)])
+def test_no_module_reaches_more_than_a_limit(rate: float, share: float | None) -> None:
+    """A limit that a module exceeds is none for what comes from caches."""
+    module = ModuleTime(name="own", kind="Net", calls=1, forward_ms=2.0, backward_ms=0.0, share=0.2, flops=1e6)
+    one = operator("mul", 2.0, module="own", phase="forward", flops=1e6, bytes=None)
+    limits = Limits(flop_per_s={"fp32": rate})
+    [found] = with_limit_shares(
+        seen(operators=[one]).model_copy(update={"modules": [module], "limits": limits})
+    ).modules
+    assert found.limit_share == share
+
+
+def test_one_cost_is_told_at_one_line() -> None:
+    """A line of the loop calls a function whose line takes all of that time."""
+    lines = [
+        LineTime(where="train.py:20", function="main", phase="python", ms=4.0, own_ms=2.0, looks=100),
+        LineTime(
+            where="help.py:5", function="helper", phase="python", ms=2.0, own_ms=2.0, within="train.py:20", looks=100
+        ),
+    ]
+    found = [one.where for one in remedies(seen({"python": 4.0}, lines=lines)) if not one.note]
+    assert found.count("train.py:20") + found.count("help.py:5") == 1, found
