@@ -71,6 +71,13 @@ def train(
             show_default="as many as there are devices",
         ),
     ] = None,
+    rank_timeout: Annotated[
+        str | None,
+        typer.Option(
+            help="How long ranks wait for each other, such as 5m; then the run ends with a line that says where each is.",
+            show_default="60s, or 20 times the longest step",
+        ),
+    ] = None,
     stop_after: Annotated[
         str | None, typer.Option(help="Stop cleanly after this time, such as 90s, 5m or 11h.")
     ] = None,
@@ -148,6 +155,7 @@ def train(
         callbacks=[display],
         say=display.say,
         during=display.during,
+        rank_timeout=rank_timeout,
     )
     with stdout_for(as_json):
         try:
