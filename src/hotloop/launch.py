@@ -31,6 +31,7 @@ from hotloop.parallel.forking import put_threads_away
 from hotloop.parallel.forwarding import Forwarding
 from hotloop.parallel.joining import LAUNCHED, run_in
 from hotloop.parallel.room import FORK_BYTES, OWN_BYTES, check_room
+from hotloop.parallel.watchdog import last_place
 from hotloop.plan import Plan
 from hotloop.probe import devices
 from hotloop.quiet import unlogged
@@ -140,6 +141,8 @@ def until_done(
                     say(f"stopped ({STOPPED[code].name})")
                 return run_in(store) or "", code
             killed = _killed(*cause, logs)
+            if cause[1].signal_name() in _BY_ITSELF and (place := last_place(store, f"{name}/0", cause[0])):
+                killed += f", last seen {place}"
             if (
                 number := heard()
             ) is not None:  # of which they died where they don't train yet, or were killed after it

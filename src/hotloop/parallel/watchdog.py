@@ -268,7 +268,17 @@ class Watchdog:
             )
 
     def _key(self, rank: int) -> str:
-        return f"hotloop/place/{self._launch}/{rank}"
+        return _place_key(self._launch, rank)
+
+
+def last_place(store: dist.Store, launch: str, rank: int) -> Place | None:
+    """The place that a rank has published last; None if it has published none."""
+    key = _place_key(launch, rank)
+    return Place(**json.loads(store.get(key))[1]) if store.check([key]) else None
+
+
+def _place_key(launch: str, rank: int) -> str:
+    return f"hotloop/place/{launch}/{rank}"
 
 
 def ended_key(launch: str) -> str:
