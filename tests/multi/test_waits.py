@@ -222,3 +222,17 @@ def test_no_rank_is_left_where_the_command_is_killed_while_they_wait(tmp_path: P
     for one in alive:
         one.kill()
     assert alive == []
+
+
+def test_no_rank_is_left_where_the_command_is_killed_before_they_train(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "task.py").write_text(FILE)
+    process = server.start("train", "task.py", "--ranks", "2", "--run", "run", cwd=tmp_path)
+    family: list[psutil.Process] = []
+    while len(family) < 2:
+        assert process.poll() is None
+        family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    for one in alive:
+        one.kill()
+    assert alive == []

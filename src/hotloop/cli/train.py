@@ -21,6 +21,7 @@ from hotloop.cli.common import (
     Set,
     Trust,
     axes,
+    end_with_launcher,
     console,
     guarded,
     pairs,
@@ -129,6 +130,7 @@ def train(
     if shared(ranks, wanted.plan) and (resume is None or plan is not None or _was_of_one_process(resume)):
         on_top["parallel"] = "data"
 
+    end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
     from hotloop import api
     from hotloop.launch import command, launch, ranks_of

@@ -11,6 +11,9 @@ from hotloop.errors import OutOfStepError
 from hotloop.parallel.world import World
 from hotloop.state import State, bits, leaves
 
+_READ = ("data", "validation", "test", "collate")
+"""Roots of attributes that may differ: each rank reads samples of its own."""
+
 
 def check_in_step(world: World, state: State) -> None:
     """Compares a State with those of the other ranks, bit by bit.
@@ -20,7 +23,9 @@ def check_in_step(world: World, state: State) -> None:
     """
     if world.alone:
         return
-    of_ranks = world.gathered({path: _digest(value) for path, value in leaves(vars(state) | {"position": ()})})
+    shared = {name: value for name, value in (state.attributes or {}).items() if name.split("/")[0] not in _READ}
+    content = vars(state) | {"position": (), "attributes": shared}
+    of_ranks = world.gathered({path: _digest(value) for path, value in leaves(content)})
     first = of_ranks[0]
     for rank, digests in enumerate(of_ranks):
         odd = [path for path in first | digests if first.get(path) != digests.get(path)]
