@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hotloop import errors
 from hotloop.choosing import placed
+from hotloop.dying import LAUNCHER
 from hotloop.errors import HotloopError, PlanError, RankLostError, TrainingError
 from hotloop.handlers import HANGUP, INTERRUPTING
 from hotloop.parallel.beats import Outside
@@ -167,6 +168,7 @@ def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals:
             before they began.
     """
     if isinstance(entry, list):
+        os.environ[LAUNCHER] = str(os.getpid())
         elastic_launch(config, entry[0])(*entry[1:])
         return
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
-from hotloop.dying import end_with_parent
+from hotloop.dying import LAUNCHER, end_with_parent
 from hotloop.errors import DiskError, HotloopError, lost_workers_told
 from hotloop.interrupts import Terminated, signals_raise
 from hotloop.terminal import Terminal
@@ -233,7 +233,7 @@ def end_early(by: str | None, said: str) -> None:
 def end_with_launcher() -> None:
     """In a rank, asks the system for SIGTERM when the process that started the rank is killed, which may be before it trains."""
     if _is_launched():
-        end_with_parent(os.getppid())
+        end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
 
 
 def _is_launched() -> bool:
