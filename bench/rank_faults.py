@@ -11,6 +11,9 @@ killed      the line names the rank, the ranks start again, and the end is bitwi
 stopped     for 20 s: a line says for whom the others wait, and the end is bitwise the same
 exception   the rank's own error ends the training in one line; resumed, the end is bitwise the same
 memory      the same, and the error says that memory ran out
+operation, operation in validation    a collective operation that one rank alone runs: one line names each rank's place
+                                      within the timeout of 10 s; resumed, the end is bitwise the same
+exception in validation               the rank's own error, with the place; resumed, the end is bitwise the same
 worker killed, worker stopped    the others go on, and each sample counts once
 
 A repetition that isn't over after 180 s has failed, too.
@@ -53,7 +56,13 @@ TROUBLES: dict[str, Callable[[], Any]] = {
     "stopped": partial(ranks.stop, STOPPED_S),
     "exception": ranks.raise_error,
     "memory": ranks.allocate,
+    "operation": ranks.meet,
+    "operation in validation": ranks.meet,
+    "exception in validation": ranks.raise_error,
 }
+EVALUATING = ("operation in validation", "exception in validation")
+TIMEOUT_S = 10
+"""How long ranks wait for each other where one runs an operation of its own."""
 SIGNALS = {"worker killed": signal.SIGKILL, "worker stopped": signal.SIGSTOP}
 FAULTS = (*TROUBLES, *SIGNALS)
 
@@ -128,12 +137,13 @@ def one(folder: Path, fault: str, draws: random.Random, whole: Path) -> dict[str
 
 def of_ranks(folder: Path, fault: str, draws: random.Random, whole: Path) -> dict[str, Any]:
     # A first rank that is stopped can't speak for the others, nor for itself.
-    culprit, step = draws.randrange(fault == "stopped", ranks.PLAN.ranks or 1), draws.randint(2, STEPS)
+    culprit, step = draws.randrange(fault == "stopped", ranks.PLAN.ranks or 1), draws.randint(2, STEPS - 1)
     marker, run, error = folder / "marker", folder / "run", ""
-    given = ranks.task(TROUBLES[fault], marker, culprit, step)
+    given = ranks.task(TROUBLES[fault], marker, culprit, step, evaluating=fault in EVALUATING)
+    waits: dict[str, Any] = {"rank_timeout": f"{TIMEOUT_S}s"} if fault.startswith("operation") else {}
     with heard(folder / "said") as said:
         try:
-            ranks.fit(run, given)
+            ranks.fit(run, given, **waits)
         except HotloopError as raised:
             error = str(raised)
             hotloop.fit(given, run=run, resume=True, progress=False)
@@ -142,8 +152,11 @@ def of_ranks(folder: Path, fault: str, draws: random.Random, whole: Path) -> dic
         "killed": f"rank {culprit} was killed (SIGKILL): all 3 start again from the last checkpoint (1 of 3)" in lines,
         "stopped": f"waiting for rank {culprit}: no sign of life" in lines and f"rank {culprit} goes on" in lines,
         "exception": error.startswith(f"rank {culprit}: ") and "ValueError: the culprit has had enough" in error,
+        "operation": error.startswith("the ranks have waited ") and f"rank {culprit} in barrier, operation " in error,
+        "exception in validation": error.startswith(f"rank {culprit}: validation after step "),
         "memory": error.startswith(f"rank {culprit}: step {step} ") and "ran out of memory" in error,
     }
+    must["operation in validation"] = must["operation"] and "(evaluation, step " in error
     problems = [] if must[fault] else [f"it said {error or lines!r}"]
     problems += [] if marker.exists() else ["the fault never came"]
     problems += ["a traceback"] if "Traceback" in lines else []

@@ -50,6 +50,7 @@ def fit(
     checkpoint_every: str = "auto",
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
+    rank_timeout: str | None = None,
 ) -> Run:
     """Trains `task`, and returns its run.
 
@@ -64,6 +65,8 @@ def fit(
         checkpoint_every: `auto` (at most 1 % of the time), a number of steps, or a time such as `5m`.
         callbacks: called with a `View` after each event, after those of the Task; see `hotloop.view.Callback`.
         progress: show a progress bar and a line per epoch.
+        rank_timeout: how long ranks wait for each other in training, such as `5m`; default 60 s, or 20 times the longest
+            step if that is longer. Then the run ends with a TrainingError that says where each rank is.
 
     Returns:
         The run: `epochs` and `final` hold its figures, `path` its folder, and `reason` says why training stopped, such as
@@ -81,6 +84,7 @@ def fit(
         callbacks=[*callbacks, display],
         say=display.say,
         during=display.during,
+        rank_timeout=rank_timeout,
     )
     if resume and run is None:
         raise RunError("resume=True without a run", expected="run= the folder to go on with")

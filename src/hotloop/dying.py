@@ -6,6 +6,9 @@ import os
 import signal
 import sys
 
+LAUNCHER = "HOTLOOP_LAUNCHER"
+"""Variable of the environment in which ranks of a command find the number of the process that started them."""
+
 _PR_SET_PDEATHSIG = 1
 
 

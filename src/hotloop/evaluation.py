@@ -20,6 +20,7 @@ from hotloop.generators import OwnedGenerators
 from hotloop.handlers import Stopped
 from hotloop.lowering import Program
 from hotloop.objective import weighted
+from hotloop.parallel.progress import PROGRESS
 from hotloop.parallel.world import ALONE, World
 from hotloop.records import Figures
 from hotloop.rng import Streams
@@ -42,7 +43,7 @@ def evaluate(program: Program, source: Source, watch: Watch | None = None) -> Fi
     parts, stopped = program.parts, ""
     world = ALONE if isinstance(source, Stream) else parts.dealt
     try:
-        with program.inference():
+        with PROGRESS.within("evaluation"), program.inference():
             for batch, samples in batches(program, source, world):
                 computed = sums.add(batch, samples)
                 if watch is not None:
@@ -72,6 +73,7 @@ def batches(program: Program, source: Source, world: World = ALONE) -> Iterator[
     streams, owned = Streams(roles.seed, *program.devices), OwnedGenerators(program.parts.task.owners(program.model))
     try:
         for number, (batch, samples) in enumerate(feed.epoch(0)):
+            PROGRESS.begin_batch()
             owned.refresh()
             owned.seed(streams.reseed("evaluate", world.rank + number * world.ranks))
             yield batch, samples

@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hotloop import errors
 from hotloop.choosing import placed
+from hotloop.dying import LAUNCHER
 from hotloop.errors import HotloopError, PlanError, RankLostError, TrainingError
 from hotloop.handlers import HANGUP, INTERRUPTING
 from hotloop.parallel.beats import Outside
@@ -31,6 +32,7 @@ from hotloop.parallel.forking import put_threads_away
 from hotloop.parallel.forwarding import Forwarding
 from hotloop.parallel.joining import LAUNCHED, run_in
 from hotloop.parallel.room import FORK_BYTES, OWN_BYTES, check_room
+from hotloop.parallel.watchdog import last_place
 from hotloop.plan import Plan
 from hotloop.probe import devices
 from hotloop.quiet import unlogged
@@ -99,7 +101,9 @@ def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, resta
         def start(name: str) -> None:
             _start(_config(name, ranks, store.port, logs), entry, signals)
 
-        return until_done(start, ranks, store, logs, say, restarts=restarts, heard=lambda: signals.heard)
+        return until_done(
+            start, ranks, store, logs, say, restarts=restarts, heard=lambda: signals.heard, kill=signals.kill
+        )
 
 
 def until_done(
@@ -111,6 +115,7 @@ def until_done(
     *,
     restarts: int = RESTARTS,
     heard: Callable[[], signal.Signals | None] = lambda: None,
+    kill: Callable[[], None] = lambda: None,
 ) -> tuple[str, int]:
     """Starts ranks, and again if one is killed; see `launch`.
 
@@ -119,21 +124,26 @@ def until_done(
         store: through which they find each other.
         logs: a folder where what rank r writes is in `*/attempt_*/r/stderr.log`.
         heard: the last signal that was passed on to the ranks, if any was.
+        kill: kills the ranks.
     """
     launched = LAUNCHED + uuid.uuid4().hex[:8]
     for attempt in range(restarts + 1):
         name = f"{launched}-{attempt}"
         try:
-            with _outside(store, f"{name}/0", say).watching():
+            with _outside(store, f"{name}/0", say, kill).watching():
                 start(name)
             return run_in(store) or "", 0
         except ChildFailedError as failed:
             cause = _cause(failed.failures)
             if (code := cause[1].exitcode) in STOPPED:
-                if run_in(store) is None and code != 128 + signal.SIGINT:  # of Ctrl-C a rank tells by itself
+                if words := _recorded(cause[1])[1]:  # of a watchdog
+                    say(words)
+                elif run_in(store) is None and code != 128 + signal.SIGINT:  # of Ctrl-C a rank tells by itself
                     say(f"stopped ({STOPPED[code].name})")
                 return run_in(store) or "", code
             killed = _killed(*cause, logs)
+            if cause[1].signal_name() in _BY_ITSELF and (place := last_place(store, f"{name}/0", cause[0])):
+                killed += f", last seen {place}"
             if (
                 number := heard()
             ) is not None:  # of which they died where they don't train yet, or were killed after it
@@ -146,8 +156,8 @@ def until_done(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _outside(store: dist.TCPStore, name: str, say: Say) -> Outside:
-    return Outside(dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False), name, say)
+def _outside(store: dist.TCPStore, name: str, say: Say, kill: Callable[[], None]) -> Outside:
+    return Outside(dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False), name, say, kill)
 
 
 def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals: Forwarding) -> None:
@@ -158,6 +168,7 @@ def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals:
             before they began.
     """
     if isinstance(entry, list):
+        os.environ[LAUNCHER] = str(os.getpid())
         elastic_launch(config, entry[0])(*entry[1:])
         return
 

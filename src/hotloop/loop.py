@@ -19,6 +19,7 @@ from hotloop.lowering import Program
 from hotloop.lowering.step import means_of
 from hotloop.pacing import Cadence, Pace
 from hotloop.parallel.agreeing import check_in_step
+from hotloop.parallel.progress import PROGRESS
 from hotloop.parallel.waiting import Waits
 from hotloop.parallel.world import ALONE, World
 from hotloop.records import EpochRecord
@@ -85,9 +86,8 @@ class _Loop:
     pace: Pace = field(default_factory=Pace)
 
     def __post_init__(self) -> None:
-        task = self.task
+        task, judged = self.task, self.program.parts.roles.validation is not None
         self.cadence = Cadence.parse(self.run.record.checkpoint_every)
-        judged = self.program.parts.roles.validation is not None
         self.steering = Steering.of(task.monitor, task.goal, judged, stop_below=task.stop_below, patience=task.patience)
         self._best_state: State | None = None  # the best epoch's weights, until the next checkpoint writes them
         self._saved: Position | None = None
@@ -159,6 +159,7 @@ class _Loop:
         heard, steps = self.world.largest([heard, self.pace.steps() if self.world.first else 0])
         return REASONS[heard], steps
 
+    @PROGRESS.within("end")
     def end(self, reason: str) -> Ended:
         """Saves; reads the test data if training is over."""
         interrupted = reason in REASONS
@@ -221,9 +222,8 @@ class _Loop:
 
     def _end_epoch(self, sums: dict[str, float]) -> bool:
         """Validates and notes an epoch; False if something stopped that: its last batch stays the position."""
-        position = self.program.position
+        position, started = self.program.position, time.perf_counter()
         validation: dict[str, float] = {}
-        started = time.perf_counter()
         if (source := self.program.parts.roles.validation) is not None:
             try:
                 validation = self._evaluated(source, "validation")
@@ -279,15 +279,16 @@ class _Loop:
         self._best_state = self.program.weights()
         self.best = Best(record.epoch, self.steering.value(record), file="")
 
+    @PROGRESS.within("checkpoint")
     def _save(self) -> None:
         started = time.perf_counter()
         state = self.program.state(lent=self.world.alone)
         if not all_finite(state):
             raise self._nonfinite(state.position.step)
-        check_in_step(self.world, state)
+        differing = check_in_step(self.world, state)
         if self.world.first:
             self._write(state)
-        self.run.note_all_inexact(self.program.inexact, self.say)
+        self.run.note_all_inexact([*self.program.inexact, *differing], self.say)
         self._best_state, self._saved = None, state.position
         self.cadence.wrote(time.perf_counter() - started)
         self._tell("checkpoint")
@@ -364,6 +365,7 @@ class _Loop:
         position, batches = self.program.position, self.program.feed.batches
         return self.pace.remaining_s(self.history, self.task.epochs - position.epoch, batches, position.batch)
 
+    @PROGRESS.within("callbacks")
     def _tell(self, event: Event, *, reason: str = "", final: dict | None = None) -> None:
         position = self.program.position
         # Copies, so that nothing that a callback does to them reaches training.

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hotloop.choosing import placed
 from hotloop.errors import HotloopError, PlanError, RankLostError
+from hotloop.pacing import seconds
 from hotloop.parallel.joining import Joined, Seat, joined, threads_for
 from hotloop.parallel.world import loss_of
 from hotloop.plan import Plan
@@ -33,17 +34,22 @@ def to_start(plan: Plan | str | Path | None, axes: Mapping[str, Any], resume: Pa
 
 
 @contextmanager
-def taking_part(plan: Plan, say: Callable[[str], None], named: int | None) -> Iterator[Joined]:
+def taking_part(
+    plan: Plan, say: Callable[[str], None], named: int | None, rank_timeout: str | None = None
+) -> Iterator[Joined]:
     """Joins the other ranks, if the plan is for some; what ends this rank is noted where its agent looks for it.
 
     Args:
         say: is told of ranks that give no sign of life.
         named: how many ranks the user asked for, if so.
+        rank_timeout: how long ranks wait for each other in training, such as `5m`; None for 60 s, or 20 times the
+            longest step if that is longer.
 
     Raises:
-        PlanError: as many ranks as the plan is for were not started.
+        PlanError: `rank_timeout` is no time, or as many ranks as the plan is for were not started.
     """
     seat = Seat.here()
+    limit_s = None if rank_timeout is None else seconds(rank_timeout, "rank-timeout")
     if not plan.ranked:
         if seat is not None and seat.ranks > 1 and plan.parallel == "async":
             raise PlanError(
@@ -71,7 +77,7 @@ def taking_part(plan: Plan, say: Callable[[str], None], named: int | None) -> It
         raise PlanError(f"ranks={named} in the plan, and {seat.ranks} were started", fix="make both the same")
     if plan.threads is None and (threads := threads_for(seat)) is not None:
         torch.set_num_threads(threads)
-    with _noted(seat), joined(seat, placed(plan).device.partition(":")[0], say) as ranks:
+    with _noted(seat), joined(seat, placed(plan).device.partition(":")[0], say, limit_s) as ranks:
         yield ranks
 
 

@@ -66,6 +66,7 @@ def start(
     say: Say = lambda line: None,
     during: During | None = None,
     began: float | None = None,
+    rank_timeout: str | None = None,
 ) -> tuple[Run, Ended]:
     """Starts a new run of a loaded Task; `axes` are set on top of the plan, and see `lower` for `during`.
 
@@ -73,10 +74,11 @@ def start(
 
     Args:
         began: from when on `stop_after` counts, by `time.monotonic()`; default now.
+        rank_timeout: see `taking_part`.
     """
     began = time.monotonic() if began is None else began
     wanted = Wanted.or_auto(plan, axes)
-    with taking_part(wanted.plan, say, wanted.plan.ranks) as ranks:
+    with taking_part(wanted.plan, say, wanted.plan.ranks, rank_timeout) as ranks:
         options: dict[str, Any] = dict(overrides=overrides, stop_after=stop_after, checkpoint_every=checkpoint_every)
         if ranks.world.first:
             options |= dict(callbacks=callbacks, say=say, during=during)
@@ -165,12 +167,13 @@ def go_on(
     callbacks: Sequence[Callback] = (),
     say: Say = lambda line: None,
     during: During | None = None,
+    rank_timeout: str | None = None,
 ) -> tuple[Run, Ended]:
     """Goes on with a run where it was stopped or killed; under another plan from here on, if there is one."""
     own = Run.open(path).plan if plan is None else None
     wanted = Wanted.of(plan if own is None else _able(own, axes), axes)
     named = wanted.plan.ranks if plan is not None or "ranks" in (axes or {}) else None
-    with taking_part(wanted.plan, say, named) as ranks:
+    with taking_part(wanted.plan, say, named, rank_timeout) as ranks:
         options: dict[str, Any] = dict(overrides=overrides, stop_after=stop_after, checkpoint_every=checkpoint_every)
         if ranks.world.first:
             options |= dict(callbacks=callbacks, say=say, during=during)

@@ -29,14 +29,24 @@ CULPRIT, STEP = 1, 13
 
 
 def task(
-    trouble: Callable[[], Any] = lambda: None, marker: Path | None = None, culprit: int = CULPRIT, step: int = STEP
+    trouble: Callable[[], Any] = lambda: None,
+    marker: Path | None = None,
+    culprit: int = CULPRIT,
+    step: int = STEP,
+    *,
+    evaluating: bool = False,
 ) -> hotloop.Task:
-    """Comes to trouble once, on one rank, in one of its steps; the marker remembers that it was there."""
+    """Comes to trouble once, on one rank, in one of its steps; the marker remembers that it was there.
+
+    Args:
+        evaluating: in the first validation after that step instead.
+    """
     updates = [0]  # the loss alone is tried before training, too
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         ranked = torch.distributed.is_initialized() and torch.distributed.get_rank() == culprit
-        now = torch.is_grad_enabled() and updates[0] + 1 == step
+        done = updates[0] + 1
+        now = done > step and not torch.is_grad_enabled() if evaluating else torch.is_grad_enabled() and done == step
         if marker is not None and ranked and now and not marker.exists():
             marker.touch()
             trouble()
@@ -80,6 +90,11 @@ def kill_an_hour_later(run: Path) -> None:
     key = f"{BEGAN}/{run}"
     store.set(key, str(float(store.get(key)) - 3600))
     kill()
+
+
+def meet() -> None:
+    """A collective operation that no other rank takes part in."""
+    torch.distributed.barrier()
 
 
 def raise_error() -> None:

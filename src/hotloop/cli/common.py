@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
+from hotloop.dying import LAUNCHER, end_with_parent
 from hotloop.errors import DiskError, HotloopError, lost_workers_told
 from hotloop.interrupts import Terminated, signals_raise
 from hotloop.terminal import Terminal
@@ -234,6 +235,12 @@ def end_early(by: str | None, said: str) -> None:
     """Ends a command that was kept from its end, by `failure` or a signal, and has printed what it found before."""
     say(f"{'error: ' if by == 'failure' else ''}{said}")
     raise typer.Exit(128 + signal.Signals[by] if by and by in signal.Signals.__members__ else FAILED)
+
+
+def end_with_launcher() -> None:
+    """In a rank, asks the system for SIGTERM when the process that started the rank is killed, which may be before it trains."""
+    if _is_launched():
+        end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
 
 
 def _is_launched() -> bool:

@@ -21,6 +21,7 @@ from hotloop.cli.common import (
     axes,
     console,
     end_with,
+    end_with_launcher,
     guarded,
     pairs,
     print_json,
@@ -211,6 +212,7 @@ def _of_task(
         on_top["parallel"] = "data"
         wanted = Wanted.of(given["plan"], on_top)
 
+    end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
     from hotloop import inspecting
     from hotloop.launch import command, launch, ranks_of

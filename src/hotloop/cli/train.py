@@ -22,6 +22,7 @@ from hotloop.cli.common import (
     Trust,
     axes,
     console,
+    end_with_launcher,
     guarded,
     pairs,
     print_json,
@@ -69,6 +70,13 @@ def train(
         typer.Option(
             help="Processes that share the training, under --set parallel=...; alone it means parallel=data.",
             show_default="as many as there are devices",
+        ),
+    ] = None,
+    rank_timeout: Annotated[
+        str | None,
+        typer.Option(
+            help="How long ranks wait for each other, such as 5m; then the run ends with a line that says where each is.",
+            show_default="60s, or 20 times the longest step",
         ),
     ] = None,
     stop_after: Annotated[
@@ -122,6 +130,7 @@ def train(
     if shared(ranks, wanted.plan) and (resume is None or plan is not None or _was_of_one_process(resume)):
         on_top["parallel"] = "data"
 
+    end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
     from hotloop import api
     from hotloop.launch import command, launch, ranks_of
@@ -148,6 +157,7 @@ def train(
         callbacks=[display],
         say=display.say,
         during=display.during,
+        rank_timeout=rank_timeout,
     )
     with stdout_for(as_json):
         try:

@@ -188,16 +188,20 @@ def hand_on(task: Task, other: Task) -> None:
     vars(other)[_BEFORE] = before(task)
 
 
-def changes_of_samples(task: Task, workers: int | None) -> list[str]:
+def changes_of_samples(task: Task, workers: int | None, ranks: int = 1) -> list[str]:
     """A line for each attribute that the data set changes when it is asked for a sample, where processes of their own ask.
 
-    Each worker has a copy of the data set, of which no checkpoint knows. Random generators are not meant.
+    Each worker has a copy of the data set, of which no checkpoint knows, and each rank another. Random generators are not
+    meant.
 
     Args:
         workers: of the plan; None for as many as the data's own loader has.
     """
     source = task.roles.train
-    if not isinstance(source, Samples) or not (source.workers if workers is None else workers) or not len(source):
+    if not isinstance(source, Samples) or not len(source):
+        return []
+    has_workers = bool(source.workers if workers is None else workers)
+    if not has_workers and ranks == 1:
         return []
     root = {"data": source.dataset}
     with preserved(), unchanged(task), suppress(Exception):  # training itself says what is wrong with a sample
@@ -208,6 +212,8 @@ def changes_of_samples(task: Task, workers: int | None) -> list[str]:
         places = [place for place in {**held, **now} if not is_same(held.get(place), now.get(place))]
         outer = [place for place in places if not _is_inside(place, places)]
         where = "in each worker's copy of the data set, which no checkpoint stores"
+        if not has_workers:
+            where = "in each rank's copy of the data set, of which a checkpoint stores that of rank 0"
         return [f"loading samples changes {place.replace('/', '.')} {where}" for place in outer]
     return []
 

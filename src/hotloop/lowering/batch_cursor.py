@@ -10,6 +10,7 @@ from hotloop.data.cut import Cut
 from hotloop.data.feed import Feed, TableFeed
 from hotloop.lowering.batch_checks import BatchChecks
 from hotloop.lowering.step import EagerStep
+from hotloop.parallel.progress import PROGRESS
 from hotloop.state import Position
 
 
@@ -29,7 +30,11 @@ class BatchCursor:
         if self._batches is None:
             self._batches = self._open(feed, position)
             self._step.cut_from = _rows_of(feed)
-        taken = self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
+        taken: Iterator[Any] = (
+            self._batches.upto(steps) if isinstance(self._batches, Cut) else islice(self._batches, steps)
+        )
+        if not self._step.parts.world.alone:
+            taken = _recorded(taken, position.step)
         return self._checks.passing(taken, position.step) if self._checks.needed else taken
 
     def reset(self) -> None:
@@ -40,6 +45,12 @@ class BatchCursor:
         if self._step.cuts_batches and not self._checks.needed and isinstance(feed, TableFeed) and feed.untouched:
             return feed.cut(position.epoch, position.batch)
         return feed.epoch(position.epoch, position.batch)
+
+
+def _recorded(batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[Any, int]]:
+    for number, batch in enumerate(batches, step + 1):
+        PROGRESS.begin_step(number)
+        yield batch
 
 
 def _rows_of(feed: Feed) -> Any:

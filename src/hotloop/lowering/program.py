@@ -274,7 +274,7 @@ class Program:
     def check_exactness(self) -> None:
         """Notes before training what shows then that a resumed run may differ: in modules, and in a data set that workers have."""
         self.inexact += self._attributes.compiled()
-        self.inexact += changes_of_samples(self.parts.task, self.parts.plan.workers)
+        self.inexact += changes_of_samples(self.parts.task, self.parts.plan.workers, self.parts.world.ranks)
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's part of the State, in training's own memory; of several ranks all must ask."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
+
+from hotloop.parallel.watchdog import ended_key
 
 _EVERY_S = 1.0
 _PATIENCE_S = 4.0
@@ -36,7 +36,6 @@ class Beats:
         self._store, self._launch, self._rank, self._ranks, self._tell = store, launch, rank, ranks, tell
         self._seen: dict[int, tuple[str, float]] = {}
         self._silent: set[int] = set()
-        self._parent = os.getppid()
         self._over = threading.Event()
 
     @contextmanager
@@ -56,17 +55,10 @@ class Beats:
     def _beat(self) -> None:
         count = 0
         with suppress(RuntimeError):  # the store is gone, and so is who would read it
-            while not self._over.wait(_EVERY_S) and not self._orphaned:
+            while not self._over.wait(_EVERY_S):
                 count += 1
                 self._store.set(self._key(self._rank), str(count))
                 self.look(time.monotonic())
-        if self._orphaned:  # nobody would ever end or restart it: it saves and stops
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    @property
-    def _orphaned(self) -> bool:
-        """Whether the agent that started this process was killed."""
-        return os.getppid() != self._parent
 
     def look(self, now: float) -> None:
         """Notes who has given a sign since the last look, and tells what has changed; `now` in seconds."""
@@ -98,10 +90,14 @@ class Outside:
         store: for this thread alone.
         launch: the name of the set of processes.
         tell: is told that it gives no sign, and that it gives one again.
+        kill: kills ranks that have not ended although a watchdog has ended another.
     """
 
-    def __init__(self, store: dist.Store, launch: str, tell: Callable[[str], None]) -> None:
-        self._store, self._key, self._tell = store, _key(launch, 0), tell
+    def __init__(
+        self, store: dist.Store, launch: str, tell: Callable[[str], None], kill: Callable[[], None] = lambda: None
+    ) -> None:
+        self._store, self._key, self._tell, self._kill = store, _key(launch, 0), tell, kill
+        self._ended_key = ended_key(launch)
         self._beat, self._since, self._silent = "", 0.0, False
         self._over = threading.Event()
 
@@ -119,6 +115,8 @@ class Outside:
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_S):
             self.look(time.monotonic())
+            if self._store.check([self._ended_key]) and not self._over.wait(_EVERY_S):
+                self._kill()
 
     def look(self, now: float) -> None:
         """Tells what has changed since the last look; `now` in seconds. Before its first sign it may do what it likes."""

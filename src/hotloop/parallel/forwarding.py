@@ -79,9 +79,13 @@ class Forwarding:
                 kill_at = None
 
     def _kill(self) -> None:
-        if ranks := self._ranks():
+        if self._ranks():
             self._say(f"the ranks haven't ended {_PATIENCE_S:.0f}s after a second Ctrl-C: killing them")
-        for rank in ranks:
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills all ranks."""
+        for rank in self._ranks():
             _send(rank, signal.SIGKILL)
 
     def _ranks(self) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +16,12 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hotloop.errors import PlanError, RankLostError, TrainingError
 from hotloop.parallel.beats import Beats, silent
+from hotloop.parallel.progress import PROGRESS
+from hotloop.parallel.watchdog import LONGEST_WAIT_S, Watchdog, record_collectives
 from hotloop.parallel.world import ALONE, World, loss_of
 
 # Where these are first imported when there is a group already, as torch._dynamo does, it becomes a default argument of
@@ -30,8 +34,8 @@ LAUNCHED = "hotloop-"
 
 RUN, BEGAN = "hotloop/run", "hotloop/began"
 """Under which keys the store holds the run, and when it began, in s since 1970."""
-_WAITS = timedelta(minutes=30)
-"""For a rank that has stopped and may go on; the end of one is heard at once."""
+_SPARE_S = 60.0
+"""torch's own timeout comes so much later than that of the watchdog, which says more."""
 
 
 @dataclass(frozen=True)
@@ -175,19 +179,22 @@ def run_in(store: dist.Store) -> str | None:
 
 
 @contextmanager
-def joined(seat: Seat, device: str, say: Callable[[str], None]) -> Iterator[Joined]:
+def joined(seat: Seat, device: str, say: Callable[[str], None], limit_s: float | None = None) -> Iterator[Joined]:
     """Makes this process a rank, until the end.
 
     Args:
         device: the kind that the plan computes on: `cpu` or `cuda`.
         say: is told of ranks that give no sign of life.
+        limit_s: how long ranks wait for each other in training; None for as long as follows from a step.
 
     Raises:
         PlanError: this machine has fewer GPUs than ranks.
     """
     if device == "cuda":
         _check_gpus(seat)
-    store = dist.TCPStore(seat.host, seat.port, is_master=seat.serves, wait_for_workers=False, timeout=_WAITS)
+    timeout = timedelta(seconds=max(LONGEST_WAIT_S, limit_s or 0.0) + _SPARE_S)
+    record_collectives()
+    store = dist.TCPStore(seat.host, seat.port, is_master=seat.serves, wait_for_workers=False, timeout=timeout)
     if seat.watched or seat.host in ("127.0.0.1", "localhost"):
         _keep_to_way(seat.host, seat.port)
     if device == "cuda":
@@ -197,17 +204,29 @@ def joined(seat: Seat, device: str, say: Callable[[str], None]) -> Iterator[Join
         store=dist.PrefixStore(f"hotloop/{seat.launch}", store),
         rank=seat.rank,
         world_size=seat.ranks,
-        timeout=_WAITS,
+        timeout=timeout,
     )
-    own = store.clone()  # type: ignore[attr-defined]  # so that no thread waits for the other
+    # One for each thread, so that none waits for another.
+    own, watched = store.clone(), store.clone()  # type: ignore[attr-defined]
     beats = Beats(own, seat.launch, seat.rank, seat.ranks, say)
+    watchdog = Watchdog(watched, seat.launch, seat.rank, seat.ranks, limit_s, partial(_end, seat))
     try:
-        with beats.beating(), _naming(seat, store):
+        with beats.beating(), watchdog.watching(), _naming(seat, store):
             check_sums(World(seat.rank, seat.ranks), device)
             yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _started(seat), seat.forgetful)
+            PROGRESS.phase = "end"
             dist.barrier()  # whoever is ready first stays until the last word of the others has come through
     finally:
         dist.destroy_process_group()
+
+
+def _end(seat: Seat, error: TrainingError, code: int) -> None:
+    """Ends the process at once: its main thread waits where nothing can interrupt it."""
+    get_error_handler().record_exception(error)
+    if not seat.watched:
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

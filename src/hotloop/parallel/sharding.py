@@ -50,23 +50,45 @@ class Sharded:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All parameters whole on each rank, so that each can compute what it likes."""
-        blocks = self._units()[1:]
+        """All parameters whole on each rank. Ranks may compute different numbers of batches: none of them communicates."""
         for unit in self._units():
             unit.unshard()
-        for block in blocks:
-            block.set_reshard_after_forward(False)
         try:
-            yield
+            with _without_hooks(self._units()):
+                yield
         finally:
-            for block in blocks:
-                block.set_reshard_after_forward(True)
             for unit in self._units():
                 unit.reshard()
 
     def _units(self) -> list[FSDPModule]:
         """The root first."""
         return [one for one in self.module.modules() if isinstance(one, FSDPModule)]
+
+
+@contextmanager
+def _without_hooks(units: list[FSDPModule]) -> Iterator[None]:
+    """No forward pass within calls the engine.
+
+    The engine (torch 2.11 to 2.13) records each forward pass as one whose backward follows. The first step after an
+    evaluation then prefetches parameters in the order of these records, which differs between ranks: they wait for ever.
+    """
+    replaced = []
+    for unit in units:
+        for hooks in (unit._forward_pre_hooks, unit._forward_hooks):  # type: ignore[attr-defined]
+            for key, hook in hooks.items():
+                if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp."):
+                    replaced.append((hooks, key, hook))
+    for hooks, key, _ in replaced:
+        hooks[key] = _no_hook  # in its place, so that the order of other hooks stays
+    try:
+        yield
+    finally:
+        for hooks, key, hook in replaced:
+            hooks[key] = hook
+
+
+def _no_hook(*_: Any) -> None:
+    """Leaves arguments and outputs as they are."""
 
 
 def _blocks(root: nn.Module) -> list[nn.Module]:

@@ -31,7 +31,8 @@ def explained_of_rank(error: Exception, program: Program, saved_step: int | None
     found = explained(error, program, saved_step, during)
     if isinstance(found, PartsDifferError):  # which all ranks find together
         return found
-    return type(found)(f"rank {world.rank}: {found.given}", expected=found.expected, fix=found.fix)
+    place = f"{during} after step {program.position.step}: " if during and during not in found.given else ""
+    return type(found)(f"rank {world.rank}: {place}{found.given}", expected=found.expected, fix=found.fix)
 
 
 def nonfinite_of_ranks(reached: int) -> NonFiniteError:

@@ -1,0 +1,317 @@
+"""Ends a rank that waits too long for others, with one line that says where each rank is.
+
+The main thread may wait in C++ meanwhile: torch releases Python's lock there, so that threads run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hotloop.errors import TrainingError, is_library
+from hotloop.handlers import INTERRUPTING
+from hotloop.parallel.progress import PROGRESS
+
+LONGEST_WAIT_S = 1800.0
+"""While another rank starts, writes a checkpoint, or calls callbacks: the others can't know how long that takes."""
+
+_LEAST_WAIT_S = 60.0
+_STEPS = 20
+"""Without a time that the user gives, ranks wait for each other as long as so many of the longest step."""
+
+_EVERY_S = 0.5
+_SIGNAL_WAIT_S = 6.0
+"""Ranks that have got a signal wait so long for each other, to save together; all must have ended after 10 s."""
+_ORPHAN_S = 3.0
+"""A rank whose parent was killed has so long to save; a checkpoint that is being written has longer."""
+_ORPHAN_WRITES_S = 30.0
+_SILENT_S = 3.0
+"""Each rank writes its place every half second; one that has not for so long is stopped."""
+
+_SHARED = ("training", "evaluation")
+"""Phases in which all ranks compute; in each other phase one may work while the others wait."""
+
+_RECORDED = 64
+"""Collective operations that torch's flight recorder stores."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        phase, step, steps, batches: see `Progress`.
+        operation: the collective operation that the rank waits for, such as `all_gather (operation 57)`; empty if none.
+        newest: number of the collective operation that began last.
+        line: the user's innermost line that runs, such as `task.py:33`; empty where there is none.
+        signalled: number of the signal that has asked the rank to stop; 0 without one.
+    """
+
+    phase: str
+    step: int
+    steps: int
+    batches: int
+    operation: str
+    newest: int
+    line: str
+    signalled: int
+
+    def __str__(self) -> str:
+        where = self.operation or "no collective operation"
+        at = f", {self.line}" if self.line else ""
+        return f"in {where} ({self.phase}, step {self.step}{at})"
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.operation)
+
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """What changes as the rank goes on."""
+        return self.phase, self.step, self.steps, self.batches, self.operation, self.newest
+
+
+class Watchdog:
+    """The watch of one rank over its waits for others.
+
+    Args:
+        store: for the watch alone.
+        launch: the name of the set of processes.
+        limit_s: how long ranks wait for each other; None for as long as follows from the longest step.
+        end: ends the process, with the error and the exit code.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        launch: str,
+        rank: int,
+        ranks: int,
+        limit_s: float | None,
+        end: Callable[[TrainingError, int], None],
+    ) -> None:
+        self._store, self._launch, self._rank, self._ranks = store, launch, rank, ranks
+        self._limit_s, self._end = limit_s, end
+        self._main = threading.main_thread().ident
+        self._parent = os.getppid()
+        self._over = threading.Event()
+        self._signals: socket.socket | None = None
+        self._signalled, self._signalled_at, self._orphaned_at = 0, math.inf, math.inf
+        self._place: Place | None = None
+        self._since = 0.0
+        self._others: dict[int, tuple[str, float]] = {}
+        self._count = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches in two threads until the end: one uses the store, which may be gone or stopped; the other doesn't."""
+        threads = [
+            threading.Thread(target=run, name="hotloop-watchdog", daemon=True) for run in (self._run, self._guard)
+        ]
+        with self._receiving_signals():
+            for thread in threads:
+                thread.start()
+            try:
+                yield
+            finally:
+                self._over.set()
+                for thread in threads:
+                    thread.join()
+
+    @contextmanager
+    def _receiving_signals(self) -> Iterator[None]:
+        """Gets the numbers of signals as they come: Python's handlers run in the main thread alone, and not within C++."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._signals, written = socket.socketpair()
+        self._signals.setblocking(False)
+        written.setblocking(False)
+        before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+            signals, self._signals = self._signals, None
+            signals.close()
+            written.close()
+
+    def _guard(self) -> None:
+        """Reads signals, and ends the process some seconds after its parent was killed."""
+        while not self._over.wait(_EVERY_S):
+            self._read_signals()
+            now = time.monotonic()
+            if self._orphaned_at == math.inf and os.getppid() != self._parent:
+                self._orphaned_at = now
+                os.kill(os.getpid(), signal.SIGTERM)  # saves and stops, if the ranks still can
+            patience_s = _ORPHAN_WRITES_S if PROGRESS.phase == "checkpoint" else _ORPHAN_S
+            if now - self._orphaned_at > patience_s:
+                os._exit(128 + signal.SIGTERM)
+
+    def _read_signals(self) -> None:
+        with suppress(OSError, AttributeError):  # nothing came; the end
+            for number in self._signals.recv(64):  # type: ignore[union-attr]
+                if number in INTERRUPTING and not self._signalled:
+                    self._signalled, self._signalled_at = number, time.monotonic()
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the store is gone
+            while not self._over.wait(_EVERY_S):
+                self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Publishes the place of this rank; ends the process if it has waited too long. `now` in seconds."""
+        place = self._here()
+        self._count += 1
+        self._store.set(self._key(self._rank), json.dumps([self._count, asdict(place)]))
+        if self._place is None or place.progress != self._place.progress:
+            self._place, self._since = place, now
+            return
+        self._place = place
+        waited_s = now - self._since
+        if waited_s < min(2.0, self._limit_s or math.inf):
+            return
+        others = self._read_others(now)
+        if not place.is_waiting and not self._stop_number(others):
+            return
+        limit_s = self._limit(others)
+        if waited_s > limit_s:
+            self._give_up(waited_s, others)
+
+    def _here(self) -> Place:
+        operation, newest = self._operation()
+        frame = sys._current_frames().get(self._main or 0)
+        return Place(
+            PROGRESS.phase,
+            PROGRESS.step,
+            PROGRESS.steps,
+            PROGRESS.batches,
+            operation or _wait_in(frame),
+            newest,
+            _line_of_user(frame),
+            self._signalled,
+        )
+
+    def _operation(self) -> tuple[str, int]:
+        """The oldest collective operation that hasn't ended, and the number of the newest."""
+        entries = _records()
+        waiting = next((one for one in entries if not one["retired"]), None)
+        newest = max((one["record_id"] for one in entries), default=-1)
+        if waiting is None:
+            return "", newest
+        number = waiting["p2p_seq_id"] if waiting.get("is_p2p") else waiting["collective_seq_id"]
+        return f"{waiting['profiling_name'].rpartition(':')[2]}, operation {number}", newest
+
+    def _read_others(self, now: float) -> dict[int, Place | None]:
+        """The places of the other ranks; None of one that doesn't write its place any more."""
+        found: dict[int, Place | None] = {}
+        for rank in range(self._ranks):
+            if rank == self._rank:
+                continue
+            key = self._key(rank)
+            text = self._store.get(key).decode() if self._store.check([key]) else ""
+            if rank not in self._others or self._others[rank][0] != text:
+                self._others[rank] = text, now
+            silent = not text or now - self._others[rank][1] > _SILENT_S
+            found[rank] = None if silent else Place(**json.loads(text)[1])
+        return found
+
+    def _limit(self, others: dict[int, Place | None]) -> float:
+        """How long this rank may have waited."""
+        busy = [one for one in others.values() if one is not None and not one.is_waiting]
+        step_s = PROGRESS.longest_s
+        alone = any(one.phase not in _SHARED or not one.steps for one in busy)
+        usual_s = min(LONGEST_WAIT_S, max(_LEAST_WAIT_S, _STEPS * step_s))
+        limit_s = LONGEST_WAIT_S if alone else self._limit_s or usual_s
+        if self._stop_number(others) and not alone:
+            limit_s = min(limit_s, max(_SIGNAL_WAIT_S, 2 * step_s) if busy else _SIGNAL_WAIT_S)
+        return limit_s
+
+    def _stop_number(self, others: dict[int, Place | None]) -> int:
+        """Number of the signal that this rank, or another, has got; 0 without one."""
+        return max([self._signalled, *(one.signalled for one in others.values() if one is not None)])
+
+    def _give_up(self, waited_s: float, others: dict[int, Place | None]) -> None:
+        number = self._stop_number(others)
+        places = others | {self._rank: self._place}
+        each = [f"rank {rank} {places[rank] or 'gives no sign of life'}" for rank in range(self._ranks)]
+        waits = f"the ranks have waited {waited_s:.0f}s for each other: {'; '.join(each)}"
+        self._store.set(ended_key(self._launch), "1")
+        if number:
+            name = signal.Signals(number).name
+            self._end(
+                TrainingError(f"stopped ({name}) without saving, the last checkpoint stays: {waits}"), 128 + number
+            )
+        else:
+            self._end(
+                TrainingError(
+                    waits,
+                    expected="the same collective operations on each rank",
+                    fix="look for what only some ranks do; --rank-timeout has them wait longer; --resume goes on with the run",
+                ),
+                1,
+            )
+
+    def _key(self, rank: int) -> str:
+        return _place_key(self._launch, rank)
+
+
+def last_place(store: dist.Store, launch: str, rank: int) -> Place | None:
+    """The place that a rank has published last; None if it has published none."""
+    key = _place_key(launch, rank)
+    return Place(**json.loads(store.get(key))[1]) if store.check([key]) else None
+
+
+def _place_key(launch: str, rank: int) -> str:
+    return f"hotloop/place/{launch}/{rank}"
+
+
+def ended_key(launch: str) -> str:
+    """The key of the store that a watchdog sets before it ends its rank."""
+    return f"hotloop/ended/{launch}"
+
+
+def record_collectives() -> None:
+    """Has torch's flight recorder store the newest collective operations; before the process group is made."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED))
+
+
+def _records() -> list[dict[str, Any]]:
+    """The records of the flight recorder, oldest first; nothing where this version of torch has none."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+
+
+def _wait_in(frame: FrameType | None) -> str:
+    """The function of torch.distributed that the thread is in; of sends and receives the flight recorder has no record."""
+    for _ in range(3):
+        if frame is None:
+            return ""
+        if "/torch/distributed/" in frame.f_code.co_filename:
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return ""
+
+
+def _line_of_user(frame: FrameType | None) -> str:
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.endswith(".py") and not is_library(path):
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
