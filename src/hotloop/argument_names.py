@@ -33,7 +33,7 @@ _FORMS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"--without-prepare\b", "prepare=False"),
     (r"--(trust|refresh)\b", r"\1=True"),
 ]
-_NAMES = "run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"
+_NAMES = "rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|inputs|trace|stop-after|time-limit|checkpoint-every|batch-size"
 
 
 def name_arguments(text: str) -> str:
