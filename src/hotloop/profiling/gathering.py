@@ -28,7 +28,7 @@ def gathered(
     facts.loaders, facts.optimizers = loaders.records(), optimizers.records(course.measured())
     facts.seldom = course.seldom.records(optimizers)
     facts.samples_per_step = loaders.samples_per_step()
-    apart = pauses.records(facts.steps)  # of all steps, while graphs are those of a few
+    apart = pauses.records(facts.steps, course.seldom.steps)  # of all steps, while graphs are those of a few
     known = {habit["what"] for habit in apart}
     facts.habits = [habit for habit in graphs.records() if habit["what"] not in known] + apart
     facts.one_batch = graphs.one_batch

@@ -11,8 +11,8 @@ from typing import Any
 from hotloop.profiling.facts import StepFact
 from hotloop.profiling.habits import Graphs
 
-_AT_LEAST = 0.3
-"""Part of the steps that must hold an evaluation for it being one of every third step."""
+_AT_LEAST = 0.4
+"""Part of the steps that must hold an evaluation, and that must not, for it being one of every second step."""
 
 
 class Pauses:
@@ -25,6 +25,7 @@ class Pauses:
     def __init__(self, graphs: Graphs, step: Callable[[], StepFact | None]) -> None:
         self._graphs, self._step = graphs, step
         self._modes = 0
+        self._returns = 0
         self._asked: dict[int, tuple[StepFact, float]] = {}
         self._evaluating_since: float | None = None
         self._saved: Counter[str] = Counter()
@@ -52,6 +53,7 @@ class Pauses:
         """The network is put back into training mode, so that it is known how long the evaluation took."""
         step = self._step()
         if self._evaluating_since is not None and step is not None:
+            self._returns += 1
             known_s = self._asked.get(id(step), (step, 0.0))[1]
             self._asked[id(step)] = step, known_s + time.perf_counter() - self._evaluating_since
 
@@ -74,27 +76,27 @@ class Pauses:
             self.note("checkpoint", time.perf_counter() - began)
             self._saved[where] += 1
 
-    def records(self, steps: Sequence[StepFact]) -> list[dict[str, Any]]:
-        """As `profiles.Habit`: checkpoints, if more than half of the measured steps write one, and evaluations of every second
-        or third step, which may be none of the steps whose graphs are looked at.
+    def records(self, steps: Sequence[StepFact], many: int) -> list[dict[str, Any]]:
+        """As `profiles.Habit`: checkpoints, if more than half of the measured steps write one, and evaluations of every
+        second step, which may be none of those whose graphs are looked at.
+
+        Args:
+            many: steps that ended so far, those included of which nothing else is known.
         """
         measured = [step for step in steps if step.kind in ("clean", "instrumented")]
-        return [*self._checkpoints(measured), *self._evaluations(measured)]
+        return [*self._checkpoints(measured), *self._evaluations(many, measured)]
 
-    def _evaluations(self, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
-        spent_s = [self._asked[id(step)][1] for step in measured if id(step) in self._asked]
-        total_ms = sum(step.ms for step in measured)
-        if (
-            not self._graphs.evaluated_at
-            or not _AT_LEAST * len(measured) <= len(spent_s) < len(measured)
-            or not total_ms
-        ):
+    def _evaluations(self, many: int, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
+        """All steps tell how often: those that are measured may be every second one."""
+        asked_ms = {id(step): 1e3 * seconds for step, seconds in self._asked.values()}
+        often = self._returns / max(1, many)
+        spent_ms = [asked_ms[id(step)] for step in measured if id(step) in asked_ms] or list(asked_ms.values())
+        if not self._graphs.evaluated_at or not _AT_LEAST <= often < 1 - _AT_LEAST or not measured:
             return []
         ((where, _),) = self._graphs.evaluated_at.most_common(1)
-        share = 1e3 * sum(spent_s) / total_ms
-        return [
-            {"what": "evaluation", "where": where, "per_step": len(spent_s) / len(measured), "share": share, "ms": None}
-        ]
+        ms = often * sum(spent_ms) / len(spent_ms)
+        rest_ms = sum(max(0.0, step.ms - asked_ms.get(id(step), 0.0)) for step in measured) / len(measured)
+        return [{"what": "evaluation", "where": where, "per_step": often, "share": ms / (ms + rest_ms), "ms": None}]
 
     def _checkpoints(self, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
         spent = [step.apart_ms["checkpoint"] for step in measured if "checkpoint" in step.apart_ms]
