@@ -6,6 +6,7 @@ import io
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -276,3 +277,20 @@ def test_where_no_step_is_found_a_while_of_training_is_watched_as_a_whole() -> N
     assert {"forward", "backward", "update"} <= profile.phases.keys()
     assert {module.name for module in profile.modules} >= {"0", "1"}
     assert any(operator.name.startswith("aten::") for operator in profile.operators)
+
+
+def test_the_bar_and_the_tables_agree_about_the_update() -> None:
+    """The clock of each call leaves out what stands around the calls, and what is done between clocks."""
+    phases: dict[Any, float] = {"forward": 6.0, "update": 4.0}
+    steps = [StepFact("clean", ms=10.0) for _ in range(9)] + [StepFact("instrumented", 10.0, phases) for _ in range(9)]
+    group = dict(name="0", tensors=3, numbers=9, settings=0, ms=1.0)
+    used = [
+        dict(kind=kind, where="t.py:1", implementation="forloop", groups=[group], steps=1.0, ms=ms)
+        for kind, ms in (("Adam", 1.0), ("SGD", 0.6))
+    ]
+    model = dict(name="", kind="Net", calls=1, forward_ms=6.0, backward_ms=0.0, update_ms=2.61, share=0.6)
+    found = profile_of(Facts(torch=True, trained=9, updates=9, steps=steps, optimizers=used, modules=[model]), "t.py")
+    update_ms = found.phases["update"]
+    assert sum(one.ms for one in found.optimizers) == pytest.approx(update_ms) == pytest.approx(4.0)
+    assert [group.ms for one in found.optimizers for group in one.groups] == [pytest.approx(2.5)] * 2
+    assert found.modules[0].update_ms == pytest.approx(update_ms)

@@ -132,3 +132,10 @@ def test_one_cost_is_told_at_one_line() -> None:
     ]
     found = [one.where for one in remedies(seen({"python": 4.0}, lines=lines)) if not one.note]
     assert found.count("train.py:20") + found.count("help.py:5") == 1, found
+
+
+def test_the_update_has_one_number_on_the_page() -> None:
+    """What torch's profiler marks around an update is a part of its time, and no operator."""
+    mark = operator("x", 1.46, phase="update").model_copy(update={"name": "Optimizer.step#Adam.step"})
+    page = said(seen({"update": 2.0}, operators=[mark, operator("mul", 1.0)]))
+    assert "1.46 ms" not in page and "Optimizer.step#" not in page and "mul" in page

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from hotloop.compile_child import CompileChild
 from hotloop.profiling.tensors import has_gradient
 
-_RACING_S = 6.0
+_RACING_S = 15.0
 """At most, after which enough is known of most steps."""
 
 _LEAST_RACING_S = 1.0
@@ -129,8 +129,8 @@ def _raced(call: RecordedCall, until: float) -> dict[str, Any]:
     if left_s < _LEAST_RACING_S:
         return {"failure": f"compiling took {compile_s:.0f} s, which leaves no time to measure", "compile_s": compile_s}
     base, rival = Lane("eager", eager), Lane("compiled", compiled)
-    base.lay_out("cpu", eager_s, eager_s)
-    rival.lay_out("cpu", compiled_s, eager_s)
+    base.lay_out("cpu", eager_s, eager_s, brief=True)
+    rival.lay_out("cpu", compiled_s, eager_s, brief=True)
     run_rounds([base, rival], base, Limits(min(_RACING_S, left_s)))
     found = ratio(rival, base)
     measured = {"ratio": found.median, "low": found.low, "high": found.high, "pairs": found.pairs}

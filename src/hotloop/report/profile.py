@@ -37,6 +37,8 @@ _MODULES, _OPERATORS, _LINES, _REMEDIES, _NOTES, _RANKS = 24, 10, 12, 8, 5, 16
 """Rows that are shown; all are in --json."""
 NOTHING = "Nothing was found that would win more than a few percent."
 NOTHING_IN_TASK = "Nothing was found in the Task itself that would win more than a few percent; other plans may win."
+_MARKS = ("Optimizer.step#", "Optimizer.zero_grad#")
+"""Names of what torch's profiler marks, which are no operators."""
 _PART = 0.05
 """Of what an update now and then takes, from which on a phase is named."""
 _SMALL = 0.005
@@ -235,7 +237,8 @@ def _updates(profile: Profile) -> Iterator[str]:
 def operators(profile: Profile, module: str | None) -> RenderableType:
     """The operators that take the most, of one module or of all, each with its inputs and the user's line."""
     rows = [one for one in profile.operators if module is None or one.module == module or _inside(one.module, module)]
-    ranked = sorted(rows, key=lambda one: -one.ms)[:_OPERATORS]
+    known = [one for one in rows if not one.name.startswith(_MARKS)]  # the update has a line of its own
+    ranked = sorted(known, key=lambda one: -one.ms)[:_OPERATORS]
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", expand=True)
     title = "operators" if module is None else f"operators in {module or 'the model'}"
     shown.add_column(title, ratio=1, no_wrap=True, overflow="ellipsis")
