@@ -367,6 +367,8 @@ def test_a_worker_that_dies_is_told_wherever_the_program_happens_to_be(tmp_path:
             time.sleep(60)
 
     task = a_task(data=Loaded(), epochs=3, callbacks=[watch])
-    with pytest.raises(DataError, match=r"^a worker process that loads the data died; expected .* workers=0 in the plan"):
+    with pytest.raises(
+        DataError, match=r"^a worker process that loads the data died; expected .* workers=0 in the plan"
+    ):
         trained(task, tmp_path / "run", plan=Plan(workers=1), checkpoint_every="10h")
     assert newest_step(tmp_path) == 5

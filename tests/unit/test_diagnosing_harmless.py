@@ -85,7 +85,7 @@ HARMLESS: dict[str, Profile] = {
     ),
     "a small scatter": seen(operators=[operator("scatter_", 0.02, where="train.py:11")]),
     "a little garbage": seen(habits=[Habit(what="garbage collection", where="t.py:1", per_step=2.0, ms=0.1)]),
-    "an evaluation now and then": seen(habits=[Habit(what="evaluation", where="t.py:1", per_step=0.1, ms=3.0)]),
+    "an evaluation now and then": seen(habits=[Habit(what="evaluation", where="t.py:1", per_step=0.1, ms=0.05)]),
 }
 
 

@@ -114,7 +114,7 @@ def habitual(step: Step) -> Iterator[Remedy]:
             continue
         cause, remedy = _SAID[habit.what]
         gain = step.share(_won(step, habit))
-        if habit.what in _IF_IT_COUNTS and gain < COUNTS:
+        if (habit.what in _IF_IT_COUNTS or (habit.what == "evaluation" and habit.per_step < OFTEN)) and gain < COUNTS:
             continue
         yield Remedy(
             cause=cause,
