@@ -60,6 +60,7 @@ def test_killed_under_a_plan_it_ends_bitwise_the_same(name: str, server: Server,
     assert disagreements(tmp_path / "whole", training.run) == []
 
 
+@pytest.mark.more
 def test_a_run_that_is_killed_and_changes_its_plan_twice_ends_as_the_baseline_does(
     server: Server, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_fault_that_is_not_planted_is_not_found(rehearsal: Setting, monkeypatc
     assert faults.run("tf32-product", rehearsal).wrong == "not found under optimizer=foreach, graphs=step"
 
 
+@pytest.mark.more
 def test_honest_plans_are_trusted_and_a_refused_one_is_named(
     rehearsal: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_mixture_of_experts_is_compiled_and_proven(plan: Plan) -> None:
     torch.testing.assert_close(program.state().parameters, state_after(experts(), 5).parameters)
 
 
+@pytest.mark.more
 def test_a_truth_with_the_wrong_experts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def turned(left: Tensor, right: Tensor, **how: Tensor) -> Tensor:
         return multiply_groups(left, right.flip(0) if right.ndim == 3 else right, **how)

@@ -76,6 +76,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], AbstractCon
     return compiled
 
 
+@pytest.mark.more
 def test_who_gets_other_loops_still_reads_what_was_drawn(
     reads: Callable[[Callable[[], AbstractContextManager[None]]], Told],
 ) -> None:

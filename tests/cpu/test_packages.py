@@ -59,6 +59,7 @@ def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch:
     assert lowered() == [] and len(made) == 4  # compiled for another processor, it would end in an illegal instruction
 
 
+@pytest.mark.more
 def test_a_package_that_can_t_be_loaded_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
     make = packages._made
@@ -75,6 +76,7 @@ def test_a_package_that_can_t_be_loaded_is_made_anew(tmp_path: Path, monkeypatch
     assert len([line for line in said if line.startswith("the kept package can't be loaded, and is made anew: ")]) == 1
 
 
+@pytest.mark.more
 def test_a_package_that_is_kept_is_loaded_without_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose import takes longer than all else of a start: for embeddings of several threads, and for rewritten products, too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -71,6 +71,7 @@ def test_a_loss_that_is_written_out_is_named_where_it_is() -> None:
     assert int(found.where.rpartition(":")[2]) in range(code.co_firstlineno + 1, code.co_firstlineno + 3)
 
 
+@pytest.mark.more
 def test_so_is_a_convolution_by_shifted_copies() -> None:
     (found,) = named(Convolution(), at_once)
     assert "test_profile_chains.py:" in found.where and found.gain > 0.1

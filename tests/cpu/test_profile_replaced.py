@@ -158,6 +158,7 @@ def deepest(net: nn.Module) -> int:
     return fits
 
 
+@pytest.mark.more
 def test_modules_that_call_themselves_go_as_deep_as_alone() -> None:
     net = Chain()
     trained(net, deepest(net) * 9 // 10)

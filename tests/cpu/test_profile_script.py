@@ -80,10 +80,12 @@ def test_an_error_that_is_caught_before_steps_are_known(alone) -> None:
     alone("complains.py", "2")
 
 
+@pytest.mark.more
 def test_variables_that_a_function_keeps_and_functions_that_are_pickled(alone) -> None:
     assert alone("keeps.py").steps > 20
 
 
+@pytest.mark.more
 def test_a_script_that_waits_for_all_threads_in_its_own_folder(alone, monkeypatch) -> None:
     """Modules that are built into Python have no file, and none of them lies there."""
     monkeypatch.chdir(LOOPS)
@@ -117,6 +119,7 @@ def test_a_script_that_trains_in_other_processes_is_told_so(alone) -> None:
     assert "started 2 other processes" in alone("spawns.py", "2").notes[-1]
 
 
+@pytest.mark.more
 def test_an_exit_with_a_code_and_one_without_a_goodbye(capfd, tmp_path) -> None:
     profile = profile_script(LOOPS / "fails.py", ["exit", "30"])
     assert profile.exit_code == 3 and profile.steps > 0
@@ -159,6 +162,7 @@ def test_a_script_without_torch(alone) -> None:
         assert sum(own) in (0.0, pytest.approx(function.own_ms))
 
 
+@pytest.mark.more
 def test_a_network_by_hand_on_tensors_without_autograd(alone) -> None:
     profile = alone("by_hand.py", "40")
     assert "never trained" in profile.notes[-1] and not profile.functions
@@ -199,6 +203,7 @@ def test_how_often_threads_take_turns_is_the_scripts_own_afterwards(own_s: float
         sys.setswitchinterval(before)
 
 
+@pytest.mark.more
 def test_lines_of_the_whole_run_are_looked_at_until_something_trains(alone, tmp_path) -> None:
     """By a thread, which the script counts: alone there is no other."""
     script = tmp_path / "counts.py"
@@ -286,6 +291,7 @@ def test_a_child_that_imports_torch_is_not_taken_for_the_script(tmp_path) -> Non
     assert profile_script(script).notes == ["it ended before anything was seen of it"]
 
 
+@pytest.mark.more
 def test_memory_of_a_script_is_its_own_and_not_that_of_who_started_it() -> None:
     held = bytearray(b"x") * (1 << 30)
     profile = profile_script(LOOPS / "fails.py", ["exit", "30"])

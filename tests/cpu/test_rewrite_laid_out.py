@@ -53,6 +53,7 @@ def assert_trains_as_eagerly(task: hotloop.Task) -> None:
     torch.testing.assert_close(found.state().parameters, expected.state().parameters, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.more
 def test_before_a_dense_layer_it_is_laid_as_the_convolution_lays(laid: list[tuple[bool, Any]]) -> None:
     layers = nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.ReLU(), nn.MaxPool2d((2, 4)), nn.Dropout(0.2)
     assert_trains_as_eagerly(convolving(*layers, size=12))

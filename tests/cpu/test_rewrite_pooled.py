@@ -156,6 +156,7 @@ def test_who_names_it_has_it_of_colours_too() -> None:
     assert_stays_the_same(step, "conv_in_pool", {"conv_in_pool": 1})
 
 
+@pytest.mark.more
 def test_one_weight_on_the_same_data_twice_with_a_pooling_of_its_own_each_time() -> None:
     class Pooled(Twice):
         def forward(self, x: Tensor) -> Tensor:
@@ -203,6 +204,7 @@ def test_the_first_of_equal_numbers_gets_the_gradient(relu: bool) -> None:
     assert all(map(torch.equal, step.after(step.captured), plain))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("relu", [False, True])
 def test_the_last_of_equal_numbers_is_told_from_the_first(relu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the test above can fail."""

@@ -158,6 +158,7 @@ def test_in_a_step_all_takes_those_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         assert f"rewrote the step: mm_by_onednn {many}" in said
 
 
+@pytest.mark.more
 def test_of_a_wide_result_the_first_matrix_is_laid_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the second layer's weights, (WIDTH, batch) by (batch, 8 * WIDTH)."""
     laid: list[list[int]] = []

@@ -103,6 +103,7 @@ def test_ranks_go_on_with_what_one_process_has_left(parallel: Any, tmp_path: Pat
     assert disagreements(run, alone) != []
 
 
+@pytest.mark.more
 def test_ranks_alone_go_on_with_a_run_of_one_process_sharing_each_batch(
     file: Path, run_cli: RunCli, tmp_path: Path
 ) -> None:
@@ -150,6 +151,7 @@ def test_what_measures_one_process_refuses_ranks() -> None:
         hotloop.lower(images(torch.float32), Plan(parallel="data", ranks=2))
 
 
+@pytest.mark.more
 def test_ranks_that_torchrun_started_share_each_batch_without_a_word(file: Path, tmp_path: Path) -> None:
     asked = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--", "hotloop", "train"]
     given = [str(file), "-p", "epochs=1", "--run", str(tmp_path / "run"), "--device", "cpu"]

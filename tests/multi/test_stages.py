@@ -237,6 +237,7 @@ def test_the_comparison_sees_it(planted: dict[str, Any], fault: str) -> None:
 # --- checkpoints
 
 
+@pytest.mark.more
 def test_stages_go_on_with_what_one_process_has_left_and_the_other_way_round(tmp_path: Path) -> None:
     task = words(torch.float64, epochs=1)  # an average, which evaluations take for the weights
     there, back, plain = tmp_path / "there", tmp_path / "back", tmp_path / "plain"
