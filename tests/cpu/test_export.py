@@ -256,7 +256,7 @@ class Positions(nn.Linear):
 
 def test_a_model_for_one_batch_size_is_offered_that(tmp_path) -> None:
     task = a_task(model=lambda: Positions(6, 3))
-    assert "any number of samples" in (line := refused(task, tmp_path)) and "--batch-size" in line
+    assert "any number of samples" in (line := refused(task, tmp_path)) and "batch_size=" in line
     done = hotloop.export(tmp_path / "run", tmp_path / "model.pt2", task=task, batch_size=4)
     assert (done.inputs[0].shape, done.batch_sizes) == ([4, 6], [4])
     model, x = hotloop.load_model(tmp_path / "run", task=task), labelled()[0][:4]
@@ -287,7 +287,7 @@ def by_lists(x: Tensor) -> Tensor:
 
 def test_a_prepare_that_cannot_be_captured_can_be_left_out(tmp_path) -> None:
     task = a_task(prepare=by_lists)
-    assert "--without-prepare" in refused(task, tmp_path)
+    assert "prepare=False" in refused(task, tmp_path)
     done = hotloop.export(tmp_path / "run", tmp_path / "model.pt2", task=task, prepare=False)
     x = labelled()[0]
     found = load(tmp_path / "model.pt2")(by_lists(x)).detach().numpy()

@@ -74,7 +74,7 @@ def test_the_advice_is_a_batch_that_fits(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ):
         assert part in message
     assert "; 32.0 MiB are free without the batch" in message
-    advice = int(message.rpartition("--batch-size ")[2].partition(")")[0])
+    advice = int(message.rpartition("batch_size=")[2].partition(")")[0])
     program = hotloop.lower(a_task(batch_size=advice, **fields))
     assert memory._need(program, advice) < room < memory._need(program, 3 * advice)
 
@@ -124,7 +124,7 @@ def test_the_average_and_a_map_style_data_set(tmp_path: Path) -> None:
     message = exhausted(tmp_path, model=too_many, data=Samples(), average=0.9, batch_size=8)
     assert "average 332 bytes" in message
     assert " data " not in message
-    assert "--batch-size 4)" in message
+    assert "batch_size=4)" in message
 
 
 def test_a_loader_of_ones_own_has_the_batch_size(tmp_path: Path) -> None:
