@@ -120,6 +120,8 @@ def _load_file(path: Path) -> tuple[ModuleType, Path]:
     own = [] if path.stem == "__init__" else [path.stem]
     name = ".".join([package, *own]) if package else module_name(path)
     root = path.parents[package.count(".") + 1 if package else 0]
+    if package:
+        _check_name(package.partition(".")[0], root)
     make_importable(root)
     if package:
         _import_package(package, root)
@@ -128,19 +130,19 @@ def _load_file(path: Path) -> tuple[ModuleType, Path]:
     return _execute(spec, path.name), root
 
 
-def _import_package(package: str, root: Path) -> None:
-    """Imports the package below `root`, also where one of the same name was imported from elsewhere.
-
-    Raises:
-        TaskError: an installed package has that name.
-    """
-    top = package.partition(".")[0]
+def _check_name(top: str, root: Path) -> None:
+    """Raises TaskError if an installed package has the name of the folder."""
     if is_taken(top):
         raise TaskError(
             f"the folder {root / top} is a package, since its Task imports relatively, and {top!r} is an installed one",
             expected="a name that no installed package has",
             fix="rename the folder, or import without the dot",
         )
+
+
+def _import_package(package: str, root: Path) -> None:
+    """Imports the package below `root`, also where one of the same name was imported from elsewhere."""
+    top = package.partition(".")[0]
     if list(getattr(sys.modules.get(top), "__path__", ())) != [str(root / top)]:
         for name in [name for name in sys.modules if f"{name}.".startswith(f"{top}.")]:
             del sys.modules[name]

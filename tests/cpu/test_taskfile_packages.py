@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,8 +92,10 @@ def test_a_run_goes_on_from_its_copy_of_the_package(tmp_path: Path, form: str, i
 def test_a_package_with_the_name_of_an_installed_one_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "from .net")
     (tmp_path / "pkg").rename(tmp_path / "numpy")
+    before = list(sys.path)
     with pytest.raises(TaskError, match="Rename the folder"):
         load_task(str(tmp_path / "numpy" / path.name))
+    assert sys.path == before  # else processes that are started later would import it as NumPy
 
 
 def test_what_the_package_lacks_is_one_line(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_a_full_shared_memory_ends_in_one_line_that_names_it(form: str, tmp_path
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     [line] = found.stdout.splitlines()
-    assert "shared memory (/dev/shm)" in line and "--workers 0" in line and "docker gives 64 MB" in line
+    assert "shared memory (/dev/shm)" in line and "workers=0" in line and "docker gives 64 MB" in line
 
 
 @pytest.mark.parametrize(
