@@ -1,4 +1,4 @@
-"""A copy of a loss to try: what the copy counts or stores is not the loss's own."""
+"""Copies of a loss for trial calls: a copy shares no mutable state with the loss."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _CLOSED = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
 
 
 class NotCopied(Exception):
-    """A part of the loss can't be copied; the text says which and why."""
+    """A part of the loss can't be copied; the text names the part and the reason."""
 
 
 def copied_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss that shares nothing which changes: closures, defaults and the globals that its code names are copied.
+    """Returns a copy of the loss, including its closures, its defaults and the globals that its code names.
 
     Raises:
-        NotCopied: a part can't be copied.
+        NotCopied: a part of the loss can't be copied.
     """
     return _copied(loss, {}, "the loss")
 
@@ -68,7 +68,7 @@ def _copied_function(function: FunctionType, known: dict[int, Any]) -> FunctionT
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The globals that code names, functions inside of it included."""
+    """Yields the global names in code and in its nested functions."""
     yield from code.co_names
     for item in code.co_consts:
         if isinstance(item, CodeType):

@@ -1,6 +1,6 @@
-"""What objects of the user's hold, each with a function that puts another value in its place.
+"""Values in the user's objects, each with a function that replaces the value.
 
-`reach.py` names what is held; here the owner is known as well: an object, a class, a closure, a module, a container.
+`reach.py` lists the values alone; this file knows their owner as well: an object, class, closure, module or container.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hotloop.lowering.reach import attributes, class_of, is_others, names_in, of
 
 Put = Callable[[Any], None]
 Held = tuple[str, Any, Put | None]
-"""A name, what has it, and what puts another value there; None where nothing can."""
+"""`(name, value, put)`, where `put` replaces the value; `put` is None if the value can't be replaced."""
 
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 _OPENED = ("torch.utils.data", "hotloop.data")
-"""Packages whose objects and functions only wrap those of the user's."""
+"""Packages whose objects and functions wrap the user's objects."""
 
 
 def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
-    """What an object, class, function or module holds.
+    """Yields the values in an object, class, function or module.
 
     Args:
-        own: installed packages that count as the user's, since the step or the loss is theirs.
+        own: installed packages that count as the user's code, because the step or the loss belongs to them.
     """
     if isinstance(value, torch.jit.ScriptModule):
         return
@@ -56,7 +56,7 @@ def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
 
 @cache
 def _of_any_optimizer() -> Set[str]:
-    """What torch itself keeps in an optimizer's attributes."""
+    """Returns the attributes that torch itself stores in an optimizer."""
     plain = vars(torch.optim.SGD([torch.zeros(())], lr=0.1)).keys()
     of_some = {
         "_need_device_dtype_check_for_fused",
@@ -99,7 +99,7 @@ def _of_function(function: Any, own: Set[str]) -> Iterator[Held]:
     if is_others(function, own) and not wraps:
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):  # a variable that isn't there yet
+        with suppress(ValueError):  # the variable has no value yet
             yield name, cell.cell_contents, partial(setattr, cell, "cell_contents")
     if wraps:
         return
@@ -110,9 +110,9 @@ def _of_function(function: Any, own: Set[str]) -> Iterator[Held]:
 
 
 def _globals(names: Iterable[str], namespace: dict[str, Any], own: Set[str], seen: set[int]) -> Iterator[Held]:
-    """What has one of these names, in the user's modules that have one of them too: `settings.step`."""
+    """Yields the globals with these names, and those in the user's modules among them, such as `settings.step`."""
     for name in names:
-        value = namespace.get(name, sys.modules.get(name))  # the function itself may import it
+        value = namespace.get(name, sys.modules.get(name))  # the function may contain the import
         if not inspect.ismodule(value):
             yield from [(name, value, partial(namespace.__setitem__, name))] if name in namespace else ()
         elif id(value) not in seen and not is_others(value, own):
@@ -122,7 +122,7 @@ def _globals(names: Iterable[str], namespace: dict[str, Any], own: Set[str], see
 
 
 def items_of(container: Any) -> Iterator[Held]:
-    """What a container holds, by key or place."""
+    """Yields a container's items by key or index."""
     if isinstance(container, Mapping):
         for number, (key, item) in enumerate(container.items()):
             name = str(key) if isinstance(key, bool | int | float | str | None) else f"[{number}]"
