@@ -79,19 +79,19 @@ def _changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
 
 def _compiled_changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
     """Yields rewrites first if products and convolutions are small, else the choice of algorithm and memory layout first."""
-    timed, laid = list(_cudnn_timing(way, facts)), list(_channels_last(facts))
-    on_tensor_cores = [{**layout, **algorithm} for layout in laid for algorithm in timed or [{}]]
+    timings, layouts = list(_cudnn_timing(way, facts)), list(_channels_last(facts))
+    on_tensor_cores = [{**layout, **algorithm} for layout in layouts for algorithm in timings or [{}]]
     eagerly = [{"compile": "none", **change} for change in list(_eager_changes(way, facts))[:1]]
     if not is_large(facts):
         yield {"rewrites": "all"}
-        yield from ({"rewrites": "all", **change} for change in timed)
+        yield from ({"rewrites": "all", **change} for change in timings)
         yield from eagerly
         yield from on_tensor_cores
     elif way.precision == "fp32":
-        yield from (*timed, *eagerly, *on_tensor_cores)
+        yield from (*timings, *eagerly, *on_tensor_cores)
         yield {"rewrites": "all"}
     else:
-        yield from (*on_tensor_cores, *eagerly, *timed)
+        yield from (*on_tensor_cores, *eagerly, *timings)
         yield {"rewrites": "all"}
 
 
@@ -100,8 +100,8 @@ def _eager_changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
     if way.graphs == "none":
         return
     update = next(({"optimizer": how} for how in ("fused", "foreach") if how in facts.implementations), {})
-    laid = list(_channels_last(facts))[:1] if way.precision != "fp32" and is_large(facts) else []
-    best = {key: value for change in (update, *_cudnn_timing(way, facts), *laid) for key, value in change.items()}
+    layouts = list(_channels_last(facts))[:1] if way.precision != "fp32" and is_large(facts) else []
+    best = {key: value for change in (update, *_cudnn_timing(way, facts), *layouts) for key, value in change.items()}
     yield best
     yield update
 

@@ -176,7 +176,7 @@ def _load(optimizer: Optimizer, state: Any) -> list[str]:
             fix="correct the two methods, or use the Task that the run was started with",
         ) from error
     _repair(optimizer.state_dict(), state)
-    _lay_out(optimizer)
+    _match_strides(optimizer)
     return _differences(optimizer.state_dict(), _with_implementation_of(optimizer, host_copy(state)))
 
 
@@ -208,15 +208,15 @@ def _repair(live: Any, saved: Any) -> None:
             _repair(now, before)
 
 
-def _lay_out(optimizer: Optimizer) -> None:
+def _match_strides(optimizer: Optimizer) -> None:
     """Gives state of a parameter's shape the parameter's strides, as fused kernels read both in memory order."""
     for one in (optimizer, *inner_optimizers(optimizer).values()):
         for parameter, values in one.state.items():
             if isinstance(parameter, Tensor) and isinstance(values, dict):
-                values.update({key: _laid_out(value, parameter) for key, value in values.items()})
+                values.update({key: _with_strides_of(value, parameter) for key, value in values.items()})
 
 
-def _laid_out(value: Any, parameter: Tensor) -> Any:
+def _with_strides_of(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)

@@ -33,8 +33,8 @@ _LEAVES = (
     *(Tensor, np.ndarray, np.generic, torch.UntypedStorage, torch.dtype, torch.device, torch.Size),
     *(type(None), bool, int, float, complex, bytes, bytearray, str, range, slice, type(...)),
 )
-_OF_ANY = {nn.Module: set(vars(nn.Module())), torch.optim.Optimizer: {"state", "param_groups", "defaults"}}
-_HOOKS = sorted(name for name in _OF_ANY[nn.Module] if name.endswith("_hooks"))
+_LIBRARY_ATTRIBUTES = {nn.Module: set(vars(nn.Module())), torch.optim.Optimizer: {"state", "param_groups", "defaults"}}
+_HOOKS = sorted(name for name in _LIBRARY_ATTRIBUTES[nn.Module] if name.endswith("_hooks"))
 _CLOSED = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
 _CLOSED_OBJECTS = (_CLOSED - {"types", "collections", "argparse"}) | {
     *("pandas", "polars", "pyarrow", "PIL", "h5py", "zarr", "dask", "xarray", "matplotlib")
@@ -107,10 +107,10 @@ class _Walker:
         self._classes: set[type] = set()
 
     def walk(self, owners: Mapping[str, Any]) -> Walk:
-        left: deque[Reached] = deque()
-        self._add(left, "", ((name, value, None) for name, value in owners.items()))
-        while left:
-            one = left.popleft()
+        queue: deque[Reached] = deque()
+        self._add(queue, "", ((name, value, None) for name, value in owners.items()))
+        while queue:
+            one = queue.popleft()
             value, kind = one.value, type(one.value)
             if self._is_wanted(kind):
                 self._found.wanted.append(one)
@@ -121,11 +121,11 @@ class _Walker:
                 self._seen[id(value)] = value
                 if kind.__name__ in self._names:
                     self._found.named.append(one)
-                self._add(left, one.path, self._opened(one.path, value))
+                self._add(queue, one.path, self._opened(one.path, value))
         return self._found
 
-    def _add(self, left: deque[Reached], path: str, children: Iterable[_Child]) -> None:
-        left.extend(Reached(path + name, item, place) for name, item, place in children if not _is_leaf(type(item)))  # type: ignore[arg-type]
+    def _add(self, queue: deque[Reached], path: str, children: Iterable[_Child]) -> None:
+        queue.extend(Reached(path + name, item, place) for name, item, place in children if not _is_leaf(type(item)))  # type: ignore[arg-type]
 
     def _opened(self, path: str, value: Any) -> Iterator[_Child]:
         if isinstance(value, dict):
@@ -135,37 +135,41 @@ class _Walker:
         elif isinstance(value, set | frozenset):
             yield from (("{}" if len(value) > 1 else "[0]", item, None) for item in islice(value, MOST_ITEMS))
         elif isinstance(value, FunctionType):
-            yield from self._of_function(path, value)
+            yield from self._function_parts(path, value)
         elif isinstance(value, type):
-            yield from self._of_class(value, _of_user(value), constructors=True)
+            yield from self._class_parts(value, _belongs_to_user(value), constructors=True)
         elif not isinstance(value, ModuleType):
-            yield from self._of_object(value)
-        elif _of_user(value):
+            yield from self._object_parts(value)
+        elif _belongs_to_user(value):
             yield from ((f".{name}", item, (operator.getitem, vars(value), name)) for name, item in vars(value).items())
 
     def _items(self, path: str, container: Any, items: Iterable[tuple[Any, Any]]) -> Iterator[_Child]:
-        left = iter(items)
-        for key, item in islice(left, MOST_ITEMS):
+        queue = iter(items)
+        for key, item in islice(queue, MOST_ITEMS):
             yield f"[{key!r}]", item, (operator.getitem, container, key)
         if len(container) <= MOST_ITEMS:
             return
         self._found.cut_short.append(path)
         values = container.values() if isinstance(container, dict) else container
         if any(map(self._is_wanted, set(map(type, islice(values, _MOST_SCANNED))))):
-            for key, item in islice(left, _MOST_SCANNED):
+            for key, item in islice(queue, _MOST_SCANNED):
                 if self._is_wanted(type(item)):
                     yield f"[{key!r}]", item, (operator.getitem, container, key)
 
-    def _of_object(self, value: Any) -> Iterator[_Child]:
-        yield from _of_callable(value)
+    def _object_parts(self, value: Any) -> Iterator[_Child]:
+        yield from _callable_parts(value)
         kind = type(value)
         if not _is_open(kind):  # type: ignore[arg-type]
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self._found.attributes.append(own)
-            names = own.keys() - _OF_ANY[nn.Module] if isinstance(value, nn.Module) else own.keys()
-            names = names - _OF_ANY[torch.optim.Optimizer] if isinstance(value, torch.optim.Optimizer) else names
+            names = own.keys() - _LIBRARY_ATTRIBUTES[nn.Module] if isinstance(value, nn.Module) else own.keys()
+            names = (
+                names - _LIBRARY_ATTRIBUTES[torch.optim.Optimizer]
+                if isinstance(value, torch.optim.Optimizer)
+                else names
+            )
             for name in sorted(names, key=str):
                 yield f".{name}", own[name], (operator.getitem, own, name)
         if isinstance(value, nn.Module):
@@ -174,16 +178,16 @@ class _Walker:
             )
             yield from ((f".{name}", item, None) for name, item in value._modules.items())
         if isinstance(value, torch.jit.ScriptModule):
-            yield from _of_script(value)
+            yield from _script_attributes(value)
         for name, descriptor in _slots_of(kind):  # type: ignore[arg-type]
             with suppress(AttributeError):  # the slot has no value yet
                 yield f".{name}", descriptor.__get__(value), (getattr, value, name)
         for base in () if kind in self._classes else kind.__mro__:
             if base not in self._classes:
                 self._classes.add(base)
-                yield from self._of_class(base, _of_user(base), constructors=False)
+                yield from self._class_parts(base, _belongs_to_user(base), constructors=False)
 
-    def _of_class(self, kind: type, is_users: bool, *, constructors: bool) -> Iterator[_Child]:
+    def _class_parts(self, kind: type, is_users: bool, *, constructors: bool) -> Iterator[_Child]:
         if not is_users:
             for name, get, holder, key in _wanted_of_library(kind, self._is_wanted):
                 yield f".{name}", get(holder, key), (get, holder, key)
@@ -198,7 +202,7 @@ class _Walker:
         if constructors:
             yield from ((f".{base.__name__}", base, None) for base in kind.__bases__)
 
-    def _of_function(self, path: str, function: FunctionType) -> Iterator[_Child]:
+    def _function_parts(self, path: str, function: FunctionType) -> Iterator[_Child]:
         code, own = function.__code__, vars(function)
         yield from ((f".{name}", item, (operator.getitem, own, name)) for name, item in own.items())
         defaults = function.__defaults__ or ()
@@ -208,7 +212,7 @@ class _Walker:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             with suppress(ValueError):  # a variable that has no value yet
                 yield f".{name}", cell.cell_contents, None
-        is_users = _of_user(function)
+        is_users = _belongs_to_user(function)
         if is_users and function.__name__ not in _CONSTRUCTORS:
             self._found.functions.append((path, function))
         for name, holder, key in _globals_of(function):
@@ -216,7 +220,7 @@ class _Walker:
                 yield f".{name}", holder[key], (operator.getitem, holder, key)
 
 
-def _of_callable(value: Any) -> Iterator[_Child]:
+def _callable_parts(value: Any) -> Iterator[_Child]:
     """Yields the function that a bound method, a partial function or a wrapper calls, and the method's object."""
     if isinstance(value, MethodType):
         yield from (("", value.__self__, None), ("", value.__func__, None))
@@ -228,7 +232,7 @@ def _of_callable(value: Any) -> Iterator[_Child]:
         yield "", value.__wrapped__, None
 
 
-def _of_script(module: Any) -> Iterator[_Child]:
+def _script_attributes(module: Any) -> Iterator[_Child]:
     """Yields the TorchScript attributes of a scripted module."""
     kind = getattr(module, "_concrete_type", None)  # a loaded module has no concrete type and no generator
     for name in () if kind is None else kind.get_attributes():
@@ -260,7 +264,7 @@ def _is_open(kind: type) -> bool:
     return module.partition(".")[0] not in _CLOSED_OBJECTS or kind.__name__ in ("_local", "vectorize")
 
 
-def _of_user(value: Any) -> bool:
+def _belongs_to_user(value: Any) -> bool:
     """Whether a function, class or module is the user's: no part of Python, torch or an installed package."""
     if isinstance(value, ModuleType):
         name, file = value.__name__, str(getattr(value, "__file__", "") or "")
@@ -279,7 +283,7 @@ def _globals_of(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], s
         if not isinstance(value, ModuleType):
             if name in namespace:
                 yield name, namespace, name
-        elif _of_user(value):
+        elif _belongs_to_user(value):
             yield from ((f"{name}.{inner}", vars(value), inner) for inner in names if inner in vars(value))
 
 

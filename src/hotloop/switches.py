@@ -38,35 +38,35 @@ def read() -> dict[str, str]:
 def running_under(switches: Switches, device: str, *, written: bool = False) -> Iterator[None]:
     """Sets torch's switches through all three torch interfaces within the context.
 
-    torch refuses to read an older interface if a program has set a newer one.
+    torch refuses to read an tf32_switches interface if a program has set a newer one.
 
     Args:
         device: the kind of device that computes; it determines `set_float32_matmul_precision`, which affects CPU and CUDA.
         written: set the switches even if the process has these values already.
     """
-    wanted, level = _agreeing(switches, device)
-    oldest = _oldest()
-    if not written and oldest in (level, None) and read() == wanted:
+    wanted, level = _consistent(switches, device)
+    matmul_level = _matmul_level()
+    if not written and matmul_level in (level, None) and read() == wanted:
         yield
         return
-    with _put_back():
-        older = [(one, one.allow_tf32) for one in (_MATMUL, _CUDNN) if _is_readable(one)]
+    with _restoring():
+        tf32_switches = [(one, one.allow_tf32) for one in (_MATMUL, _CUDNN) if _is_readable(one)]
         try:
-            for one, _ in older:
+            for one, _ in tf32_switches:
                 one.allow_tf32 = wanted["cudnn.conv" if one is _CUDNN else "cuda.matmul"] == "tf32"
-            if oldest is not None:
+            if matmul_level is not None:
                 torch.set_float32_matmul_precision(level)
             for name, switch in _SWITCHES.items():
                 switch.fp32_precision = wanted[name]
             yield
         finally:
-            for one, allowed in older:
+            for one, allowed in tf32_switches:
                 one.allow_tf32 = allowed
-            if oldest is not None:
-                torch.set_float32_matmul_precision(oldest)
+            if matmul_level is not None:
+                torch.set_float32_matmul_precision(matmul_level)
 
 
-def _agreeing(switches: Switches, device: str) -> tuple[dict[str, str], str]:
+def _consistent(switches: Switches, device: str) -> tuple[dict[str, str], str]:
     """Returns the switches, and the level of `set_float32_matmul_precision` that agrees with them.
 
     torch rejects a level that contradicts a switch. So the switch of the other kind of device, on which the step computes no
@@ -82,7 +82,7 @@ def _agreeing(switches: Switches, device: str) -> tuple[dict[str, str], str]:
 
 
 @contextmanager
-def _put_back() -> Iterator[None]:
+def _restoring() -> Iterator[None]:
     """Restores the switches after the context."""
     before = {name: one.fp32_precision for name, one in _SWITCHES.items()}
     try:
@@ -94,7 +94,7 @@ def _put_back() -> Iterator[None]:
                 one.fp32_precision = before[name]
 
 
-def _oldest() -> str | None:
+def _matmul_level() -> str | None:
     """Returns the level of `set_float32_matmul_precision`, which alone distinguishes `medium` from `high`; None if unreadable."""
     with suppress(RuntimeError):
         return torch.get_float32_matmul_precision()

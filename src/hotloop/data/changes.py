@@ -68,10 +68,10 @@ def _content(array: np.ndarray) -> bytes:
         return b""
     if array.nbytes <= _MAX_BYTES:
         return array.tobytes()
-    every = tuple(
+    steps = tuple(
         slice(None, None, max(1, size // round(_SAMPLED_ELEMENTS ** (1 / array.ndim)))) for size in array.shape
     )
-    return array[every].tobytes()
+    return array[steps].tobytes()
 
 
 def _parts(one: Any) -> Iterator[Any]:

@@ -59,9 +59,9 @@ class InWorker:
     def __call__(self, worker: int) -> None:
         if is_orphaned(self.parent):
             os._exit(1)
-        threading.Thread(target=_end_with, args=[self.parent], daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=[self.parent], daemon=True).start()
         show_dataset()
-        sys.excepthook = partial(_unless_orphaned, self.parent, sys.excepthook)
+        sys.excepthook = partial(_report_unless_orphaned, self.parent, sys.excepthook)
         Queue._on_queue_feeder_error = _report  # type: ignore[attr-defined]
         if self.leaves_signals:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,19 +90,19 @@ def _is_served() -> bool:
     return served is not None and isinstance(multiprocessing.current_process(), served)
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     while not is_orphaned(parent):
         time.sleep(_WATCH_S)
     os._exit(1)
 
 
-def _unless_orphaned(parent: int, report: Callable[..., Any], *error: Any) -> None:
+def _report_unless_orphaned(parent: int, report: Callable[..., Any], *error: Any) -> None:
     """Reports an error, such as one of the thread that sends tensors, unless the worker is an orphan.
 
     Connections of an ending process close before the process ends.
     """
     if isinstance(error[1], ConnectionError | EOFError):
-        time.sleep(2 * _WATCH_S)  # `_end_with` ends an orphan meanwhile
+        time.sleep(2 * _WATCH_S)  # `_exit_with_parent` ends an orphan meanwhile
     report(*error)
 
 

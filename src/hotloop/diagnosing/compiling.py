@@ -23,7 +23,7 @@ _LAYERS_OF_STEPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu
 """Recurrent operators, which iterate over time steps internally. torch.compile calls them unchanged."""
 
 
-def _of_layers(step: Step) -> set[tuple[str, str]]:
+def _recurrent_layers(step: Step) -> set[tuple[str, str]]:
     """Returns (module, line) of the recurrent layers; their backward has the same module and line."""
     return {(one.module, one.where) for one in step.operators(lambda one: one.outer in _LAYERS_OF_STEPS)}
 
@@ -36,21 +36,21 @@ def candidates(step: Step) -> Iterator[Remedy]:
     if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_JOINED)):
         return
     hooks = hooked(step)  # the compiler excludes hooks
-    layers = set() if step.profile.plan else _of_layers(step)  # a Task's step compiles their parts
-    ones = step.operators(
+    layers = set() if step.profile.plan else _recurrent_layers(step)  # a Task's step compiles their parts
+    operators = step.operators(
         lambda one: one.phase in COMPUTING and one.where not in hooks and (one.module, one.where) not in layers
     )
-    compiled = [one for one in ones if one.phase in _COMPILED]
-    spared = ones if step.profile.plan else [one for one in compiled if not is_product(one)]
-    calls = sum(one.calls for one in spared)
-    won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in spared)
+    compiled = [one for one in operators if one.phase in _COMPILED]
+    joinable = operators if step.profile.plan else [one for one in compiled if not is_product(one)]
+    calls = sum(one.calls for one in joinable)
+    won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in joinable)
     if not step.profile.plan:  # Python still starts at least one kernel between two products
         won -= _CALLED_MS + step.launch_ms * sum(one.calls for one in compiled if is_product(one) and one.flops)
     if not calls:
         return
     yield Remedy(
         cause=STARTED,
-        where=heaviest(ones, step) or step.profile.step_where,
+        where=heaviest(operators, step) or step.profile.step_where,
         remedy="compile the step" if step.profile.plan else "compile the model: torch.compile(model)",
         gain=step.share(won),
         evidence=f"{calls:.0f} operations in a step of {step.ms:.2f} ms that compiling could join, each "

@@ -69,11 +69,11 @@ class Attributes:
         now = self._now()
         moved = _moved(self._before, now)
         places = [place for place in {**self._before, **now} if not is_same(self._before.get(place), now.get(place))]
-        able = {place for place in places if self._can_be_saved(place, now) and not _is_within(place, moved)}
-        contents = {place: now[place].content for place in places if place in able}
+        savable = {place for place in places if self._can_be_saved(place, now) and not _is_within(place, moved)}
+        contents = {place: now[place].content for place in places if place in savable}
         since = [place for place in places if not is_same(self._start.get(place), now.get(place))]
-        lost = dict.fromkeys(place for place in since if place not in able)
-        outer = [place for place in lost if not _is_inside(place, able) and not _is_inside(place, lost)]
+        lost = dict.fromkeys(place for place in since if place not in savable)
+        outer = [place for place in lost if not _is_inside(place, savable) and not _is_inside(place, lost)]
         names = [place.replace("/", ".") for place in outer if not place.startswith("callbacks/")]
         return contents, [f"training changes {name}, which no checkpoint stores" for name in names]
 
@@ -91,8 +91,8 @@ class Attributes:
             return False
         if was is not None:
             return was.put is not None and not was.is_alias
-        around = self._before.get(place.rpartition("/")[0])  # a new attribute
-        return value.is_complete and around is not None and around.owner is not None
+        parent = self._before.get(place.rpartition("/")[0])  # a new attribute
+        return value.is_complete and parent is not None and parent.owner is not None
 
     def restore(self, contents: Mapping[str, Any] | None, below: tuple[str, ...] = ("",)) -> None:
         """Restores saved contents; other changed values get their initial content.
@@ -111,8 +111,8 @@ class Attributes:
         moved = _moved(self._before, now)
         _put_all({place: content for place, content in wanted.items() if not _is_within(place, moved)}, now)
         for place in now.keys() - self._start.keys() - wanted.keys():
-            around, _, name = place.rpartition("/")
-            if now[place].is_complete and place.startswith(below) and (owner := now[around].owner) is not None:
+            parent, _, name = place.rpartition("/")
+            if now[place].is_complete and place.startswith(below) and (owner := now[parent].owner) is not None:
                 vars(owner).pop(name, None)
 
     def _now(self) -> Found:
@@ -122,9 +122,9 @@ class Attributes:
 
 def _put_all(contents: Mapping[str, Any], now: Found) -> None:
     for place, content in contents.items():
-        value, (around, _, name) = now.get(place), place.rpartition("/")
+        value, (parent, _, name) = now.get(place), place.rpartition("/")
         if value is None:
-            owner = now[around].owner if around in now else None
+            owner = now[parent].owner if parent in now else None
             if owner is not None and not _has(owner, name):
                 vars(owner)[name] = host_copy(content)
         elif value.put is not None and not value.is_alias and not are_equal(value.content, content):
@@ -209,11 +209,11 @@ def changes_of_samples(task: Task, workers: int | None, ranks: int = 1) -> list[
         return []
     root = {"data": source.dataset}
     with preserved(), unchanged(task), suppress(Exception):  # training reports the errors of samples
-        held = found_in(root, ())
+        initial = found_in(root, ())
         for place in (0, len(source) - 1):
             source.dataset[place]
         now = found_in(root, ())
-        places = [place for place in {**held, **now} if not is_same(held.get(place), now.get(place))]
+        places = [place for place in {**initial, **now} if not is_same(initial.get(place), now.get(place))]
         outer = [place for place in places if not _is_inside(place, places)]
         where = "in each worker's copy of the data set, which no checkpoint stores"
         if not has_workers:
@@ -226,12 +226,12 @@ def changes_of_samples(task: Task, workers: int | None, ranks: int = 1) -> list[
 def unchanged(task: Task) -> Iterator[None]:
     """Restores the Task's own objects after the context, such as after a trial of its step."""
     before(task)
-    held = found_in(roots_of(task), ())
+    initial = found_in(roots_of(task), ())
     try:
         yield
     finally:
         now = found_in(roots_of(task), ())
-        _put_all({place: value.content for place, value in held.items() if value.put is not None}, now)
+        _put_all({place: value.content for place, value in initial.items() if value.put is not None}, now)
 
 
 def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
@@ -245,17 +245,17 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
     places: dict[int, str] = {}
     references = []  # references, so that Python reuses no id
     own = {package_of(root) for root in roots.values() if not isinstance(root, nn.Module)}
-    left: deque[tuple[str, str, Any, Put | None]] = deque((name, name, root, None) for name, root in roots.items())
+    queue: deque[tuple[str, str, Any, Put | None]] = deque((name, name, root, None) for name, root in roots.items())
 
-    def visit(root: str, around: str, items: Iterable[Held]) -> None:
+    def visit(root: str, parent: str, items: Iterable[Held]) -> None:
         for name, item, put in items:
             if type(item) in SCALARS:
-                found[f"{around}/{name}"] = Value(item, put, is_complete=True)
+                found[f"{parent}/{name}"] = Value(item, put, is_complete=True)
             elif id(item) not in left_out:
-                left.append((root, f"{around}/{name}", item, put))
+                queue.append((root, f"{parent}/{name}", item, put))
 
-    while left:
-        root, place, value, put = left.popleft()
+    while queue:
+        root, place, value, put = queue.popleft()
         if not isinstance(value, _IMMUTABLE):
             if id(value) in places:
                 found[place] = Value(places[id(value)], is_alias=True)

@@ -59,19 +59,19 @@ def content_of(value: Any, put: Put | None) -> Value | None:
     if type(value).__name__ == "OptimizedModule":  # of torch._dynamo, which takes a second to import
         return Value("torch.compile", compiled_by="torch.compile")
     if isinstance(value, Tensor):
-        return _of_tensor(value, put)
+        return _tensor_value(value, put)
     if isinstance(value, np.ndarray | np.generic):
-        return _of_array(value, put)
+        return _array_value(value, put)
     if isinstance(value, CONTAINERS):
-        return _of_container(value, put)
-    return _of_generator(value)
+        return _container_value(value, put)
+    return _generator_value(value)
 
 
 def _then(put: Put | None, convert: Callable[[Any], Any]) -> Put | None:
     return None if put is None else lambda content: put(convert(content))
 
 
-def _of_container(value: Any, put: Put | None) -> Value | None:
+def _container_value(value: Any, put: Put | None) -> Value | None:
     if len(value) > _MAX_ITEMS:
         return Value(len(value))
     try:
@@ -112,7 +112,7 @@ def _refill(container: Any, content: Any) -> None:
     (container.update if isinstance(container, dict | set) else container.extend)(content)
 
 
-def _of_tensor(value: Tensor, put: Put | None) -> Value:
+def _tensor_value(value: Tensor, put: Put | None) -> Value:
     if value.grad_fn is not None or value.layout != torch.strided or value.is_meta or value.is_quantized:
         return Value((type(value).__name__, tuple(value.shape)))  # each step creates a new graph
     if value.nbytes > _MAX_BYTES:
@@ -138,7 +138,7 @@ def _sample(value: Tensor) -> bytes:
     return hashlib.sha256(bits(flat[::step]).numpy().tobytes()).digest()
 
 
-def _of_array(value: Any, put: Put | None) -> Value:
+def _array_value(value: Any, put: Put | None) -> Value:
     if value.dtype.hasobject or value.dtype.kind not in "biuf" or value.dtype.byteorder == ">":
         return Value((str(value.dtype), value.shape))
     if isinstance(value, np.generic):
@@ -158,7 +158,7 @@ def _put_array(live: Any, put: Put | None, content: Any) -> None:
         put(content)
 
 
-def _of_generator(value: Any) -> Value | None:
+def _generator_value(value: Any) -> Value | None:
     """Returns the state of one of the user's random generators."""
     if isinstance(value, random.SystemRandom):  # it has no state
         return None

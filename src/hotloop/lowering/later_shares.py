@@ -40,7 +40,7 @@ class LaterShares:
     def __init__(self, parts: Ingredients, draws: Pattern, *, tried: bool) -> None:
         self._parts, self._draws = parts, draws
         self._later = LaterBatches() if tried and not parts.world.alone else None
-        self._form = _without_numbers(parts.model) if parts.plan.parallel == "sharded" else None
+        self._form = _on_meta_device(parts.model) if parts.plan.parallel == "sharded" else None
         self._step, self._seen, self._due = -1, 0, False
 
     def check(self, batch: Any, rows: int, step: int, together: Callable[[], AbstractContextManager[None]]) -> None:
@@ -86,7 +86,7 @@ class LaterShares:
         own = to_device(batch, torch.device("cpu")) if rows else None
         cut = [part for part in world.gathered(own) if part is not None]
         with together():
-            model = self._parts.model if self._form is None else _filled(self._form, self._parts.model)
+            model = self._parts.model if self._form is None else _with_numbers_of(self._form, self._parts.model)
             found = self._difference(cut, model)  # on each rank, since a step may communicate
         untried, name = world.from_first(lambda: found)
         if untried:
@@ -117,7 +117,7 @@ def _joined(cut: Sequence[Any]) -> Any:
     return unflatten(torch.cat(column) for column in columns)
 
 
-def _without_numbers(model: nn.Module) -> nn.Module:
+def _on_meta_device(model: nn.Module) -> nn.Module:
     """Returns a copy of the model whose parameters and buffers are on the meta device."""
     meta = {id(value): _on_meta(value) for value in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, meta)
@@ -128,7 +128,7 @@ def _on_meta(value: Tensor) -> Tensor:
     return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
-def _filled(form: nn.Module, model: nn.Module) -> nn.Module:
+def _with_numbers_of(form: nn.Module, model: nn.Module) -> nn.Module:
     """Returns a copy of `form` with the numbers of `model`, whose parameters are unsharded."""
     made = copy.deepcopy(form)
     for named in (nn.Module.named_parameters, nn.Module.named_buffers):

@@ -90,7 +90,7 @@ class LossCalls(TorchFunctionMode):
         """Whether the loss certainly compares outputs with targets of other samples."""
         if output.shape == target.shape or 1 in (output.numel(), target.numel()):
             return False
-        if not _fit(output, target):
+        if not _can_broadcast(output, target):
             return False  # torch raises its own error
         if _grows(output, target) or any(_same_memory(target, one) for one in self._batch):
             return True
@@ -103,7 +103,7 @@ class LossCalls(TorchFunctionMode):
             return
         one, other = operands[:2]
         target = self._batch[-1]
-        if not (_same_memory(one, target) or _same_memory(other, target)) or not _fit(one, other):
+        if not (_same_memory(one, target) or _same_memory(other, target)) or not _can_broadcast(one, other):
             return
         if _grows(one, other):
             self.doubts[
@@ -123,7 +123,7 @@ def _shapes_differ(output: Tensor, target: Tensor) -> TaskError:
     )
 
 
-def _fit(one: Tensor, other: Tensor) -> bool:
+def _can_broadcast(one: Tensor, other: Tensor) -> bool:
     """Whether torch can broadcast two shapes against each other."""
     pairs = zip(reversed(one.shape), reversed(other.shape), strict=False)
     return all(a == b or 1 in (a, b) for a, b in pairs)

@@ -13,7 +13,7 @@ from typing import Any
 from hotloop.errors import blame
 from hotloop.sources import is_installed
 
-_CLOSED = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
 
 
 class NotCopied(Exception):
@@ -41,7 +41,7 @@ def _copied(value: Any, known: dict[int, Any], name: str) -> Any:
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _copied(value.__self__, known, name))
     if isinstance(value, FunctionType):
-        return value if _is_others(value) else _copied_function(value, known)
+        return value if _is_library_function(value) else _copied_function(value, known)
     try:
         return copy.deepcopy(value, known)
     except Exception as error:
@@ -75,7 +75,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(item)
 
 
-def _is_others(function: FunctionType) -> bool:
+def _is_library_function(function: FunctionType) -> bool:
     """Whether a function is part of Python, of torch or of an installed package."""
     package = str(function.__module__).partition(".")[0]
-    return package in _CLOSED or is_installed(function.__code__.co_filename)
+    return package in _LIBRARIES or is_installed(function.__code__.co_filename)

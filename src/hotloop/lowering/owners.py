@@ -23,8 +23,8 @@ Put = Callable[[Any], None]
 Held = tuple[str, Any, Put | None]
 """`(name, value, put)`, where `put` replaces the value; `put` is None if the value can't be replaced."""
 
-_OF_ANY_MODULE = vars(nn.Module()).keys()
-_OPENED = ("torch.utils.data", "hotloop.data")
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+_WRAPPING_PACKAGES = ("torch.utils.data", "hotloop.data")
 """Packages whose objects and functions wrap the user's objects."""
 
 
@@ -37,17 +37,17 @@ def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
     if isinstance(value, torch.jit.ScriptModule):
         return
     if isinstance(value, nn.Module):
-        yield from _of_module(value)
+        yield from _module_values(value)
     elif isinstance(value, type):
         yield from ((name, item, _setter(value, name)) for name, item in of_class(value, own))
     elif inspect.ismodule(value):
         yield from ((name, item, partial(vars(value).__setitem__, name)) for name, item in of_file(value, own))
     elif inspect.isroutine(value) or isinstance(value, partial):
-        yield from _of_function(value, own)
+        yield from _function_values(value, own)
     elif isinstance(value, torch.optim.Optimizer):
-        yield from _of_object(value, _of_any_optimizer())
-    elif str(type(value).__module__).startswith(_OPENED):
-        yield from _of_object(value, ())
+        yield from _object_values(value, _torch_attributes())
+    elif str(type(value).__module__).startswith(_WRAPPING_PACKAGES):
+        yield from _object_values(value, ())
     else:
         for name, item in attributes(value, own):
             known = vars(value) if hasattr(value, "__dict__") else {}
@@ -55,7 +55,7 @@ def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
 
 
 @cache
-def _of_any_optimizer() -> Set[str]:
+def _torch_attributes() -> Set[str]:
     """Returns the attributes that torch itself stores in an optimizer."""
     plain = vars(torch.optim.SGD([torch.zeros(())], lr=0.1)).keys()
     of_some = {
@@ -72,21 +72,21 @@ def _setter(owner: Any, name: str) -> Put | None:
     return partial(setattr, owner, name)
 
 
-def _of_object(value: Any, left_out: Iterable[str]) -> Iterator[Held]:
+def _object_values(value: Any, left_out: Iterable[str]) -> Iterator[Held]:
     own = getattr(value, "__dict__", {})
     yield from ((name, item, partial(own.__setitem__, name)) for name, item in own.items() if name not in left_out)
     if package_of(type(value)) != "torch":
         yield (*class_of(value), None)
 
 
-def _of_module(module: nn.Module) -> Iterator[Held]:
+def _module_values(module: nn.Module) -> Iterator[Held]:
     yield from ((name, part, None) for name, part in module._modules.items())
     yield from ((name, value, None) for name, value in module._parameters.items())
     yield from ((name, value, None) for name, value in module._buffers.items())
-    yield from _of_object(module, _OF_ANY_MODULE)
+    yield from _object_values(module, _MODULE_ATTRIBUTES)
 
 
-def _of_function(function: Any, own: Set[str]) -> Iterator[Held]:
+def _function_values(function: Any, own: Set[str]) -> Iterator[Held]:
     if inspect.ismethod(function):
         yield "self", function.__self__, None
     if isinstance(function, partial):
@@ -95,7 +95,7 @@ def _of_function(function: Any, own: Set[str]) -> Iterator[Held]:
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return
-    wraps = str(function.__module__).startswith(_OPENED)
+    wraps = str(function.__module__).startswith(_WRAPPING_PACKAGES)
     if is_others(function, own) and not wraps:
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):

@@ -31,7 +31,7 @@ def check_single_samples(parts: Ingredients) -> None:
     if not whole and _smallest(parts, {order.batch_size, last}) > 1:
         return
     try:
-        failed = _tried(parts)
+        failed = _training_error(parts)
     except Exception as error:  # the first step reports it
         parts.say(f"whether the model can be trained on one sample isn't tried: {blame(error)}")
         return
@@ -79,7 +79,7 @@ def _smallest(parts: Ingredients, sizes: set[int]) -> int:
     return smallest
 
 
-def _tried(parts: Ingredients) -> str:
+def _training_error(parts: Ingredients) -> str:
     """Returns the error of a copy of the model for one sample, with the model's own modes; empty without an error."""
     with preserved(*parts.devices):
         model = copied(parts.model)

@@ -111,7 +111,7 @@ class Watchdog:
         self._limit_s, self._end = limit_s, end
         self._main = threading.main_thread().ident
         self._parent = os.getppid()
-        self._over = threading.Event()
+        self._is_over = threading.Event()
         self._signals: socket.socket | None = None
         self._signalled, self._signalled_at, self._orphaned_at = 0, math.inf, math.inf
         self._place: Place | None = None
@@ -131,7 +131,7 @@ class Watchdog:
             try:
                 yield
             finally:
-                self._over.set()
+                self._is_over.set()
                 for thread in threads:
                     thread.join()
 
@@ -155,7 +155,7 @@ class Watchdog:
 
     def _guard(self) -> None:
         """Reads signals, and ends the process a few seconds after its parent was killed."""
-        while not self._over.wait(_EVERY_S):
+        while not self._is_over.wait(_EVERY_S):
             self._read_signals()
             now = time.monotonic()
             if self._orphaned_at == math.inf and os.getppid() != self._parent:
@@ -173,7 +173,7 @@ class Watchdog:
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store is gone
-            while not self._over.wait(_EVERY_S):
+            while not self._is_over.wait(_EVERY_S):
                 self.look(time.monotonic())
 
     def look(self, now: float) -> None:
@@ -182,7 +182,7 @@ class Watchdog:
         Args:
             now: the time in seconds of `time.monotonic()`.
         """
-        place = self._here()
+        place = self._current_place()
         self._count += 1
         self._store.set(self._key(self._rank), json.dumps([self._count, asdict(place)]))
         if self._place is None or place.progress != self._place.progress:
@@ -199,7 +199,7 @@ class Watchdog:
         if waited_s > limit_s:
             self._give_up(waited_s, others)
 
-    def _here(self) -> Place:
+    def _current_place(self) -> Place:
         operation, newest = self._operation()
         frame = sys._current_frames().get(self._main or 0)
         return Place(
@@ -225,7 +225,7 @@ class Watchdog:
 
     def _read_others(self, now: float) -> dict[int, Place | None]:
         """Returns the places of the other ranks; None for a rank that no longer writes its place."""
-        found: dict[int, Place | None] = {}
+        places: dict[int, Place | None] = {}
         for rank in range(self._ranks):
             if rank == self._rank:
                 continue
@@ -234,8 +234,8 @@ class Watchdog:
             if rank not in self._others or self._others[rank][0] != text:
                 self._others[rank] = text, now
             silent = not text or now - self._others[rank][1] > _SILENT_S
-            found[rank] = None if silent else Place(**json.loads(text)[1])
-        return found
+            places[rank] = None if silent else Place(**json.loads(text)[1])
+        return places
 
     def _limit(self, others: dict[int, Place | None]) -> float:
         """Returns the longest allowed wait of this rank, in seconds."""

@@ -103,7 +103,7 @@ def race_compiled(
 
     def work() -> dict[str, Any]:
         begin()
-        return _raced(call, until)
+        return _race(call, until)
 
     with CompileChild(work) as child:
         found = child.result(seconds)
@@ -112,7 +112,7 @@ def race_compiled(
     return found
 
 
-def _raced(call: RecordedCall, until: float) -> dict[str, Any]:
+def _race(call: RecordedCall, until: float) -> dict[str, Any]:
     import torch._inductor.config
 
     from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
