@@ -47,7 +47,7 @@ class InWorker:
 
     Attributes:
         then: the user's own initialisation.
-        leaves_signals: whether the worker ignores the first Ctrl-C and SIGTERM. A terminal or a batch job sends these signals
+        leaves_signals: whether the worker ignores Ctrl-C and the first SIGTERM. A terminal or a batch job sends these signals
             to all processes, but training needs data for its last steps, and then ends its workers.
         parent: the process id of the training process.
     """

@@ -54,7 +54,7 @@ def _recorded(batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[A
 
 
 def _rows_of(feed: Feed) -> Any:
-    """Returns the arrays whose rows are the batches; None if batches are transformed."""
+    """Returns the arrays whose rows are the batches; None if batches are transformed or on another device."""
     if isinstance(feed, TableFeed) and feed.untouched and feed.treatment.device.type == "cpu":
         return feed.table.columns
     return None

@@ -19,7 +19,7 @@ _COUNTING_SHARE = 0.3
 _FREE_S = 0.5
 """Seconds of comparison that any run allows."""
 _REQUIRED_BATCHES = 3
-"""Batches with another share of padding that are compared without a time limit. Another kind of padding also has none."""
+"""Number of batches with another share of padding that are compared without a time limit, as is any new kind of padding."""
 _COUNTED_BATCHES = 64
 """Batches at the beginning whose padding is counted without a time limit."""
 
