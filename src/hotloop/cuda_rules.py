@@ -15,7 +15,7 @@ from hotloop.records import TaskFacts
 from hotloop.rules import is_long
 
 Change = dict[str, Any]
-"""Axes and their new values."""
+"""The changed axes of a plan and their new values."""
 
 _AT_ONCE = (32, 8)
 """Candidate numbers of steps per replay. An epoch must have at least twice as many batches."""

@@ -30,7 +30,7 @@ class Event(BaseModel):
 
 
 class AtStep(Event):
-    """`start`, `resume`, `stop` and `checkpoint`."""
+    """The events `start`, `resume`, `stop` and `checkpoint`."""
 
     step: Count
 

@@ -30,7 +30,7 @@ def count_rows(batch: Any, asked: int | None = None) -> Rows:
         asked: the number of samples that `collate` received; None if the number is unknown.
     """
     if type(batch) in (tuple, list) and asked is not None and all(map(_has_rows(asked), batch)):
-        return Rows(asked)  # the common case, at each step
+        return Rows(asked)  # a fast path, because this function runs at each step
     columns = list(_columns(batch))
     if not columns:
         return Rows(1, "it has no tensors") if asked is None else Rows(asked)
@@ -105,7 +105,7 @@ def _agreed(columns: list[_Column], common: frozenset[int], asked: int | None) -
     if is_time_first and len(wide) == len(columns):
         assert asked is not None
         if min(common) > asked:
-            return Rows(asked)  # (time, rows, ...), since `collate` makes no samples
+            return Rows(asked)  # (time, rows, ...), because `collate` adds no samples
         return Rows(asked, f"{_shapes(columns)}, so either dimension may count the rows of {asked} samples")
     if len(common) > 1:
         return _unsure(columns, asked)

@@ -56,7 +56,7 @@ def content_of(value: Any, put: Put | None) -> Value | None:
         return Value(value)
     if isinstance(value, torch.jit.ScriptModule | torch.jit.ScriptFunction):
         return Value("TorchScript", compiled_by="TorchScript")
-    if type(value).__name__ == "OptimizedModule":  # of torch._dynamo, which takes a second to import
+    if type(value).__name__ == "OptimizedModule":  # a class of torch._dynamo, whose import takes a second
         return Value("torch.compile", compiled_by="torch.compile")
     if isinstance(value, Tensor):
         return _tensor_value(value, put)
