@@ -1,4 +1,4 @@
-"""Messages name the command's flags; where a Python function raises or prints them, they name its arguments."""
+"""Translation of messages: the commands' messages name flags, and errors of the Python functions name arguments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from hotloop.errors import HotloopError
 
 _COMMAND = r"hotloop (?:train|race|tune|check|plan|profile|evaluate|predict|export|explain|devices)\b(?! --resume)[^;,`]*?(?=[;,`]|\. |$)"
-"""A whole command stays as it is: a user can type it."""
+"""A complete command. `name_arguments` doesn't translate it, because the user can enter it in a shell."""
 
 _PATH = r"[^\s;,]*[^\s;,.:]"
 _FORMS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
-    (r"--[a-z-]+(?: \S+)? \((?:or )?([a-z_]+=[^)]*)\)", r"\1"),  # the message names the argument, too
+    (r"--[a-z-]+(?: \S+)? \((?:or )?([a-z_]+=[^)]*)\)", r"\1"),  # the message names the argument as well
     (rf"hotloop train --resume ({_PATH})", r"hotloop.fit(task, run='\1', resume=True)"),
     (rf"--resume ({_PATH})", r"run='\1' and resume=True"),
     (r"--resume\b", "resume=True"),
@@ -37,7 +37,7 @@ _NAMES = "rank-timeout|run|out|epochs|device|devices|plan|plans|weights|steps|in
 
 
 def name_arguments(text: str) -> str:
-    """A message with Python arguments in place of flags: `--device cpu` becomes `device='cpu'`."""
+    """Returns the message with Python arguments in place of flags: `--device cpu` becomes `device='cpu'`."""
     commands = re.split(f"({_COMMAND})", text)
     commands[::2] = map(_translated, commands[::2])
     return "".join(commands)
@@ -50,7 +50,7 @@ def _translated(text: str) -> str:
 
 
 def naming_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A public function whose errors name Python arguments."""
+    """Decorates a public function so that its errors name Python arguments."""
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -61,5 +61,5 @@ def naming_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
             error.args = tuple(name_arguments(one) if isinstance(one, str) else one for one in error.args)
             raise
 
-    call.__module__ = "hotloop"  # where pickle finds this function
+    call.__module__ = "hotloop"  # pickle looks the function up there
     return call

@@ -1,4 +1,4 @@
-"""In which number format products are computed: from torch's switches and the dtypes of operators. No torch."""
+"""Number formats of products, computed from torch's switches and the operators' dtypes. This file doesn't import torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 Switches = Mapping[str, str]
-"""torch's `fp32_precision` by name, such as `cudnn.conv`: `ieee`, `tf32` or `bf16`."""
+"""Each switch's name, such as `cudnn.conv`, and its value of torch's `fp32_precision`: `ieee`, `tf32` or `bf16`."""
 
 OPERATORS = {"matmul": "matrix products", "conv": "convolutions", "rnn": "recurrent layers"}
-"""Classes of operators that have a switch, and their names in sentences. Attention follows the switch of products."""
+"""Classes of operators that have a switch, and their names in messages. Attention uses the switch of matrix products."""
 
 FORMATS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
-"""From the most bits to the fewest."""
+"""Number formats, ordered from the most bits to the fewest."""
 
 REDUCED = ("tf32", "bf16", "fp16")
 """Values of the plan's axis `precision` that ask for fewer bits than fp32."""
@@ -22,7 +22,7 @@ SWITCH_OF = {
     "cuda": {"matmul": "cuda.matmul", "conv": "cudnn.conv", "rnn": "cudnn.rnn"},
     "cpu": {"matmul": "mkldnn.matmul", "conv": "mkldnn.conv", "rnn": "mkldnn.rnn"},
 }
-"""The switch of each class of operators, by kind of device; other kinds have none, and compute in fp32."""
+"""The switch of each class of operators, by kind of device. Other kinds of device have no switch and compute in fp32."""
 
 IEEE = {name: "ieee" for names in SWITCH_OF.values() for name in names.values()}
 TORCH_DEFAULTS = IEEE | {"cudnn.conv": "tf32", "cudnn.rnn": "tf32"}
@@ -38,17 +38,17 @@ _NAMES = {
 
 
 def operator_of(name: str) -> str | None:
-    """The class of an operator of torch's, such as `conv` for `convolution_backward`; None for one without products."""
+    """Returns the class of a torch operator, such as `conv` for `convolution_backward`; None if it computes no products."""
     return next((operator for operator, pattern in _NAMES.items() if pattern.search(name)), None)
 
 
 def format_of(operator: str, dtype: str, device: str, switches: Switches) -> str | None:
-    """In which format such an operator computes products; None for whole numbers.
+    """Returns the number format in which an operator computes products; None for integers.
 
     Args:
-        operator: its class, see `OPERATORS`.
-        dtype: of its operands, such as `float32`; the one of the fewest bits.
-        device: its kind, such as `cuda`.
+        operator: the operator's class, a key of `OPERATORS`.
+        dtype: the operands' dtype with the fewest bits, such as `float32`.
+        device: the kind of device, such as `cuda`.
     """
     if dtype in ("float32", "complex64"):
         return _FORMAT_OF_SWITCH[switches.get(SWITCH_OF.get(device, {}).get(operator, ""), "ieee")]
@@ -56,18 +56,18 @@ def format_of(operator: str, dtype: str, device: str, switches: Switches) -> str
 
 
 def reduced_by(switches: Switches, device: str) -> dict[str, str]:
-    """The format of each class of operators that computes products of float32 in fewer bits on such a kind of device."""
+    """Returns the formats of the classes of operators that compute float32 products in fewer bits on this kind of device."""
     formats = {operator: format_of(operator, "float32", device, switches) for operator in OPERATORS}
     return {operator: each for operator, each in formats.items() if each and _finer("fp32", each)}
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What was seen of a step's products.
+    """The observed products of one training step.
 
     Attributes:
-        counts: how many there are of a class of operators and a format.
-        pieces: that the batch is cut into.
+        counts: the number of products by class of operators and format.
+        pieces: the number of micro-batches that the batch is split into.
     """
 
     counts: Mapping[tuple[str, str], int]
@@ -75,7 +75,7 @@ class Arithmetic:
 
     @property
     def lowest(self) -> dict[str, str]:
-        """The format of the fewest bits in which each class of operators computes."""
+        """The format with the fewest bits that each class of operators uses."""
         found = {operator: self._formats(operator) for operator in OPERATORS}
         return {operator: max(formats, key=FORMATS.index) for operator, formats in found.items() if formats}
 
@@ -83,7 +83,7 @@ class Arithmetic:
         return [each for one, each in self.counts if one == operator]
 
     def halves(self) -> dict[str, float]:
-        """How many products a whole batch takes at each dtype of 16 bits or fewer, those of still fewer bits included."""
+        """Returns the number of products of a whole batch for each 16-bit or 8-bit format; each count includes lower formats."""
         return {
             limit: sum(count for (_, each), count in self.counts.items() if not _finer(each, limit)) / self.pieces
             for limit in FORMATS
@@ -92,7 +92,7 @@ class Arithmetic:
 
 
 def coarsest(formats: Mapping[str, str]) -> str:
-    """Of the formats of several classes of operators the one of the fewest bits; fp32 where there are none."""
+    """Returns the format with the fewest bits; fp32 if `formats` is empty."""
     return max(formats.values(), key=FORMATS.index, default="fp32")
 
 
@@ -101,10 +101,10 @@ def _finer(one: str, other: str) -> bool:
 
 
 def reductions(plan: Arithmetic, baseline: Arithmetic) -> list[str]:
-    """What a plan computes in fewer bits than the baseline, one line for each class of operators; empty if nothing.
+    """Returns one line for each class of operators that the plan computes in fewer bits than the baseline.
 
-    A class of operators that the baseline doesn't have, as where a convolution became a matrix product, is compared with
-    the fewest bits of all its products.
+    The baseline may lack a class of operators, because the plan replaced a convolution by a matrix product. Such a class
+    is compared with the baseline's format of the fewest bits.
     """
     mine, theirs = plan.lowest, baseline.lowest
     found = [
@@ -112,11 +112,11 @@ def reductions(plan: Arithmetic, baseline: Arithmetic) -> list[str]:
         for operator, own in mine.items()
         if _finer(beside := theirs.get(operator, coarsest(theirs)), own)
     ]
-    return found or list(_more_of_them(plan, baseline))
+    return found or list(_more_reduced_products(plan, baseline))
 
 
-def _more_of_them(plan: Arithmetic, baseline: Arithmetic) -> Iterator[str]:
-    """Where the baseline mixes dtypes, as by an autocast of the Task's own."""
+def _more_reduced_products(plan: Arithmetic, baseline: Arithmetic) -> Iterator[str]:
+    """Yields a line if the baseline mixes dtypes, as with the Task's own autocast, and the plan has more reduced products."""
     mine, theirs = plan.halves(), baseline.halves()
     for limit, count in reversed(mine.items()):
         if count > theirs[limit] and any(_finer(each, limit) for _, each in baseline.counts):
@@ -125,12 +125,12 @@ def _more_of_them(plan: Arithmetic, baseline: Arithmetic) -> Iterator[str]:
 
 
 def written(switches: Switches) -> str:
-    """The switches that aren't as torch begins, in one text; empty where all are."""
+    """Returns the switches that differ from torch's defaults, as one text; empty if none differs."""
     return ", ".join(f"{name}={kind}" for name, kind in sorted(switches.items()) if kind != TORCH_DEFAULTS[name])
 
 
 def own_settings(switches: Switches, device: str) -> str:
-    """The line on switches that the user's process has reduced, on a kind of device; empty where all are torch's defaults."""
+    """Returns the line on switches that the user's process reduced for a kind of device; empty if all are torch's defaults."""
     changed = [
         f"{OPERATORS[operator]} in {switches[name]}"
         for operator, name in SWITCH_OF.get(device, {}).items()
@@ -142,7 +142,7 @@ def own_settings(switches: Switches, device: str) -> str:
 
 
 def other_settings(then: Switches, now: Switches, device: str) -> str:
-    """The line on a run that goes on in a process with other settings; empty where those of the device are the same."""
+    """Returns the line on a run that resumes in a process with other switches; empty if the device's switches are equal."""
     names = SWITCH_OF.get(device, {}).items()
     other = [
         f"{OPERATORS[operator]} in {_words(then[name])} then, {_words(now[name])} now"

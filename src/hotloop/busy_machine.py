@@ -1,4 +1,4 @@
-"""Whether other programs used the cores while something was profiled, what that costs, and what to do."""
+"""Messages about other programs that use the CPU cores during a profile: their cost and the advice."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from hotloop.measuring.crowding import crowding
 from hotloop.profiles import Threads
 
 _NOTABLY = 1.2
-"""Times as long as they could take, from which on operations are said to wait for other programs."""
+"""Smallest reported slowdown: measured duration of operations divided by their duration on an idle machine."""
 
 _BUSY_CORES, _BUSY_SHARE = 0.3, 0.1
-"""Cores that other programs use, and their part of all cores, from which on a machine is busy."""
+"""A machine is busy if other programs use at least so many cores and at least such a share of all cores."""
 
 
 def busy_line(threads: Threads | None) -> str:
-    """What to say of a machine whose cores other programs use; empty where they use next to none."""
+    """Returns the warning that other programs use the cores; empty if they use almost none."""
     if threads is None or threads.others < max(_BUSY_CORES, _BUSY_SHARE * threads.cores):
         return ""
     free = max(1, threads.cores - round(threads.others))
@@ -27,14 +27,14 @@ def busy_line(threads: Threads | None) -> str:
 
 
 def with_crowding(threads: Threads | None) -> Threads | None:
-    """The threads with what it costs that there are more of them than cores, if there are."""
+    """Returns the threads, with the measured slowdown if torch has more threads than the machine has cores."""
     if threads is None or threads.torch <= threads.cores:
         return threads
     return threads.model_copy(update={"slower": crowding(threads.torch, threads.cores)})
 
 
 def beside_others(threads: Threads | None) -> list[str]:
-    """A note where other programs keep cores busy that torch's threads wait for, with what that costs just now."""
+    """Returns a note with the current slowdown if torch's threads wait for cores that other programs use."""
     if threads is None or threads.torch > threads.cores:
         return []
     free = max(1, threads.cores - round(threads.others))

@@ -1,4 +1,4 @@
-"""What a checkpoint's document must hold: its checksum tells that it was not changed, not that it was ever right."""
+"""Schema of a checkpoint's document. The checksum shows that the document is unchanged; the schema, that it is valid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BestSchema(BaseModel):
 
 
 class Metadata(BaseModel):
-    """All but the State's tensors; the State itself is `checked_state`'s."""
+    """All fields of the document except the State; `checked_state` checks the State."""
 
     position: PositionSchema
     history: list[EpochRecord]
@@ -40,28 +40,32 @@ class Metadata(BaseModel):
 
 
 def checked_state(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a State as they are, once each is known to be what its annotation says.
+    """Returns the parts of a State unchanged, after each field was checked against its annotation.
 
     Raises:
-        ValueError: one isn't, or it lacks parameters or buffers.
+        ValueError: a part has another type than its annotation, or parameters or buffers are absent.
     """
     types = _types()
     for name, value in given.items():
-        if name in types:  # State itself refuses others
+        if name in types:  # State's constructor rejects unknown names
             types[name].validate_python(value)
     return dict(given)
 
 
 @cache
 def _types() -> dict[str, TypeAdapter[Any]]:
-    """For each part of a State what checks it."""
+    """The type checker of each part of a State."""
     hints = get_type_hints(State)
     arbitrary = ConfigDict(arbitrary_types_allowed=True, strict=True)
-    return {one.name: TypeAdapter(hints[one.name], config=arbitrary) for one in fields(State) if one.name != "position"}
+    return {
+        field.name: TypeAdapter(hints[field.name], config=arbitrary)
+        for field in fields(State)
+        if field.name != "position"
+    }
 
 
 def unbelievable(position: Mapping[str, int], history: Sequence[EpochRecord]) -> str:
-    """Why a position can't be true beside the epochs that led to it; empty if it can."""
+    """Returns why the position contradicts the completed epochs; empty if it agrees with them."""
     done = history[-1].step if history else 0
     if position["epoch"] != len(history) or any(record.epoch != n for n, record in enumerate(history, 1)):
         return f"it is in epoch {position['epoch'] + 1}, and has {len(history)} epochs before it"

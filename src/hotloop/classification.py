@@ -1,4 +1,4 @@
-"""Whether outputs and targets certainly are class scores and labels, so that an accuracy means something."""
+"""Detection of classification: accuracy is reported only if outputs are certainly class scores and targets are labels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _COMPARES_LABELS = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
-"""Losses of scores (batch, classes, ...) and labels (batch, ...)."""
+"""Losses that read scores (batch, classes, ...) and labels (batch, ...)."""
 
 _NORMALISES = (
     *(F.softmax, torch.softmax, Tensor.softmax),
@@ -19,7 +19,7 @@ _NORMALISES = (
 
 
 class LossReads(TorchFunctionMode):
-    """Notes which tensors torch's classification losses and softmax read while a loss is computed."""
+    """Records the tensors that torch's classification losses and softmax read while a loss is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LossReads(TorchFunctionMode):
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one, or one is a cast of the other."""
+    """Whether two tensors share their memory, or one may be a cast of the other."""
     if one.dtype != other.dtype:
         return one.shape == other.shape and one.ndim <= 2
     return one.shape == other.shape and one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
@@ -67,7 +67,13 @@ def has_class_shapes(output: Any, target: Any) -> bool:
 
 
 def correct(output: Tensor, target: Tensor, ignored: int | None = None) -> tuple[Tensor, Tensor | int]:
-    """`(how many targets have the highest score, how many count)`."""
+    """Returns the number of targets whose class has the highest score, and the number of targets that count.
+
+    Args:
+        output: class scores (batch, classes, ...).
+        target: int64 labels (batch, ...).
+        ignored: the label that doesn't count, such as the loss's `ignore_index`.
+    """
     hits = output.argmax(dim=1) == target
     if ignored is None:
         return hits.sum(), target.numel()

@@ -1,4 +1,4 @@
-"""A child process in which code is compiled and measured: the parent can end the child at any time, and keeps its own state."""
+"""A child process that compiles and measures code, so that the parent can stop the work at any time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Work = Callable[[], dict[str, Any]]
 
 
 class CompileChild:
-    """A fork of this process that does some work, with a copy of all objects of the parent.
+    """A fork of this process that calls `work` with copies of all of the parent's objects.
 
-    Compilers that the child starts are in the child's process group, and end with the child. A fork can't use a CUDA
-    context of its parent, so the work must stay on the CPU.
+    Compilers that the child starts belong to the child's process group and end with the child. A fork can't use the CUDA
+    context of its parent, so `work` must use the CPU alone.
 
     Args:
-        work: returns values that JSON can express.
+        work: returns values that JSON can represent.
 
     Attributes:
-        pid: of the child.
+        pid: the process id of the child.
     """
 
     def __init__(self, work: Work) -> None:
@@ -42,7 +42,7 @@ class CompileChild:
             _run(work, writing, parent)
         os.close(writing)
         with suppress(OSError):
-            os.setpgid(self.pid, self.pid)  # the child does so as well: whoever comes first
+            os.setpgid(self.pid, self.pid)  # the child makes the same call; either call may be the first
         self._reading, self._ended = reading, False
 
     def __enter__(self) -> CompileChild:
@@ -54,7 +54,7 @@ class CompileChild:
         self.end()
 
     def result(self, seconds: float) -> dict[str, Any]:
-        """What the work returned; `{"failure": why}` where the work raised an error, died, or takes longer than `seconds`."""
+        """Returns the result of `work`; `{"failure": why}` if it raised an error, died or took longer than `seconds`."""
         until, text = time.monotonic() + seconds, b""
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._reading, selectors.EVENT_READ)
@@ -67,7 +67,7 @@ class CompileChild:
         return {"failure": f"compiling and measuring did not come to an end within {seconds:.0f} s"}
 
     def end(self) -> None:
-        """Kills the child and the compilers that the child started, if they still run."""
+        """Kills the child and its compilers if they still run."""
         if self._ended:
             return
         self._ended = True
@@ -79,7 +79,7 @@ class CompileChild:
 
 
 def _run(work: Work, writing: int, parent: int) -> NoReturn:
-    """The child's whole life."""
+    """Runs in the child: detaches it from the parent's signals and streams, calls `work` and exits."""
     try:
         with suppress(OSError):
             os.setpgid(0, 0)
@@ -90,7 +90,7 @@ def _run(work: Work, writing: int, parent: int) -> NoReturn:
         for stream in (0, 1, 2):
             os.dup2(null, stream)
         _allow_threads()
-        # OpenMP keeps its threads for each thread that starts some, and a fork has none of them: a new thread gets new ones.
+        # OpenMP caches a pool per thread, and a fork copies no pool threads: a new thread gets a new pool.
         thread = threading.Thread(target=_report, args=(work, writing))
         thread.start()
         thread.join()
@@ -99,7 +99,7 @@ def _run(work: Work, writing: int, parent: int) -> NoReturn:
 
 
 def _allow_threads() -> None:
-    """The parent may be at its end, where CPython (3.9 to 3.13) refuses new executors: torch's compiler imports some."""
+    """Allows new executors, which torch's compiler needs: CPython (3.9 to 3.13) refuses them if the parent is exiting."""
     for module, name in (("threading", "_SHUTTING_DOWN"), ("concurrent.futures.thread", "_shutdown")):
         if getattr(sys.modules.get(module), name, False):
             setattr(sys.modules[module], name, False)

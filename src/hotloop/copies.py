@@ -1,4 +1,4 @@
-"""Copies of models that share nothing with them."""
+"""Deep copies of models."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from hotloop.errors import TaskError, blame, out_of_memory
 
 
 class NotCopiedError(TaskError):
-    """A model that can't be copied."""
+    """`copied` can't copy the model."""
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy, also of modules with what `copy.deepcopy` can't copy: uninitialised buffers, and attributes that were
-    computed from parameters, as the `weight` of `torch.nn.utils.weight_norm` and of pruned layers, which each forward
-    computes anew.
+    """Returns a deep copy of a model.
+
+    Other than `copy.deepcopy`, this function copies uninitialised buffers, and attributes that are computed from parameters,
+    such as the `weight` of `torch.nn.utils.weight_norm` and of pruned layers. Each forward computes such attributes anew.
 
     Raises:
-        NotCopiedError: an object in it can't be copied.
+        NotCopiedError: the model has an object that can't be copied.
     """
     known: dict[int, Any] = {
         id(value): UninitializedBuffer(dtype=value.dtype)  # type: ignore[call-arg]

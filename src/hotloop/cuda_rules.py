@@ -1,6 +1,6 @@
-"""The written rules for compiled and recorded steps on a CUDA device: which plans are considered there, in which order, and why.
+"""Rules for compiled and recorded steps on a CUDA device: the candidate plans, their order and the reasons.
 
-The order follows from facts of the Task alone. A race and a proof decide between the plans.
+The order depends on facts of the Task alone. A race and a proof select among the candidates.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from hotloop.records import TaskFacts
 from hotloop.rules import is_long
 
 Change = dict[str, Any]
-"""Axes and their new values."""
+"""The changed axes of a plan and their new values."""
 
 _AT_ONCE = (32, 8)
-"""Steps of one replay that are considered where an epoch has twice as many batches or more."""
+"""Candidate numbers of steps per replay. An epoch must have at least twice as many batches."""
 
 LARGE_WORK = 2**29
-"""Parameters times samples of a batch, from which on the libraries' convolutions take most of a step: a ResNet-18 at batch 128
-has 1.4e9, a small network of images less than 2e8."""
+"""Parameters times batch size from which library convolutions probably take most of a step. A ResNet-18 at batch 128 has
+1.4e9, and a small network for images less than 2e8."""
 
 
 def is_cuda(plan: Plan, hardware: Hardware) -> bool:
@@ -31,17 +31,19 @@ def is_cuda(plan: Plan, hardware: Hardware) -> bool:
 
 
 def recordings(facts: TaskFacts) -> list[Change]:
-    """Ways to record steps, likeliest first; several steps in one replay need data on the device, which `violations` checks."""
+    """Returns the ways to record steps, probably fastest first. `violations` checks that the data fits on the device."""
     several = next((count for count in _AT_ONCE if facts.batches is None or 2 * count <= facts.batches), None)
     return [*([] if several is None else [{"graphs": several}]), {"graphs": "step"}]
 
 
 def auto_ways(eager: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collection[str]) -> list[Plan]:
-    """What `auto` considers beside an eager plan on CUDA, likeliest first; the last plans are for steps that can't be recorded.
+    """Returns the candidates of `auto` other than the eager plan on CUDA, probably fastest first.
+
+    The last candidates are for steps that can't be recorded.
 
     Args:
-        eager: with the Task's own form of the update, unless the user set another form.
-        fixed: axes that the user set.
+        eager: the eager plan, with the Task's own form of the update unless the user sets another form.
+        fixed: the axes that the user sets.
     """
     if facts.recurrent or eager.compile != "none" or not is_long(facts):
         return []
@@ -58,7 +60,7 @@ def auto_ways(eager: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collecti
 
 
 def variants(way: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collection[str]) -> list[Plan]:
-    """A compiled or recorded plan with further axes, likeliest to be the fastest first; the plan as it is comes last."""
+    """Returns variants of a compiled or recorded plan, probably fastest first; the unchanged plan is the last."""
     changes = [] if facts.recurrent else list(_changes(way, facts))
     allowed = [change for change in changes if "compile" not in change or "compile" not in fixed]
     plans = [way.with_axes(**{axis: change[axis] for axis in change.keys() - fixed}) for change in allowed]
@@ -68,61 +70,61 @@ def variants(way: Plan, facts: TaskFacts, hardware: Hardware, fixed: Collection[
 
 def _changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
     if way.compile == "none":
-        yield from _recorded_eagerly(way, facts)
+        yield from _eager_changes(way, facts)
     elif way.compile == "step":
-        yield from _compiled(way, facts)
+        yield from _compiled_changes(way, facts)
     else:
-        yield from _laid(facts)
+        yield from _channels_last(facts)
 
 
-def _compiled(way: Plan, facts: TaskFacts) -> Iterator[Change]:
-    """Rewrites win where products and convolutions are small; the choice of algorithm and layout where they are large."""
-    timed, laid = list(_timed(way, facts)), list(_laid(facts))
-    on_tensor_cores = [{**layout, **algorithm} for layout in laid for algorithm in timed or [{}]]
-    eagerly = [{"compile": "none", **change} for change in list(_recorded_eagerly(way, facts))[:1]]
+def _compiled_changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
+    """Yields rewrites first if products and convolutions are small, else the choice of algorithm and memory layout first."""
+    timings, layouts = list(_cudnn_timing(way, facts)), list(_channels_last(facts))
+    on_tensor_cores = [{**layout, **algorithm} for layout in layouts for algorithm in timings or [{}]]
+    eagerly = [{"compile": "none", **change} for change in list(_eager_changes(way, facts))[:1]]
     if not is_large(facts):
         yield {"rewrites": "all"}
-        yield from ({"rewrites": "all", **change} for change in timed)
+        yield from ({"rewrites": "all", **change} for change in timings)
         yield from eagerly
         yield from on_tensor_cores
     elif way.precision == "fp32":
-        yield from (*timed, *eagerly, *on_tensor_cores)
+        yield from (*timings, *eagerly, *on_tensor_cores)
         yield {"rewrites": "all"}
     else:
-        yield from (*on_tensor_cores, *eagerly, *timed)
+        yield from (*on_tensor_cores, *eagerly, *timings)
         yield {"rewrites": "all"}
 
 
-def _recorded_eagerly(way: Plan, facts: TaskFacts) -> Iterator[Change]:
-    """The step as PyTorch runs it, as one graph; nothing where no graph is recorded."""
+def _eager_changes(way: Plan, facts: TaskFacts) -> Iterator[Change]:
+    """Yields the changes for a step that PyTorch runs and one graph records; none if the plan records no graph."""
     if way.graphs == "none":
         return
     update = next(({"optimizer": how} for how in ("fused", "foreach") if how in facts.implementations), {})
-    laid = list(_laid(facts))[:1] if way.precision != "fp32" and is_large(facts) else []
-    best = {key: value for change in (update, *_timed(way, facts), *laid) for key, value in change.items()}
+    layouts = list(_channels_last(facts))[:1] if way.precision != "fp32" and is_large(facts) else []
+    best = {key: value for change in (update, *_cudnn_timing(way, facts), *layouts) for key, value in change.items()}
     yield best
     yield update
 
 
-def _timed(way: Plan, facts: TaskFacts) -> Iterator[Change]:
-    """cuDNN's timing of algorithms, for which only a recorded step chooses anew."""
+def _cudnn_timing(way: Plan, facts: TaskFacts) -> Iterator[Change]:
+    """Yields cuDNN's timing of algorithms; only a recorded step can select algorithms anew."""
     if way.graphs != "none" and facts.has_convolution_layers:
         yield {"cudnn": "benchmark"}
 
 
-def _laid(facts: TaskFacts) -> Iterator[Change]:
-    """Channels last for images; nobody has measured volumes."""
+def _channels_last(facts: TaskFacts) -> Iterator[Change]:
+    """Yields channels last for images. Volumes are excluded because channels last is not measured for them."""
     if facts.convolutions and any(len(shape) == 3 for shape in facts.inputs):
         yield {"layout": "channels_last"}
 
 
 def is_large(facts: TaskFacts) -> bool:
-    """Whether convolutions of libraries probably take most of a step."""
+    """Whether library convolutions probably take most of a step."""
     return facts.has_convolution_layers and facts.parameters * facts.batch_size >= LARGE_WORK
 
 
 def reasons(plan: Plan, eager: Plan, facts: TaskFacts) -> tuple[str, ...]:
-    """Why a plan on CUDA is considered beside the eager one: a sentence for each axis that differs; none on other devices."""
+    """Returns one sentence for each axis in which a CUDA plan differs from the eager plan; none on other devices."""
     if not plan.device.startswith("cuda"):
         return ()
     texts = {axis: _reason(axis, plan, facts) for axis in _ORDER if getattr(plan, axis) != getattr(eager, axis)}

@@ -1,4 +1,4 @@
-"""When work must be over: what would take longer is not begun, and what takes longer than estimated is ended."""
+"""A deadline for work: work that would exceed the deadline is skipped, and work that exceeds it is ended."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from hotloop.alarm import at_most
 from hotloop.errors import TimeOverError
 
 SEARCHED = 1 / 3
-"""Of the time until a run is to stop, at most; the rest is for training."""
+"""Largest share of the time until a run's stop that a search may use; the rest is for training."""
 
 GRACE_S = 2.0
-"""After the deadline, in which what was ended is put away."""
+"""Seconds after the deadline for the cleanup of ended work."""
 
-_LEAST_S = 1.0
-"""Each piece of work has at least this long: a limit of milliseconds bounds a command within seconds."""
+_MIN_S = 1.0
+"""Shortest time for one piece of work, in seconds: a limit of milliseconds ends a command within seconds."""
 
 
 @dataclass
 class Deadline:
-    """When work is to be over.
+    """A point in time at which work must end.
 
     Attributes:
-        at: by `time.monotonic()`.
-        met: whether anything was left out, or had less time, because of it.
-        of: which time it is that ends.
+        at: the deadline, in seconds of `time.monotonic()`.
+        met: whether the deadline skipped or shortened any work.
+        of: the name of the time budget in messages.
     """
 
     at: float = math.inf
@@ -37,10 +37,11 @@ class Deadline:
 
     @classmethod
     def before(cls, until: float, limit_at: float = math.inf) -> Deadline:
-        """That of a search which begins now, where the run is to stop at `until`, by `time.monotonic()`.
+        """Returns the deadline of a search that begins now.
 
         Args:
-            limit_at: when the search itself is to be over, as the user says.
+            until: the run's stop, in seconds of `time.monotonic()`.
+            limit_at: the user's own limit of the search, in seconds of `time.monotonic()`.
         """
         now = time.monotonic()
         own = cls(now + SEARCHED * (until - now))
@@ -48,7 +49,12 @@ class Deadline:
 
     @classmethod
     def of_limit(cls, limit_s: float | None, began: float | None = None) -> Deadline:
-        """That of a time limit in seconds; None is no limit. `began`, by `time.monotonic()`, is now by default."""
+        """Returns the deadline of a time limit in seconds; None is no limit.
+
+        Args:
+            limit_s: the limit.
+            began: the begin of the work, in seconds of `time.monotonic()`; None is now.
+        """
         if limit_s is None:
             return cls(of="of the time limit")
         return cls((time.monotonic() if began is None else began) + limit_s, of="of the time limit")
@@ -58,21 +64,21 @@ class Deadline:
         return self.at - time.monotonic()
 
     def allows(self, seconds: float) -> bool:
-        """Whether so many seconds are left."""
+        """Whether so many seconds remain; records in `met` that they don't."""
         allowed = seconds <= self.left_s
         self.met |= not allowed
         return allowed
 
     def part(self, share: float) -> Deadline:
-        """The deadline of a piece of the work that may take a share of what is left."""
+        """Returns the deadline of a piece of the work that may take a share of the remaining time."""
         return self if math.isinf(self.at) else Deadline(self.at - (1 - share) * max(0.0, self.left_s), of=self.of)
 
     @contextmanager
     def enforced(self, what: str, *, reserve_s: float = 0.0) -> Iterator[None]:
-        """Ends the work within it once no more than `reserve_s` seconds are left.
+        """Ends the work within the context when only `reserve_s` seconds remain.
 
         Args:
-            what: the work, for the message, such as `its proof`.
+            what: the work's name in the message, such as `its proof`.
 
         Raises:
             TimeOverError: the work was ended.
@@ -81,13 +87,13 @@ class Deadline:
             yield
             return
 
-        def over() -> TimeOverError:
+        def timeout_error() -> TimeOverError:
             self.met = True
             return TimeOverError(
                 f"{what} was ended: {self}", expected="work that fits into the time", fix="give it more time"
             )
 
-        with at_most(max(_LEAST_S, self.left_s - reserve_s), over):
+        with at_most(max(_MIN_S, self.left_s - reserve_s), timeout_error):
             yield
 
     def __str__(self) -> str:

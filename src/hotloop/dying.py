@@ -1,4 +1,4 @@
-"""Processes that end when the one that started them is killed (Linux)."""
+"""Child processes that end when their parent process is killed (Linux)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import signal
 import sys
 
 LAUNCHER = "HOTLOOP_LAUNCHER"
-"""Variable of the environment in which ranks of a command find the number of the process that started them."""
+"""Environment variable with the process id of the command that started the ranks."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
-    """In a child, as soon as it runs: asks the system for a signal when the thread that started it ends.
+    """Makes the system send this child a signal when its parent ends; the child calls this function first.
 
-    The thread counts and not the process: who starts the child must do so in a thread that lives as long as the child
-    is wanted. A parent that was killed before the system knew is noticed here, and the child ends at once.
+    Linux sends the signal when the thread that started the child ends. So that thread must live as long as the child is
+    needed. If the parent was killed before this call, the child ends at once.
 
     Args:
-        parent: the process that started it.
+        parent: the parent's process id.
+        number: the signal.
     """
     if not sys.platform.startswith("linux"):
         return
-    import ctypes  # a process that ends without its parent needs it, and no other
+    import ctypes  # only processes that call this function need ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:

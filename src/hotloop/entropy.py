@@ -1,4 +1,4 @@
-"""Functions of the user's that ask the operating system for random numbers, which follow from no seed."""
+"""Detection of user functions that draw random numbers from the operating system, independent of any seed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _SOURCES: dict[str, frozenset[str]] = {
     "os": frozenset({"urandom", "getrandom"}),
     "uuid": frozenset({"uuid1", "uuid4"}),
     "secrets": frozenset({"choice", "randbelow", "randbits", "token_bytes", "token_hex", "token_urlsafe"}),
-    "cv2": frozenset({"randn", "randu", "randShuffle"}),  # from a generator of OpenCV's own
+    "cv2": frozenset({"randn", "randu", "randShuffle"}),  # OpenCV has a separate global generator
 }
 _UNSEEDED = frozenset({"default_rng", "RandomState", "Random", "SystemRandom", "SeedSequence", "seed"})
-"""Names that make or seed a generator from the operating system if they are called without arguments."""
+"""Functions that create or seed a generator from the operating system if they are called without arguments."""
 
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF")
 _BETWEEN = ("PUSH_NULL", "PRECALL", "CACHE", "NOP")
 
 
 def entropy_of(functions: Iterable[tuple[str, FunctionType]]) -> Iterator[str]:
-    """One line for each function that draws such numbers.
+    """Yields one line for each call that draws such numbers.
 
     Args:
-        functions: the user's, by path; constructors, whose generators are set later, excepted.
+        functions: (path, function) of the user's functions except constructors, whose generators are seeded later.
     """
     for path, function in functions:
         for name in dict.fromkeys([*_called(function), *_unseeded(function.__code__)]):
@@ -38,7 +38,7 @@ def entropy_of(functions: Iterable[tuple[str, FunctionType]]) -> Iterator[str]:
 def _called(function: FunctionType) -> Iterator[str]:
     names = names_of(function.__code__)
     for name in names:
-        value = function.__globals__.get(name, sys.modules.get(name))  # the function itself may import it
+        value = function.__globals__.get(name, sys.modules.get(name))  # the function may contain the import
         if isinstance(value, ModuleType):
             yield from (f"{name}.{one}()" for one in names if one in _SOURCES.get(value.__name__, ()))
         elif value is not None and any(value is one for one in _known()):
@@ -46,24 +46,24 @@ def _called(function: FunctionType) -> Iterator[str]:
 
 
 def _known() -> Iterator[Any]:
-    """The functions of `_SOURCES` that this process has imported."""
+    """Yields the functions of `_SOURCES` whose modules are imported."""
     for module, names in _SOURCES.items():
         yield from (vars(sys.modules[module])[name] for name in names if name in vars(sys.modules.get(module, object)))
 
 
 def _unseeded(code: CodeType) -> Iterator[str]:
-    """Calls without arguments that make a generator which no object keeps, or seed a global one."""
+    """Yields calls without arguments that create a generator without storing it in an object, or that seed a global one."""
     steps = [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
     for number, (before, call) in enumerate(itertools.pairwise(steps), 2):
         name = str(before.argval).removeprefix("NULL + ")
         called = call.opname.startswith("CALL") and call.arg == 0 and before.opname in _LOADS
-        if called and name in _UNSEEDED and not _is_kept(steps[number:]):
+        if called and name in _UNSEEDED and not _is_stored(steps[number:]):
             yield f"{name}()"
     yield from (name for item in code.co_consts if isinstance(item, CodeType) for name in _unseeded(item))
 
 
-def _is_kept(steps: Sequence[dis.Instruction]) -> bool:
-    """Whether what was just made becomes an attribute of an object, so that its state is set from then on."""
+def _is_stored(steps: Sequence[dis.Instruction]) -> bool:
+    """Whether the code stores the new generator in an attribute; hotloop seeds generators in attributes."""
     if not steps or not steps[0].opname.startswith("STORE_FAST"):
         return any(one.opname == "STORE_ATTR" for one in steps[:3])
     variable = str(steps[0].argval)

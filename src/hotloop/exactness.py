@@ -1,4 +1,4 @@
-"""Reasons why a resumed run may differ from an uninterrupted run, as far as the Task's parts show them before training."""
+"""Reasons, known before training, why a resumed run may differ from an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Detector = Callable[[Task, nn.Module, Optimizer], Iterator[str]]
 
 
 def unset_draws(task: Task, model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    """Random generators that the Task's parts hold and that can't be set from the seed."""
+    """Yields the random generators of the Task's parts that can't be seeded."""
     roles = task.roles
     sources = {"data": roles.train, "validation": roles.validation, "test": roles.raw_test}
     owners = {name: owner for role, source in sources.items() for name, owner in owners_of(source, role).items()}
@@ -29,7 +29,7 @@ def unset_draws(task: Task, model: nn.Module, optimizer: Optimizer) -> Iterator[
 
 
 def optimizers_in_hooks(task: Task, model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    """Optimizers that update a parameter from a hook on its gradient, as where each layer has one of its own."""
+    """Yields a line if a hook on a parameter's gradient calls an optimizer, as with one optimizer per layer."""
     updated = [value for group in optimizer.param_groups for value in group["params"]]
     for value in [*model.parameters(), *updated]:
         for hook in [*(value._backward_hooks or {}).values(), *(value._post_accumulate_grad_hooks or {}).values()]:
@@ -39,7 +39,7 @@ def optimizers_in_hooks(task: Task, model: nn.Module, optimizer: Optimizer) -> I
 
 
 def _optimizers_of(value: Any, seen: set[int]) -> Iterator[Optimizer]:
-    """Those that a function reaches by its closure, its defaults or the object that it is a method of."""
+    """Yields the optimizers in a function's closure, its defaults and the object of a bound method."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -68,9 +68,9 @@ DETECTORS: tuple[Detector, ...] = (unset_draws, optimizers_in_hooks)
 
 
 def inexact_reasons(task: Task, model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """One line for each reason; empty if a resumed run equals an uninterrupted run bit by bit.
+    """Returns one line for each reason; empty if a resumed run equals an uninterrupted run bit by bit.
 
     Args:
-        optimizer: of the Task's class; its parameters may be stand-ins.
+        optimizer: an optimizer of the Task's class; its parameters may be placeholders.
     """
     return list(dict.fromkeys(reason for detect in DETECTORS for reason in detect(task, model, optimizer)))

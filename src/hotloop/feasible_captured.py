@@ -1,4 +1,4 @@
-"""What keeps a plan with a compiled, rewritten or recorded step from being run."""
+"""Rules that exclude plans with a compiled, rewritten or recorded step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _compiler(case: Case) -> Iterator[Violation]:
 
 
 def _compiled_step(case: Case) -> Iterator[Violation]:
-    """What a compiled program can't hold."""
+    """Excludes Tasks and axes that a compiled program can't represent."""
     plan, facts = case.plan, case.facts
     if plan.compile == "none":
         return
@@ -34,10 +34,10 @@ def _compiled_step(case: Case) -> Iterator[Violation]:
         yield Violation(("compile", "precision"), reason, "use compile=forward, or precision=bf16")
 
 
-_CALLED = {"cpu": "the CPU", "cuda": "CUDA devices"}
+_KIND_NAMES = {"cpu": "the CPU", "cuda": "CUDA devices"}
 
 _REWRITES_OF = {"mm_by_onednn": "cpu", "draw_by_words": "cpu", "mm_as_sum": "cuda", "mm_in_parts": "cuda"}
-"""Those that are for one kind of device alone."""
+"""Rewrites that are for one kind of device alone, by name."""
 
 
 def _rewritten(case: Case) -> Iterator[Violation]:
@@ -48,8 +48,8 @@ def _rewritten(case: Case) -> Iterator[Violation]:
         reason = "it is a captured step that is rewritten"
         yield Violation(("rewrites", "compile"), reason, "use compile=step, or rewrites=none")
     if plan.rewrites in _REWRITES_OF and case.device.kind != (kind := _REWRITES_OF[plan.rewrites]):
-        yield Violation(("rewrites", "device"), f"{plan.rewrites} is for {_CALLED[kind]}", "use rewrites=none")
-    elif case.device.kind not in _CALLED:
+        yield Violation(("rewrites", "device"), f"{plan.rewrites} is for {_KIND_NAMES[kind]}", "use rewrites=none")
+    elif case.device.kind not in _KIND_NAMES:
         reason = "what a CPU or CUDA runs faster has been measured nowhere else"
         yield Violation(("rewrites", "device"), reason, "use rewrites=none")
     if plan.rewrites in ("conv_as_gemm", "conv_in_pool") and not case.facts.convolutions:

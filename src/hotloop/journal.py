@@ -1,8 +1,8 @@
-"""The line-by-line files of a run folder, each with its schema: what is damaged is passed over, and named.
+"""The line-based files of a run folder, each with its schema. Damaged lines are skipped and reported.
 
 journal.jsonl   events
 metrics.jsonl   a row per epoch
-reached         a step
+reached         the number of a step
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
 class Event(BaseModel):
-    """A line of the journal; each kind has further fields."""
+    """A line of the journal; each kind of event has further fields."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -30,13 +30,13 @@ class Event(BaseModel):
 
 
 class AtStep(Event):
-    """`start`, `resume`, `stop` and `checkpoint`."""
+    """The events `start`, `resume`, `stop` and `checkpoint`."""
 
     step: Count
 
 
 class Final(Event):
-    """The figures of the chosen weights, when training is over."""
+    """The figures of the selected weights after training."""
 
     reason: str
     weights: Literal["best", "last"]
@@ -44,7 +44,7 @@ class Final(Event):
 
 
 class MetricsRow(BaseModel):
-    """A row of the metrics: an epoch's number and its last step, beside figures by name."""
+    """A row of the metrics: an epoch's number, its last step, and figures by name."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     __pydantic_extra__: dict[str, float | None]
@@ -58,12 +58,12 @@ EVENTS: dict[str, type[BaseModel]] = dict.fromkeys(("start", "resume", "stop", "
 
 @dataclass(frozen=True)
 class Lines:
-    """What a file's lines hold.
+    """The lines of a file.
 
     Attributes:
-        rows: the good ones, as written.
-        bad: numbers of the others, from 1.
-        problem: why there are none at all, where no file is there but something else.
+        rows: the valid lines.
+        bad: the numbers of the damaged lines, from 1.
+        problem: why the path can't be read, such as a directory in place of a file; empty without a problem.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Lines:
     problem: str = ""
 
     def damage(self, path: Path, instead: str) -> list[str]:
-        """A line for the user, if something is damaged; `instead` says what is used."""
+        """Returns a line for the user if lines are damaged; `instead` names the replacement."""
         if self.problem:
             return [f"{self.problem}: {instead}"]
         if not self.bad:
@@ -83,7 +83,7 @@ class Lines:
 
 
 def read_events(path: Path) -> Lines:
-    """The journal's events; a line that a kill tore, the last one of a process, is no damage."""
+    """Returns the journal's events; an incomplete line, which a kill leaves at a process's end, is no damage."""
     return _read(path, lambda row: EVENTS.get(row["event"], Event) if isinstance(row.get("event"), str) else Event)
 
 
@@ -106,8 +106,8 @@ def _read(path: Path, schema: Any) -> Lines:
                 raise ValueError
             schema(row).model_validate(row)
             rows.append(row)
-        except ValueError:  # ValidationError is one
-            if not _is_torn(line):
+        except ValueError:  # ValidationError is a ValueError
+            if not _is_incomplete(line):
                 bad.append(number)
     return Lines(rows, bad)
 
@@ -120,19 +120,19 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _is_torn(line: bytes) -> bool:
-    """Whether a line looks like the beginning of one: a kill in the middle of writing leaves such."""
+def _is_incomplete(line: bytes) -> bool:
+    """Whether a line is incomplete: a kill while a line is written leaves its beginning."""
     return line.startswith(b"{"[: len(line)]) and not line.rstrip().endswith(b"}") and line.isascii()
 
 
 def read_step(path: Path) -> tuple[int | None, str]:
-    """The step in a file that holds nothing else, or None; and what is wrong with the file, if anything is."""
+    """Returns the step that a file contains, or None, and the file's problem; empty without a problem."""
     try:
         content = read_regular(path)
     except RunError as error:
         return None, error.given
-    if not content:  # a kill came between making the file and writing to it
+    if not content:  # the process was killed after it created the file and before it wrote
         return None, ""
-    if content.isdigit() and len(content) <= 20 and int(content) < 2**63:  # bytes: ASCII digits alone
+    if content.isdigit() and len(content) <= 20 and int(content) < 2**63:  # isdigit of bytes accepts ASCII digits alone
         return int(content), ""
     return None, f"{path} is damaged"

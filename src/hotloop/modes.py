@@ -1,8 +1,8 @@
 """Training and evaluation mode of modules, and of optimizers that have both modes.
 
-A module that the model factory puts into evaluation mode, such as a frozen batch normalisation, stays in this mode while
-the model trains. Switching may change numbers: a module may merge weights in `eval()`, and a schedule-free optimizer
-replaces the weights by their average. What a switch changes is put back bit by bit.
+A module that the model factory puts into evaluation mode, such as a frozen batch normalisation, stays in this mode during
+training. A switch of modes may change weights: a module may merge weights in `eval()`, and a schedule-free optimizer
+replaces the weights by their average. hotloop restores such weights bit by bit.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.nn.parameter import is_lazy
 
 
 def stays_in_eval(model: nn.Module) -> frozenset[str]:
-    """Names of the modules that stay in evaluation mode while the model trains: those in this mode now.
+    """Returns the names of the modules in evaluation mode, which stay in this mode during training.
 
-    Where all modules are in evaluation mode, as a library's pretrained model is, all of them are to be trained.
+    If all modules are in evaluation mode, as in a library's pretrained model, all of them are trained in training mode.
     """
     modes = {name: module.training for name, module in model.named_modules()}
     return frozenset(name for name, training in modes.items() if not training) if any(modes.values()) else frozenset()
 
 
 def note_of_modes(model: nn.Module) -> str:
-    """One line on modules that the model factory returned in evaluation mode; empty if there are none."""
+    """Returns one line on modules that the model factory returned in evaluation mode; empty if there are none."""
     names = sorted(stays_in_eval(model))
     if names:
         module, more = model.get_submodule(names[0]), f" and {len(names) - 1} more" * (len(names) > 1)
@@ -40,10 +40,10 @@ def note_of_modes(model: nn.Module) -> str:
 
 
 def set_training(model: nn.Module, in_eval: Collection[str]) -> nn.Module:
-    """Puts the model into training mode, but for the named modules; returns the model.
+    """Switches the model to training mode except for the named modules; returns the model.
 
-    The root's `train()` is called, which a class may override. The named modules only get the flag: their own `train()`
-    could merge weights.
+    The function calls the root's `train()`, which a class may override. The function sets only the flag of the named modules,
+    because their own `train()` might change weights.
     """
     model.train()
     for name in in_eval:
@@ -52,7 +52,7 @@ def set_training(model: nn.Module, in_eval: Collection[str]) -> nn.Module:
 
 
 def switching(optimizer: torch.optim.Optimizer, wrapped: Sequence[torch.optim.Optimizer] = ()) -> list[Any]:
-    """The optimizers to be switched by `train()` and `eval()`: this one if it has both methods, else wrapped ones."""
+    """Returns the optimizers with `train()` and `eval()`: `optimizer` if it has both methods, else those of `wrapped`."""
     if _has_both(optimizer):
         return [optimizer]
     return [one for one in wrapped if _has_both(one)]
@@ -64,7 +64,7 @@ def _has_both(optimizer: Any) -> bool:
 
 @contextmanager
 def evaluation_mode(modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()) -> Iterator[None]:
-    """The modules in evaluation mode, and the optimizers before them; afterwards modes and weights are as they were."""
+    """Switches the optimizers, then the modules, to evaluation mode; restores modes and weights after the context."""
     modes = [(module, module.training) for root in modules for module in root.modules()]
     roots = [root.training for root in modules]
     contents = _Contents(modules) if optimizers or any(map(rewrites_weights, modules)) else None
@@ -88,7 +88,7 @@ def evaluation_mode(modules: Sequence[nn.Module], optimizers: Sequence[Any] = ()
 
 
 def rewrites_weights(model: nn.Module) -> bool:
-    """Whether a class below the model overrides `train` or `eval`, and so may change weights when it is switched."""
+    """Whether a module of the model overrides `train` or `eval`, and so may change weights at a switch."""
     return any(_overrides_modes(module) for module in model.modules())
 
 
@@ -102,7 +102,7 @@ def _overrides_modes(module: nn.Module) -> bool:
 
 
 class _Contents:
-    """Parameters and buffers of some modules with their numbers."""
+    """The parameters and buffers of modules, with copies of their numbers."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         owners = [module for root in modules for module in root.modules()]

@@ -12,13 +12,13 @@ from hotloop.errors import TaskError, kind
 
 
 class NamedOptimizers(Optimizer):
-    """Optimizers over disjoint parameters of one model; together they have the groups and the state of one optimizer.
+    """Optimizers of disjoint parameters of one model, with the groups and the state of a single optimizer.
 
     Attributes:
-        members: name -> optimizer, each of which updates its own parameters alone.
+        members: name -> optimizer; each optimizer updates only its own parameters.
     """
 
-    def __init__(self, members: Mapping[str, Optimizer]) -> None:  # torch's own would make further groups
+    def __init__(self, members: Mapping[str, Optimizer]) -> None:  # torch's constructor would create further groups
         self.members = dict(members)
         self.defaults: dict[str, Any] = {}
 
@@ -28,7 +28,7 @@ class NamedOptimizers(Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """A new dict at each call, of the members' own values."""
+        """A new dict at each access, with the members' own values."""
         return {holder: values for member in self.members.values() for holder, values in member.state.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -40,29 +40,29 @@ class NamedOptimizers(Optimizer):
 
 
 def members_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that update parameters: those of a `NamedOptimizers`, or the one."""
+    """Returns the members of a `NamedOptimizers`, or a list with the single optimizer."""
     return list(optimizer.members.values()) if isinstance(optimizer, NamedOptimizers) else [optimizer]
 
 
 def holder_of(optimizer: Optimizer, parameter: Tensor) -> Optimizer:
-    """The optimizer that updates a parameter; the first where none does."""
+    """Returns the optimizer that updates a parameter; the first one if no optimizer updates it."""
     members = members_of(optimizer)
-    held = (one for one in members for group in one.param_groups if any(v is parameter for v in group["params"]))
-    return next(held, members[0])
+    owners = (one for one in members for group in one.param_groups if any(v is parameter for v in group["params"]))
+    return next(owners, members[0])
 
 
 def described(optimizer: Optimizer) -> str:
-    """`Adam`, or `Adam 'critic' and SGD 'generator'`."""
+    """Returns a description such as `Adam`, or `Adam 'critic' and SGD 'generator'`."""
     if isinstance(optimizer, NamedOptimizers):
         return " and ".join(f"{type(member).__name__} {name!r}" for name, member in optimizer.members.items())
     return type(optimizer).__name__
 
 
 def checked_optimizer(made: Any) -> Optimizer:
-    """What an optimizer factory returned, as one optimizer.
+    """Returns the result of an optimizer factory as one optimizer.
 
     Raises:
-        TaskError: `made` is neither an optimizer nor a dict of optimizers by name, each over parameters of its own.
+        TaskError: `made` is neither an optimizer nor a dict of optimizers with disjoint parameters.
     """
     if isinstance(made, Optimizer):
         return made

@@ -1,7 +1,7 @@
-"""An optimizer's state as part of State: by parameter name for torch's own classes, by `state_dict` for a class with its own.
+"""An optimizer's state as part of State: by parameter name, or by the class's own `state_dict`.
 
 A class that overrides `state_dict` or `load_state_dict`, or has hooks on them, defines its state by these two methods.
-Optimizers that it wraps are saved beside it, where its `state_dict` leaves their state out.
+The state of wrapped optimizers is saved separately if the wrapper's `state_dict` excludes it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
-"""Keys of a group that the Plan decides; a checkpoint never changes them."""
+"""Keys of a group that the Plan sets; restoring a checkpoint doesn't change them."""
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's class, the object or a hook replaces what torch.optim.Optimizer saves."""
+    """Whether the class, the object or a hook replaces the state_dict of torch.optim.Optimizer."""
     kind, attributes = type(optimizer), getattr(optimizer, "__dict__", {})
     replaced = any(name in attributes or getattr(kind, name) is not getattr(Optimizer, name) for name in _METHODS)
     return replaced or any(attributes.get(name) for name in _HOOKS)
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """The optimizers that this one wraps, by the path of attributes that leads to each."""
+    """Returns the optimizers that this optimizer wraps, by their attribute paths."""
     if type(optimizer).__module__.startswith("torch."):
         return {}
     return dict(_wrapped(vars(optimizer), "", {id(optimizer)}))
@@ -65,7 +65,7 @@ def _wrapped(values: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Opti
 
 
 def capture(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
-    """The optimizer's state on the CPU: copies, unless `lent`."""
+    """Returns the optimizer's state on the CPU; with `lent`, tensors on the CPU are shared and not copied."""
     if isinstance(optimizer, NamedOptimizers):
         members = {name: capture(one, model, lent=lent) for name, one in optimizer.members.items()}
         groups = [{"params": names} for names in capture_groups(optimizer, model)]
@@ -86,13 +86,13 @@ def capture(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> di
 
 
 def _is_covered(optimizer: Optimizer, covered: set[int]) -> bool:
-    """Whether the wrapper's own state_dict already contains all tensors of an optimizer's state."""
+    """Whether the wrapper's state_dict contains all tensors of an optimizer's state."""
     tensors = [value for _, value in leaves(list(optimizer.state.values())) if isinstance(value, Tensor)]
     return bool(tensors) and all(id(value) in covered for value in tensors)
 
 
 def _whole_state(optimizer: Optimizer, model: nn.Module, *, lent: bool) -> dict[str, Any]:
-    """State and groups by parameter name; by the optimizer's `state_dict` where its parameters aren't the model's."""
+    """Returns state and groups by parameter name; the optimizer's `state_dict` if a parameter isn't the model's."""
     known = {id(value) for value in model.parameters()}
     if all(id(value) in known for group in optimizer.param_groups for value in group["params"]):
         return capture_optimizer(optimizer, model, lent=lent)
@@ -100,7 +100,9 @@ def _whole_state(optimizer: Optimizer, model: nn.Module, *, lent: bool) -> dict[
 
 
 def restore(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> list[str]:
-    """Puts a saved state back; returns the paths of values that the optimizer's `load_state_dict` doesn't restore bit by bit.
+    """Restores a saved state.
+
+    Returns the paths of values that the optimizer's `load_state_dict` doesn't restore bit by bit.
 
     Raises:
         CheckpointError: the state belongs to another optimizer, or `load_state_dict` raises an error.
@@ -135,7 +137,7 @@ def _restore_members(optimizer: NamedOptimizers, model: nn.Module, saved: dict[s
 
 
 def add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:
-    """Adds groups and parameters that the saved optimizer has in addition, as after `add_param_group` in a callback."""
+    """Adds the saved optimizer's additional groups and parameters, such as from `add_param_group` in a callback."""
     named = dict(model.named_parameters())
     now = capture_groups(optimizer, model)
     before = {name for names in now for name in names}
@@ -152,7 +154,7 @@ def add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list[
 
 
 def check_same_groups(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
-    """Raises CheckpointError if class or parameter groups aren't those of the saved optimizer."""
+    """Raises CheckpointError if the class or the parameter groups differ from the saved optimizer's."""
     now = capture_groups(optimizer, model)
     if saved["name"] != type(optimizer).__name__ or [group["params"] for group in saved["groups"]] != now:
         raise CheckpointError(
@@ -164,7 +166,7 @@ def check_same_groups(optimizer: Optimizer, model: nn.Module, saved: dict[str, A
 
 
 def _load(optimizer: Optimizer, state: Any) -> list[str]:
-    """Calls `load_state_dict`, then puts back what it rounded; returns the paths that still differ."""
+    """Calls `load_state_dict`, then restores values that it rounded; returns the paths that still differ."""
     try:
         optimizer.load_state_dict(_with_implementation_of(optimizer, host_copy(state)))
     except Exception as error:
@@ -174,12 +176,12 @@ def _load(optimizer: Optimizer, state: Any) -> list[str]:
             fix="correct the two methods, or use the Task that the run was started with",
         ) from error
     _repair(optimizer.state_dict(), state)
-    _lay_out(optimizer)
+    _match_strides(optimizer)
     return _differences(optimizer.state_dict(), _with_implementation_of(optimizer, host_copy(state)))
 
 
 def _with_implementation_of(optimizer: Optimizer, tree: Any) -> Any:
-    """A saved state whose groups have the implementation that the Plan chose for the optimizer."""
+    """Sets the Plan's implementation of the update in the groups of a saved state; returns the state."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             if key == "param_groups" and isinstance(value, list) and len(value) == len(optimizer.param_groups):
@@ -191,7 +193,7 @@ def _with_implementation_of(optimizer: Optimizer, tree: Any) -> Any:
 
 
 def _repair(live: Any, saved: Any) -> None:
-    """Replaces tensors whose dtype `load_state_dict` changed, as torch's casts state to the dtype of its parameter."""
+    """Replaces tensors whose dtype `load_state_dict` changed; torch's method casts state to its parameter's dtype."""
     if isinstance(live, dict) and isinstance(saved, dict):
         pairs = [(key, live[key], saved[key]) for key in live.keys() & saved.keys()]
     elif isinstance(live, list) and isinstance(saved, list) and len(live) == len(saved):
@@ -206,15 +208,15 @@ def _repair(live: Any, saved: Any) -> None:
             _repair(now, before)
 
 
-def _lay_out(optimizer: Optimizer) -> None:
-    """Gives state of a parameter's shape the parameter's strides: fused kernels walk both in the order of memory."""
+def _match_strides(optimizer: Optimizer) -> None:
+    """Gives state of a parameter's shape the parameter's strides, as fused kernels read both in memory order."""
     for one in (optimizer, *inner_optimizers(optimizer).values()):
         for parameter, values in one.state.items():
             if isinstance(parameter, Tensor) and isinstance(values, dict):
-                values.update({key: _laid_out(value, parameter) for key, value in values.items()})
+                values.update({key: _with_strides_of(value, parameter) for key, value in values.items()})
 
 
-def _laid_out(value: Any, parameter: Tensor) -> Any:
+def _with_strides_of(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)

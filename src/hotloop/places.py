@@ -1,4 +1,4 @@
-"""Folders of this user's, on machines where the user has a home and on those where there is none."""
+"""The user's folders, on machines with and without a home folder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pooch
 
 
 def cache_folder() -> Path:
-    """Where this user's measurements and packages are cached; without a home, a folder below the temporary one."""
+    """Returns the folder for cached measurements and packages; without a home, a folder in the temporary folder."""
     folder = _absolute(lambda: pooch.os_cache("hotloop"))
     return Path(tempfile.gettempdir()) / f"hotloop-{_number()}" if folder is None else folder
 
 
 def data_folder() -> Path | None:
-    """Where this user's data are stored that no cleaning of caches removes; None where the user has no home."""
+    """Returns the folder for data that a cleanup of caches must not remove; None without a home."""
     return _absolute(lambda: platformdirs.user_data_dir("hotloop", appauthor=False))
 
 
 def _absolute(find: Callable[[], str | Path]) -> Path | None:
-    """A folder below the user's home; None without a home, where some versions of platformdirs raise an error."""
+    """Returns a folder in the user's home; None without a home, for which some versions of platformdirs raise an error."""
     try:
         folder = Path(find())
     except RuntimeError:

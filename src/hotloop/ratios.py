@@ -1,4 +1,4 @@
-"""Ratios that a profile measured in turn: what compiling a network won, and what watching costs. Frozen records."""
+"""Frozen records of ratios that a profile measured alternately: compiled over eager, and instrumented over clean."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from hotloop.records import Record
 
 
 class CompiledNetwork(Record):
-    """What a race of the compiled network against the network as it is found, forward and backward.
+    """The result of a race between the compiled and the eager network, forward and backward.
 
     Attributes:
-        ratio: median of the time as it is over the time compiled; above 1 is faster. `low` and `high` are the ends of its
-            99 % interval.
-        pairs: of windows.
-        compile_s: that compiling took.
-        network: its class.
-        failure: why nothing was measured; then the figures are None.
+        ratio: the median of the eager time over the compiled time; above 1, the compiled network is faster.
+        low, high: the ends of the ratio's 99 % interval.
+        pairs: the number of pairs of windows.
+        compile_s: the duration of compiling in seconds.
+        network: the network's class.
+        failure: why the race has no result; then the figures are None.
     """
 
     ratio: float | None = None
@@ -27,12 +27,18 @@ class CompiledNetwork(Record):
 
     @property
     def is_faster(self) -> bool:
-        """Whether the whole interval says so."""
+        """Whether the whole interval is above 1."""
         return self.low is not None and self.low > 1
 
 
 class Overhead(Record):
-    """What watching costs: an instrumented step over a clean one, in turn in one run; ends of a 95 % interval."""
+    """The cost of instrumentation, measured in one run with alternating steps.
+
+    Attributes:
+        ratio: the time of an instrumented step over the time of a clean step.
+        low, high: the ends of the ratio's 95 % interval.
+        instrumented, clean: the numbers of steps.
+    """
 
     ratio: float
     low: float

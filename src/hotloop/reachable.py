@@ -1,4 +1,4 @@
-"""Objects that a user's object leads to: what it holds, and what its functions read beside their arguments."""
+"""Objects that a user's object refers to by its attributes and items, and by variables that its functions read."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from hotloop.sources import is_installed
 
 MOST_OBJECTS = 20_000
-"""A walk ends after so many objects; 20,000 take about 60 ms."""
+"""Largest number of objects that a walk visits, which takes about 60 ms."""
 
 MOST_ITEMS = 256
-"""Items of one container that are opened. Of the others, generators alone are found, up to `_MOST_SCANNED` items."""
+"""Items of one container that a walk opens. Among further items, up to `_MOST_SCANNED`, a walk finds only wanted objects."""
 
 _MOST_SCANNED = 100_000
 
@@ -33,8 +33,8 @@ _LEAVES = (
     *(Tensor, np.ndarray, np.generic, torch.UntypedStorage, torch.dtype, torch.device, torch.Size),
     *(type(None), bool, int, float, complex, bytes, bytearray, str, range, slice, type(...)),
 )
-_OF_ANY = {nn.Module: set(vars(nn.Module())), torch.optim.Optimizer: {"state", "param_groups", "defaults"}}
-_HOOKS = sorted(name for name in _OF_ANY[nn.Module] if name.endswith("_hooks"))
+_LIBRARY_ATTRIBUTES = {nn.Module: set(vars(nn.Module())), torch.optim.Optimizer: {"state", "param_groups", "defaults"}}
+_HOOKS = sorted(name for name in _LIBRARY_ATTRIBUTES[nn.Module] if name.endswith("_hooks"))
 _CLOSED = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
 _CLOSED_OBJECTS = (_CLOSED - {"types", "collections", "argparse"}) | {
     *("pandas", "polars", "pyarrow", "PIL", "h5py", "zarr", "dask", "xarray", "matplotlib")
@@ -43,18 +43,19 @@ _OPEN_MODULES = ("torch.utils.data", "torchvision", "hotloop.data")
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__"})
 
 Place = tuple[Callable[[Any, Any], Any], Any, Any]
-"""`(get, holder, key)`, where `get(holder, key)` is the object that is held there now."""
+"""`(get, holder, key)`, where `get(holder, key)` returns the current object at the place."""
 
 _Child = tuple[str, Any, Place | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """One object of a walk.
+    """One object that a walk visits.
 
     Attributes:
-        path: the names that lead to it, such as `data.transform.steps[2].rng`.
-        place: where it is held; None where nothing else can be put.
+        path: the names that lead to the object, such as `data.transform.steps[2].rng`.
+        value: the object.
+        place: where the object is stored; None if it can't be replaced there.
     """
 
     path: str
@@ -64,14 +65,14 @@ class Reached:
 
 @dataclass
 class Walk:
-    """What was found.
+    """The result of a walk.
 
     Attributes:
-        wanted: the objects that were looked for, each at each of its places.
-        named: objects of classes with one of the wanted names.
-        functions: the user's own functions, by path.
-        attributes: the dictionaries of objects' attributes, the nearest first.
-        cut_short: paths of containers that have more items than were opened.
+        wanted: the wanted objects; an object at several places is listed several times.
+        named: the objects of classes with one of the wanted names.
+        functions: (path, function) of the user's own functions.
+        attributes: the dictionaries of objects' attributes, nearest objects first.
+        cut_short: the paths of containers with more than `MOST_ITEMS` items.
         is_complete: False if there are more objects than a walk visits.
     """
 
@@ -84,16 +85,16 @@ class Walk:
 
 
 def walk(owners: Mapping[str, Any], is_wanted: Callable[[type], bool], names: Set[str] = frozenset()) -> Walk:
-    """Visits what the owners lead to, the nearest objects first, in the same order in each process.
+    """Visits the objects that the owners refer to, nearest objects first, in the same order in each process.
 
-    Attributes and items of containers, closures, default arguments, partial functions, the objects of bound methods,
-    classes, and the globals that functions read are visited. Tensors, arrays, tables and modules' parameters are not
-    opened. Of installed packages' functions only the wanted globals count.
+    A walk visits attributes, items of containers, closures, default arguments, partial functions, the objects of bound
+    methods, classes, and globals that functions read. A walk doesn't open tensors, arrays, tables and modules' parameters.
+    For functions of installed packages, a walk visits only wanted globals.
 
     Args:
-        owners: by what to call them.
-        is_wanted: whether objects of a class are looked for.
-        names: of classes whose objects are noted, too.
+        owners: the owners by their names in messages.
+        is_wanted: whether objects of a class are wanted.
+        names: names of classes whose objects are listed in `Walk.named`.
     """
     return _Walker(is_wanted, names).walk(owners)
 
@@ -102,14 +103,14 @@ class _Walker:
     def __init__(self, is_wanted: Callable[[type], bool], names: Set[str]) -> None:
         self._is_wanted, self._names = is_wanted, names
         self._found = Walk()
-        self._seen: dict[int, Any] = {}  # the objects, too, so that no id is used again
+        self._seen: dict[int, Any] = {}  # references to the objects, so that Python reuses no id
         self._classes: set[type] = set()
 
     def walk(self, owners: Mapping[str, Any]) -> Walk:
-        left: deque[Reached] = deque()
-        self._add(left, "", ((name, value, None) for name, value in owners.items()))
-        while left:
-            one = left.popleft()
+        queue: deque[Reached] = deque()
+        self._add(queue, "", ((name, value, None) for name, value in owners.items()))
+        while queue:
+            one = queue.popleft()
             value, kind = one.value, type(one.value)
             if self._is_wanted(kind):
                 self._found.wanted.append(one)
@@ -120,11 +121,11 @@ class _Walker:
                 self._seen[id(value)] = value
                 if kind.__name__ in self._names:
                     self._found.named.append(one)
-                self._add(left, one.path, self._opened(one.path, value))
+                self._add(queue, one.path, self._opened(one.path, value))
         return self._found
 
-    def _add(self, left: deque[Reached], path: str, children: Iterable[_Child]) -> None:
-        left.extend(Reached(path + name, item, place) for name, item, place in children if not _is_leaf(type(item)))  # type: ignore[arg-type]
+    def _add(self, queue: deque[Reached], path: str, children: Iterable[_Child]) -> None:
+        queue.extend(Reached(path + name, item, place) for name, item, place in children if not _is_leaf(type(item)))  # type: ignore[arg-type]
 
     def _opened(self, path: str, value: Any) -> Iterator[_Child]:
         if isinstance(value, dict):
@@ -134,37 +135,41 @@ class _Walker:
         elif isinstance(value, set | frozenset):
             yield from (("{}" if len(value) > 1 else "[0]", item, None) for item in islice(value, MOST_ITEMS))
         elif isinstance(value, FunctionType):
-            yield from self._of_function(path, value)
+            yield from self._function_parts(path, value)
         elif isinstance(value, type):
-            yield from self._of_class(value, _of_user(value), constructors=True)
+            yield from self._class_parts(value, _belongs_to_user(value), constructors=True)
         elif not isinstance(value, ModuleType):
-            yield from self._of_object(value)
-        elif _of_user(value):
+            yield from self._object_parts(value)
+        elif _belongs_to_user(value):
             yield from ((f".{name}", item, (operator.getitem, vars(value), name)) for name, item in vars(value).items())
 
     def _items(self, path: str, container: Any, items: Iterable[tuple[Any, Any]]) -> Iterator[_Child]:
-        left = iter(items)
-        for key, item in islice(left, MOST_ITEMS):
+        queue = iter(items)
+        for key, item in islice(queue, MOST_ITEMS):
             yield f"[{key!r}]", item, (operator.getitem, container, key)
         if len(container) <= MOST_ITEMS:
             return
         self._found.cut_short.append(path)
         values = container.values() if isinstance(container, dict) else container
         if any(map(self._is_wanted, set(map(type, islice(values, _MOST_SCANNED))))):
-            for key, item in islice(left, _MOST_SCANNED):
+            for key, item in islice(queue, _MOST_SCANNED):
                 if self._is_wanted(type(item)):
                     yield f"[{key!r}]", item, (operator.getitem, container, key)
 
-    def _of_object(self, value: Any) -> Iterator[_Child]:
-        yield from _of_callable(value)
+    def _object_parts(self, value: Any) -> Iterator[_Child]:
+        yield from _callable_parts(value)
         kind = type(value)
         if not _is_open(kind):  # type: ignore[arg-type]
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self._found.attributes.append(own)
-            names = own.keys() - _OF_ANY[nn.Module] if isinstance(value, nn.Module) else own.keys()
-            names = names - _OF_ANY[torch.optim.Optimizer] if isinstance(value, torch.optim.Optimizer) else names
+            names = own.keys() - _LIBRARY_ATTRIBUTES[nn.Module] if isinstance(value, nn.Module) else own.keys()
+            names = (
+                names - _LIBRARY_ATTRIBUTES[torch.optim.Optimizer]
+                if isinstance(value, torch.optim.Optimizer)
+                else names
+            )
             for name in sorted(names, key=str):
                 yield f".{name}", own[name], (operator.getitem, own, name)
         if isinstance(value, nn.Module):
@@ -173,16 +178,16 @@ class _Walker:
             )
             yield from ((f".{name}", item, None) for name, item in value._modules.items())
         if isinstance(value, torch.jit.ScriptModule):
-            yield from _of_script(value)
+            yield from _script_attributes(value)
         for name, descriptor in _slots_of(kind):  # type: ignore[arg-type]
-            with suppress(AttributeError):  # it has no value yet
+            with suppress(AttributeError):  # the slot has no value yet
                 yield f".{name}", descriptor.__get__(value), (getattr, value, name)
         for base in () if kind in self._classes else kind.__mro__:
             if base not in self._classes:
                 self._classes.add(base)
-                yield from self._of_class(base, _of_user(base), constructors=False)
+                yield from self._class_parts(base, _belongs_to_user(base), constructors=False)
 
-    def _of_class(self, kind: type, is_users: bool, *, constructors: bool) -> Iterator[_Child]:
+    def _class_parts(self, kind: type, is_users: bool, *, constructors: bool) -> Iterator[_Child]:
         if not is_users:
             for name, get, holder, key in _wanted_of_library(kind, self._is_wanted):
                 yield f".{name}", get(holder, key), (get, holder, key)
@@ -197,7 +202,7 @@ class _Walker:
         if constructors:
             yield from ((f".{base.__name__}", base, None) for base in kind.__bases__)
 
-    def _of_function(self, path: str, function: FunctionType) -> Iterator[_Child]:
+    def _function_parts(self, path: str, function: FunctionType) -> Iterator[_Child]:
         code, own = function.__code__, vars(function)
         yield from ((f".{name}", item, (operator.getitem, own, name)) for name, item in own.items())
         defaults = function.__defaults__ or ()
@@ -207,7 +212,7 @@ class _Walker:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             with suppress(ValueError):  # a variable that has no value yet
                 yield f".{name}", cell.cell_contents, None
-        is_users = _of_user(function)
+        is_users = _belongs_to_user(function)
         if is_users and function.__name__ not in _CONSTRUCTORS:
             self._found.functions.append((path, function))
         for name, holder, key in _globals_of(function):
@@ -215,8 +220,8 @@ class _Walker:
                 yield f".{name}", holder[key], (operator.getitem, holder, key)
 
 
-def _of_callable(value: Any) -> Iterator[_Child]:
-    """What a bound method, a partial function or a wrapper calls, and on which object."""
+def _callable_parts(value: Any) -> Iterator[_Child]:
+    """Yields the function that a bound method, a partial function or a wrapper calls, and the method's object."""
     if isinstance(value, MethodType):
         yield from (("", value.__self__, None), ("", value.__func__, None))
     elif isinstance(value, functools.partial):
@@ -227,9 +232,9 @@ def _of_callable(value: Any) -> Iterator[_Child]:
         yield "", value.__wrapped__, None
 
 
-def _of_script(module: Any) -> Iterator[_Child]:
-    """The attributes of a scripted module, which are no Python attributes."""
-    kind = getattr(module, "_concrete_type", None)  # a module that was loaded has none, and no generator
+def _script_attributes(module: Any) -> Iterator[_Child]:
+    """Yields the TorchScript attributes of a scripted module."""
+    kind = getattr(module, "_concrete_type", None)  # a loaded module has no concrete type and no generator
     for name in () if kind is None else kind.get_attributes():
         with suppress(AttributeError):
             yield f".{name}", getattr(module, name), (getattr, module, name)
@@ -237,30 +242,30 @@ def _of_script(module: Any) -> Iterator[_Child]:
 
 @cache
 def _slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
-    """The slots of a class and of its bases, with what gets their values."""
+    """Returns the slots of a class and its bases, with their descriptors."""
     bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
     return tuple(item for base in bases for item in vars(base).items() if inspect.ismemberdescriptor(item[1]))
 
 
 @cache
 def _is_leaf(kind: type) -> bool:
-    """Whether objects of a class lead to nothing."""
+    """Whether objects of a class refer to no further objects that a walk visits."""
     return issubclass(kind, _LEAVES)
 
 
 @cache
 def _is_open(kind: type) -> bool:
-    """Whether the attributes of such objects may hold what a user puts there."""
+    """Whether attributes of such objects may contain the user's objects."""
     module = str(kind.__module__)
     if issubclass(kind, nn.Module | torch.optim.Optimizer):
         return True
     if module.startswith(_OPEN_MODULES):
-        return not kind.__name__.startswith("_")  # a loader's own iterator is started anew
+        return not kind.__name__.startswith("_")  # a loader's own iterator is created anew
     return module.partition(".")[0] not in _CLOSED_OBJECTS or kind.__name__ in ("_local", "vectorize")
 
 
-def _of_user(value: Any) -> bool:
-    """Whether a function, class or module is no part of Python, of torch, or of an installed package."""
+def _belongs_to_user(value: Any) -> bool:
+    """Whether a function, class or module is the user's: no part of Python, torch or an installed package."""
     if isinstance(value, ModuleType):
         name, file = value.__name__, str(getattr(value, "__file__", "") or "")
     else:
@@ -271,27 +276,30 @@ def _of_user(value: Any) -> bool:
 
 
 def _globals_of(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """`(name, namespace, key)` of the globals that a function reads, and of those of the user's modules: `settings.rng`."""
+    """Yields `(name, namespace, key)` of the globals that a function reads, also in the user's modules: `settings.rng`."""
     namespace, names = function.__globals__, names_of(function.__code__)
     for name in names:
-        value = namespace.get(name, sys.modules.get(name))  # the function itself may import it
+        value = namespace.get(name, sys.modules.get(name))  # the function may contain the import
         if not isinstance(value, ModuleType):
             if name in namespace:
                 yield name, namespace, name
-        elif _of_user(value):
+        elif _belongs_to_user(value):
             yield from ((f"{name}.{inner}", vars(value), inner) for inner in names if inner in vars(value))
 
 
 @cache
 def names_of(code: CodeType) -> tuple[str, ...]:
-    """Globals and attributes that code names, functions inside of it included."""
+    """Returns the global and attribute names in code and in its nested functions."""
     inside = [name for item in code.co_consts if isinstance(item, CodeType) for name in names_of(item)]
     return tuple(dict.fromkeys([*code.co_names, *inside]))
 
 
 @cache
 def _wanted_of_library(kind: type, is_wanted: Callable[[type], bool]) -> tuple[tuple[str, Any, Any, Any], ...]:
-    """Where a class of an installed package, or the functions of it, hold what is wanted: looked for once, as it stays there."""
+    """Returns the places of wanted objects in a class of an installed package and in the globals of its functions.
+
+    The result is cached, because such a class doesn't change.
+    """
     if str(kind.__module__).partition(".")[0] in _CLOSED:
         return ()
     found: list[tuple[str, Any, Any, Any]] = []

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of a Task: one, or several by name."""
+"""Learning-rate schedulers of a Task: a single one, or several by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hotloop.errors import TaskError, calling, kind
 
 _MARK = -987654321
-"""A number of steps that no scheduler takes."""
+"""A number of steps that doesn't occur in a scheduler."""
 
 
 class NamedSchedules:
@@ -39,19 +39,19 @@ class NamedSchedules:
 
 
 def schedules_of(schedule: Any) -> list[Any]:
-    """The schedulers that step: those of a `NamedSchedules`, the one, or none."""
+    """Returns the members of a `NamedSchedules`, or a list with the single scheduler; empty for None."""
     if isinstance(schedule, NamedSchedules):
         return list(schedule.members.values())
     return [] if schedule is None else [schedule]
 
 
 def state_of(schedule: Any) -> dict[str, Any]:
-    """A scheduler's state without its functions, which are the Task's; empty without a scheduler."""
+    """Returns a scheduler's state without functions, which belong to the Task; empty without a scheduler."""
     return {} if schedule is None else _without_functions(calling("the schedule's state_dict", schedule.state_dict))
 
 
 def _without_functions(tree: Any) -> Any:
-    if isinstance(tree, Counter):  # as MultiStepLR has it
+    if isinstance(tree, Counter):  # MultiStepLR has a Counter
         return tree
     if isinstance(tree, dict):
         return {key: _without_functions(value) for key, value in tree.items() if not _are_functions(value)}
@@ -65,10 +65,10 @@ def _are_functions(value: Any) -> bool:
 
 
 def checked_schedule(made: Any) -> Any:
-    """What a schedule factory returned, as one scheduler.
+    """Returns the result of a schedule factory as one scheduler.
 
     Raises:
-        TaskError: `made` is no scheduler, or has another one inside whose state it does not give in its own.
+        TaskError: `made` is no scheduler, or its state excludes the state of a scheduler inside it.
     """
     members = made if isinstance(made, Mapping) and made else {"": made}
     for name, member in members.items():
@@ -108,7 +108,7 @@ def _check_storable(schedule: Any) -> None:
 
 
 def _inner(holder: Any, path: str, seen: set[int]) -> Iterator[tuple[str, LRScheduler]]:
-    """The schedulers that another has in its attributes, in lists, tuples and dicts of them, and so on inward."""
+    """Yields the schedulers in a scheduler's attributes, lists, tuples and dicts, at any depth, with their paths."""
     if isinstance(holder, list | tuple):
         items = [(f"{path}[{place}]", value) for place, value in enumerate(holder)]
     elif isinstance(holder, dict):

@@ -1,4 +1,4 @@
-"""torch's switches of the format in which products of fp32 numbers are computed: read, set for a while, and put back."""
+"""torch's switches for the number format of float32 products: reading, setting and restoring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hotloop.arithmetic import Switches
 
 _LEVELS = {"ieee": "highest", "tf32": "high", "bf16": "medium"}
-"""What `torch.set_float32_matmul_precision` calls them."""
+"""The levels of `torch.set_float32_matmul_precision` by switch value."""
 
 _AT_LEVEL = {level: switch for switch, level in _LEVELS.items()}
 
@@ -30,45 +30,47 @@ _SWITCHES = {
 
 
 def read() -> dict[str, str]:
-    """The switches as this process has them, by whatever name of torch's they were set; `ieee` where nothing is allowed."""
+    """Returns the switches of this process, whichever torch interface set them; `none` counts as `ieee`."""
     return {name: "ieee" if (value := one.fp32_precision) == "none" else value for name, one in _SWITCHES.items()}
 
 
 @contextmanager
 def running_under(switches: Switches, device: str, *, written: bool = False) -> Iterator[None]:
-    """Sets torch's switches by all of their names, of which the older aren't readable where a program set the newer.
+    """Sets torch's switches through all three torch interfaces within the context.
+
+    torch refuses to read an tf32_switches interface if a program has set a newer one.
 
     Args:
-        device: the kind of device that computes. The oldest name stands for products on both kinds, and follows this one.
-        written: set the switches also where the process has them already.
+        device: the kind of device that computes; it determines `set_float32_matmul_precision`, which affects CPU and CUDA.
+        written: set the switches even if the process has these values already.
     """
-    wanted, level = _agreeing(switches, device)
-    oldest = _oldest()
-    if not written and oldest in (level, None) and read() == wanted:
+    wanted, level = _consistent(switches, device)
+    matmul_level = _matmul_level()
+    if not written and matmul_level in (level, None) and read() == wanted:
         yield
         return
-    with _put_back():
-        older = [(one, one.allow_tf32) for one in (_MATMUL, _CUDNN) if _is_readable(one)]
+    with _restoring():
+        tf32_switches = [(one, one.allow_tf32) for one in (_MATMUL, _CUDNN) if _is_readable(one)]
         try:
-            for one, _ in older:
+            for one, _ in tf32_switches:
                 one.allow_tf32 = wanted["cudnn.conv" if one is _CUDNN else "cuda.matmul"] == "tf32"
-            if oldest is not None:
+            if matmul_level is not None:
                 torch.set_float32_matmul_precision(level)
             for name, switch in _SWITCHES.items():
                 switch.fp32_precision = wanted[name]
             yield
         finally:
-            for one, allowed in older:
+            for one, allowed in tf32_switches:
                 one.allow_tf32 = allowed
-            if oldest is not None:
-                torch.set_float32_matmul_precision(oldest)
+            if matmul_level is not None:
+                torch.set_float32_matmul_precision(matmul_level)
 
 
-def _agreeing(switches: Switches, device: str) -> tuple[dict[str, str], str]:
-    """The switches, and the level of `set_float32_matmul_precision` that agrees with them.
+def _consistent(switches: Switches, device: str) -> tuple[dict[str, str], str]:
+    """Returns the switches, and the level of `set_float32_matmul_precision` that agrees with them.
 
-    torch refuses to read or to use a level that contradicts a switch, so that products on the other kind of device, of
-    which such a step has none, follow the level.
+    torch rejects a level that contradicts a switch. So the switch of the other kind of device, on which the step computes no
+    products, is set to agree with the level.
     """
     own, other = ("cuda.matmul", "mkldnn.matmul") if device == "cuda" else ("mkldnn.matmul", "cuda.matmul")
     level = "medium" if (switches[own], switches[other]) == ("tf32", "bf16") else _LEVELS[switches[own]]
@@ -80,20 +82,20 @@ def _agreeing(switches: Switches, device: str) -> tuple[dict[str, str], str]:
 
 
 @contextmanager
-def _put_back() -> Iterator[None]:
-    """Whatever is done to the switches, they are as before in the end."""
+def _restoring() -> Iterator[None]:
+    """Restores the switches after the context."""
     before = {name: one.fp32_precision for name, one in _SWITCHES.items()}
     try:
         yield
     finally:
         for name, one in _SWITCHES.items():
-            one.fp32_precision = "none"  # takes on what is chosen for all of them together
+            one.fp32_precision = "none"  # "none" selects the value of the common switch
             if one.fp32_precision != before[name]:
                 one.fp32_precision = before[name]
 
 
-def _oldest() -> str | None:
-    """What the program chose for all products at once, which alone tells `medium` from `high`; None if not readable."""
+def _matmul_level() -> str | None:
+    """Returns the level of `set_float32_matmul_precision`, which alone distinguishes `medium` from `high`; None if unreadable."""
     with suppress(RuntimeError):
         return torch.get_float32_matmul_precision()
     return None

@@ -1,4 +1,4 @@
-"""Where people read: a console on which text of the user's, such as names of classes, can't command the terminal."""
+"""A console that shows control characters in the user's texts, such as class names, as escapes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from hotloop.texts import printable
 
 
 class Terminal(Console):
-    """rich's console, on stderr; control characters in what is printed are shown as escapes."""
+    """rich's console on stderr; control characters in printed text become escapes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"stderr": True} | options)
 
     def _check_buffer(self) -> None:
-        """Writes; where nobody can read any more (a pipe that is closed, a disk that is full), the work goes on unseen."""
+        """Writes the buffer; if the output fails, such as for a closed pipe or a full disk, the program continues silently."""
         try:
             super()._check_buffer()
         except OSError:
-            self._go_on_unseen()
+            self._silence()
 
     def on_broken_pipe(self) -> None:
-        self._go_on_unseen()
+        self._silence()
 
-    def _go_on_unseen(self) -> None:
+    def _silence(self) -> None:
         self.quiet = True
-        with suppress(OSError, ValueError):  # a file that is none of the system's
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # for what Python still holds
+        with suppress(OSError, ValueError):  # the file has no descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # Python's buffered output goes to devnull
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -42,7 +42,7 @@ class Terminal(Console):
 
 
 class Bar(Progress):
-    """rich's progress bar; where the system allows no thread that would move it, the work goes on without."""
+    """rich's progress bar; without a thread for updates the program continues without the bar."""
 
     def start(self) -> None:
         try:

@@ -1,7 +1,7 @@
-"""Whether the code in a run's folder may run: that of this user's own runs may, and that of runs the user said to trust.
+"""Permission to execute the code in a run's folder, for the user's own runs and for runs that the user trusts.
 
-A run has an id. The ids of trusted runs are stored outside of the folder, so that copies and moves keep the trust, and
-nothing inside a folder that somebody else sends can claim it.
+Each run has an id. The ids of trusted runs are stored outside the run's folder. So a copied or moved run remains trusted,
+and a folder from somebody else can't claim trust.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hotloop.places import data_folder
 from hotloop.records import RunRecord
 
 TRUST = "HOTLOOP_TRUST"
-"""Set to 1 in the environment, the code of all runs may run: for resumes on replacement machines that nobody attends."""
+"""Environment variable; 1 trusts all runs, for unattended resumes on replacement machines."""
 
 
 def id_of(record: RunRecord) -> str:
-    """A run's id; that of a run of a version before ids follows from what it was started from."""
+    """Returns a run's id; for runs of older versions without ids, a hash of the name and the creation time."""
     if record.id:
         return record.id
     started = "\n".join(["before ids", record.name, record.created])
@@ -29,13 +29,13 @@ def id_of(record: RunRecord) -> str:
 
 
 def allow(record: RunRecord, path: Path, asked: bool, say: Callable[[str], None]) -> None:
-    """Lets a run's code run, if it may.
+    """Checks that a run's code may run.
 
     Args:
-        asked: whether the user says to trust the run, from now on.
+        asked: whether the user asks to trust the run; the trust is stored.
 
     Raises:
-        RunError: it may not.
+        RunError: the run isn't trusted.
     """
     if not asked:
         check_trusted(record, path)
@@ -45,24 +45,24 @@ def allow(record: RunRecord, path: Path, asked: bool, say: Callable[[str], None]
 
 
 def trust(record: RunRecord, path: Path) -> list[str]:
-    """Stores that a run's code may run; returns a line for the user if that failed.
+    """Stores that a run is trusted; returns a line for the user if storing fails.
 
     Args:
-        path: the run's folder, for whoever reads the stored file.
+        path: the run's folder, which the stored file names for its readers.
     """
     stored = _stored(record)
     if stored is None:
-        return [f"the run can't be stored as yours, since you have no home folder: {_later()}"]
+        return [f"the run can't be stored as yours, since you have no home folder: {_trust_hint()}"]
     try:
         if not stored.is_file():
             write_atomic(stored, f"{record.created} {path.absolute()}\n".encode(errors="backslashreplace"))
     except HotloopError as error:
-        return [f"the run can't be stored as yours ({error.given}): {_later()}"]
+        return [f"the run can't be stored as yours ({error.given}): {_trust_hint()}"]
     return []
 
 
 def check_trusted(record: RunRecord, path: Path) -> None:
-    """Raises RunError if a run's code may not run: this user neither started the run nor said to trust it."""
+    """Raises RunError if a run has code, and the user neither started the run nor trusts it."""
     if record.source is None or os.environ.get(TRUST) == "1":
         return
     stored = _stored(record)
@@ -77,12 +77,12 @@ def check_trusted(record: RunRecord, path: Path) -> None:
 
 
 def _stored(record: RunRecord) -> Path | None:
-    """The file that says so: it is of the run and its code together, so that a copy with other code isn't trusted."""
+    """Returns the file that marks a run as trusted; its name includes the code's digest, so that changed code isn't trusted."""
     folder = data_folder()
     digest = record.source.digest if record.source else ""
     name = hashlib.sha256(f"{id_of(record)}\n{digest}".encode(errors="replace")).hexdigest()
     return None if folder is None else folder / "trusted" / name[:32]
 
 
-def _later() -> str:
+def _trust_hint() -> str:
     return f"evaluate, predict, export and resume need --trust or {TRUST}=1"

@@ -1,4 +1,4 @@
-"""The losses that a `step` yields, one for each update of one of several optimizers."""
+"""The losses that a `step` yields for a Task with several optimizers: one loss per update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORM = "(name, loss) or (name, loss, {'figure': value}), with the name of an op
 
 
 class Turn(NamedTuple):
-    """What a step yields for one update: the optimizer's name, the loss (0-dim) and further figures."""
+    """The values that a step yields for one update: the optimizer's name, the loss (0-dim) and further figures."""
 
     name: str
     loss: Tensor
@@ -23,7 +23,7 @@ class Turn(NamedTuple):
 
 
 class Turns:
-    """Runs a step's generator from one yielded loss to the next, and sums up what it yields and returns."""
+    """Runs a step's generator up to each yielded loss, and collects the yielded and returned figures."""
 
     def __init__(self, generator: Generator[Any, Any, Any]) -> None:
         self._generator = generator
@@ -47,12 +47,13 @@ class Turns:
             self._scalars.setdefault(name, []).append(value.detach())
 
     def figures(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The batch's loss, and its figures: for each optimizer `<name>_loss`, the mean of its losses, beside all others.
+        """Returns the batch's loss and its figures.
 
-        The loss is the sum of the means.
+        The figures are `<name>_loss` for each optimizer, the mean of its losses, and the step's own figures. The batch's
+        loss is the sum of these means.
 
         Raises:
-            TaskError: there is no loss, or a figure of the step's own is called like one of these.
+            TaskError: the step yielded no loss, or one of its own figures has the name of an optimizer's loss.
         """
         if not self._losses:
             raise TaskError("step yielded no loss", expected=_FORM, fix="yield one for each update")
@@ -64,7 +65,10 @@ class Turns:
 
 
 def evaluated(generator: Generator[Any, Any, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same without updates. Gradients are on, since a loss may have the gradient of another loss in it."""
+    """Runs a step's generator without updates; returns the loss and the figures.
+
+    Gradients are enabled, because a loss may contain the gradient of another loss.
+    """
     turns = Turns(generator)
     with torch.enable_grad(), closing(generator):
         for _ in turns:
@@ -73,10 +77,10 @@ def evaluated(generator: Generator[Any, Any, Any]) -> tuple[Tensor, dict[str, Te
 
 
 def scalars_of(figures: Any) -> dict[str, Tensor]:
-    """Figures beside the loss, as 0-dim tensors.
+    """Returns a step's own figures as 0-dim tensors.
 
     Raises:
-        TaskError: they are not a mapping of single numbers, or have a name that hotloop uses itself.
+        TaskError: `figures` is no mapping of single numbers, or a name is reserved for hotloop.
     """
     if not isinstance(figures, Mapping):
         raise TaskError(f"step gave {kind(figures)} beside the losses", expected="a dict of name -> number")

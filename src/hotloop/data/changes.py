@@ -1,4 +1,4 @@
-"""Whether a data set is another one than before: worker processes have a copy, which doesn't see what the training process changes."""
+"""Detection of changed data sets: worker processes have a copy, which doesn't follow changes in the training process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-_MOST_OBJECTS, _MOST_ITEMS = 20_000, 1_000
-"""Visited in all, and in one container: a data set may hold millions of names."""
+_MAX_OBJECTS, _MAX_ITEMS = 20_000, 1_000
+"""Limits of visited objects: in total and per container. A data set may contain millions of names."""
 
-_MOST_BYTES, _SAMPLED = 1 << 16, 1_024
-"""Of an array compared in full, and the elements compared of a larger one; NumPy doesn't count writes, as torch does."""
+_MAX_BYTES, _SAMPLED_ELEMENTS = 1 << 16, 1_024
+"""Largest array that is compared in full, and number of compared elements of a larger one. NumPy, unlike torch, doesn't
+count writes."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = (
@@ -33,25 +34,26 @@ _LIBRARIES = (
 
 
 def summary(dataset: Any) -> tuple[Any, ...]:
-    """Of what a data set leads to: attributes, items, closures, and globals that its own functions read.
+    """Returns a summary of the objects that a data set refers to: attributes, items, closures, and globals that its functions
+    read.
 
-    Two summaries differ where a number, a text, a tensor or an array among them was changed or replaced. Beyond limits of
-    size nothing is visited, and elements of large arrays are compared in part.
+    Two summaries differ if a number, text, tensor or array among these objects was changed or replaced. Objects beyond the
+    size limits are skipped, and large arrays are compared at sampled elements.
     """
     found, seen, waiting = list[Any](), set[int](), deque([dataset])
-    while waiting and len(found) < _MOST_OBJECTS:
+    while waiting and len(found) < _MAX_OBJECTS:
         one = waiting.popleft()
         if isinstance(one, _PLAIN):
             found.append(repr(one) if isinstance(one, float | complex) else one)
         elif id(one) not in seen:
             seen.add(id(one))
-            found.append(_of(one))
+            found.append(_own_summary(one))
             waiting.extend(_parts(one))
     return tuple(found)
 
 
-def _of(one: Any) -> tuple[Any, ...]:
-    """What shows by itself that an object was changed."""
+def _own_summary(one: Any) -> tuple[Any, ...]:
+    """Returns values that differ if the object itself, apart from its parts, was changed."""
     name = type(one).__qualname__
     if isinstance(one, Tensor):
         version = None if one.is_inference() else one._version
@@ -64,14 +66,16 @@ def _of(one: Any) -> tuple[Any, ...]:
 def _content(array: np.ndarray) -> bytes:
     if array.dtype.hasobject:
         return b""
-    if array.nbytes <= _MOST_BYTES:
+    if array.nbytes <= _MAX_BYTES:
         return array.tobytes()
-    every = tuple(slice(None, None, max(1, size // round(_SAMPLED ** (1 / array.ndim)))) for size in array.shape)
-    return array[every].tobytes()
+    steps = tuple(
+        slice(None, None, max(1, size // round(_SAMPLED_ELEMENTS ** (1 / array.ndim)))) for size in array.shape
+    )
+    return array[steps].tobytes()
 
 
 def _parts(one: Any) -> Iterator[Any]:
-    """What an object leads to, in an order that is the same each time."""
+    """Yields the objects that an object refers to, in a fixed order."""
     if isinstance(one, Tensor | np.ndarray | ModuleType):
         return
     if isinstance(one, Mapping):
@@ -101,7 +105,7 @@ def _parts_of_function(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:  # the cell is still empty
             continue
     yield function.__defaults__
     for name in function.__code__.co_names:
@@ -122,7 +126,7 @@ def _attributes(one: Any) -> Iterator[Any]:
 
 def _first(items: Any) -> Iterator[Any]:
     for number, item in enumerate(items):
-        if number == _MOST_ITEMS:
+        if number == _MAX_ITEMS:
             return
         yield item
 

@@ -1,4 +1,4 @@
-"""Functions of the Task's on batches' inputs, with the random generators that they hold set for each call."""
+"""Calls of the Task's functions on the inputs of batches, each with seeded random generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from hotloop.generators import OwnedGenerators
 
 
 class OnBatches:
-    """One such function; `name` is what an error calls it."""
+    """A function of the Task that receives the inputs of batches.
+
+    Args:
+        name: the function's name in errors.
+    """
 
     def __init__(self, name: str, function: Any) -> None:
         self._name, self._function = name, function
@@ -21,15 +25,15 @@ class OnBatches:
         self._is_first = True
 
     def __call__(self, batch: Any, seed: Callable[[], int], *further: Callable[[], Any]) -> Any:
-        """The batch with its inputs replaced by what the function makes of them.
+        """Returns the batch with its inputs replaced by the function's result.
 
         Args:
-            seed: sets the global generators; returns what the function's own are set from.
-            further: make the function's other arguments.
+            seed: seeds the global generators, and returns the seed of the function's own generators.
+            further: functions that return the function's other arguments.
         """
         spare = map_tensors(torch.clone, batch) if self._is_first else None
         result = self._applied(batch, seed, further)
-        if self._is_first and self._owned.found_late():  # the function makes its generators when it is called first
+        if self._is_first and self._owned.found_late():  # the first call of the function may create its generators
             result = self._applied(spare, seed, further)
         self._is_first = False
         return result

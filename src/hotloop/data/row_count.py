@@ -1,4 +1,4 @@
-"""How many rows a batch has: `collate` may leave samples out, and the rows need not lie along the first dimension."""
+"""Counting the rows of a batch: `collate` may drop samples, and another dimension than the first may count the rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Rows(NamedTuple):
     """The rows of a batch.
 
     Attributes:
-        number: how many there are; the samples asked for where the rows can't be counted.
-        doubt: why the rows can't be counted; empty where they are counted surely.
+        number: the number of rows; the number of requested samples if the rows can't be counted.
+        doubt: why the rows can't be counted; empty if the count is certain.
     """
 
     number: int
@@ -27,10 +27,10 @@ def count_rows(batch: Any, asked: int | None = None) -> Rows:
 
     Args:
         batch: tensors, sequences, mappings and objects in any nesting; `(inputs..., target)` in the common case.
-        asked: the samples that the batch was made of, before `collate`; None where nothing says how many.
+        asked: the number of samples that `collate` received; None if the number is unknown.
     """
     if type(batch) in (tuple, list) and asked is not None and all(map(_has_rows(asked), batch)):
-        return Rows(asked)  # the common case, at each step
+        return Rows(asked)  # a fast path, because this function runs at each step
     columns = list(_columns(batch))
     if not columns:
         return Rows(1, "it has no tensors") if asked is None else Rows(asked)
@@ -40,13 +40,12 @@ def count_rows(batch: Any, asked: int | None = None) -> Rows:
 
 
 class _Column(NamedTuple):
-    """What one part of a batch says of the rows.
+    """The possible numbers of rows of one part of a batch.
 
     Attributes:
-        firsts: the numbers of rows that it may have, the first dimension of a tensor.
-        seconds: the rows that it has if its first dimension is the time, (time, rows, ...).
-        shape: of a tensor, for messages.
-        ndim: dimensions of a tensor; 0 for anything else.
+        firsts: the possible numbers of rows; for a tensor, the size of its first dimension.
+        seconds: the number of rows if the first dimension is the time, (time, rows, ...).
+        shape: the tensor's shape for messages; empty for parts that are no tensors.
     """
 
     firsts: frozenset[int]
@@ -63,7 +62,7 @@ def _has_rows(asked: int) -> Any:
 
 
 def _columns(item: Any, outermost: bool = True) -> Iterator[_Column]:
-    """The parts of a batch that say something of its rows."""
+    """Yields the parts of a batch from which its rows can be counted."""
     if isinstance(item, PackedSequence):
         yield _Column(frozenset({int(item.batch_sizes[0])}))
     elif isinstance(item, Tensor):
@@ -81,7 +80,7 @@ def _columns(item: Any, outermost: bool = True) -> Iterator[_Column]:
 
 
 def _of_sequence(items: tuple | list, outermost: bool) -> Iterator[_Column]:
-    """A sequence is one of columns, such as `(inputs, target)`, or one of samples, such as images of several sizes."""
+    """Yields the columns of a sequence: of columns such as `(inputs, target)`, or of samples such as images of several sizes."""
     inner = [column for item in items for column in _columns(item, outermost=False)]
     same = len({column.firsts for column in inner}) == 1
     mixed = any(isinstance(item, Tensor | PackedSequence) for item in items) or len(set(map(type, items))) > 1
@@ -98,15 +97,15 @@ def _common(columns: list[_Column]) -> frozenset[int]:
 
 
 def _agreed(columns: list[_Column], common: frozenset[int], asked: int | None) -> Rows:
-    """All columns have one number of rows, if their first dimension counts them."""
+    """Counts rows if all columns have the same size in their first dimension."""
     if asked in common:
         return Rows(asked)
     wide = [column for column in columns if len(column.shape) > 1]
-    timed = asked is not None and bool(wide) and all(asked in column.seconds for column in wide)
-    if timed and len(wide) == len(columns):
+    is_time_first = asked is not None and bool(wide) and all(asked in column.seconds for column in wide)
+    if is_time_first and len(wide) == len(columns):
         assert asked is not None
         if min(common) > asked:
-            return Rows(asked)  # (time, rows, ...), since `collate` makes no samples
+            return Rows(asked)  # (time, rows, ...), because `collate` adds no samples
         return Rows(asked, f"{_shapes(columns)}, so either dimension may count the rows of {asked} samples")
     if len(common) > 1:
         return _unsure(columns, asked)
@@ -117,13 +116,13 @@ def _agreed(columns: list[_Column], common: frozenset[int], asked: int | None) -
 
 
 def _disagreed(columns: list[_Column], batch: Any, asked: int | None) -> Rows:
-    """The first dimension counts something else than rows in some columns."""
-    both = reduce(frozenset.intersection, (column.either for column in columns))
-    if len(both) == 1 and (asked is None or min(both) <= asked):
-        return Rows(min(both))  # (time, rows, ...) beside (rows, ...)
+    """Counts rows if the columns have different sizes in their first dimension."""
+    possible = reduce(frozenset.intersection, (column.either for column in columns))
+    if len(possible) == 1 and (asked is None or min(possible) <= asked):
+        return Rows(min(possible))  # (time, rows, ...) beside (rows, ...)
     target = next(_columns(batch[-1], outermost=False), None) if isinstance(batch, tuple | list) else None
     if asked is not None and any(asked in column.firsts for column in ([target] if target else columns)):
-        return Rows(asked)  # none was left out: a graph has one row for each node, and its target one for each graph
+        return Rows(asked)  # no sample was dropped: inputs of graphs have a row per node, and targets a row per graph
     return _unsure(columns, asked, target)
 
 
@@ -138,16 +137,16 @@ def _shapes(columns: list[_Column]) -> str:
 
 
 class SecondDimension:
-    """Watches batches of which nothing says how many samples they have, and whose first two dimensions all agree.
+    """Compares batches with an unknown number of samples whose tensors agree in their first two dimensions.
 
-    Where only the second dimension varies, it may be the one that counts the samples: (time, rows, ...).
+    If only the second dimension varies, the second dimension may count the samples: (time, rows, ...).
     """
 
     def __init__(self) -> None:
         self._first: tuple[int, ...] = ()
 
     def doubt(self, batch: Any) -> str:
-        """Why the rows may be miscounted; empty where nothing shows it."""
+        """Returns why the rows may be miscounted; empty without evidence."""
         shapes = {column.shape[:2] for column in _columns(batch)}
         if len(shapes) != 1 or len(shape := shapes.pop()) < 2:
             return ""

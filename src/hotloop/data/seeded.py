@@ -1,4 +1,4 @@
-"""A data set whose random draws follow from (seed, epoch, sample), whichever process loads the sample."""
+"""A data set whose random numbers depend on (seed, epoch, sample) alone, independent of the process that loads the sample."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from hotloop.generators import OwnedGenerators
 from hotloop.rng import Streams, seed_for
 
 NOTE = "in sample "
-"""How the note of an error begins that says which sample raised it."""
+"""The start of an error's note that names the sample."""
 
 
 def sample_of(dataset: Any, sample: int) -> Any:
-    """One sample; an error says which."""
+    """Returns one sample; an error's note names the sample."""
     try:
         return dataset[sample]
     except Exception as error:
-        error.add_note(f"{NOTE}{sample}")  # crosses from a worker as the last line of its traceback
+        error.add_note(f"{NOTE}{sample}")  # a worker sends the note as the last line of its traceback
         raise
 
 
 def owners_of(source: Source | None, name: str = "data") -> dict[str, Any]:
-    """The objects of a source that may hold random generators, by what to call them."""
+    """Returns the objects of a source that may contain random generators, by their names in messages."""
     if isinstance(source, Samples):
         return {name: source.dataset, "collate": source.collate}
     return {name: source.loader} if isinstance(source, Stream) else {}
 
 
 class Seeded(torch.utils.data.Dataset):
-    """The user's data set, asked for `(epoch, sample)` with all random generators set for just that sample.
+    """The user's data set with keys `(epoch, sample)`, which seeds all random generators for each sample.
 
-    These are the global generators and those that the data set and `collate` hold, as each process has copies of them.
+    All generators are the global ones and those of the data set and of `collate`, of which each process has copies.
     """
 
     def __init__(self, samples: Samples, seed: int) -> None:
@@ -54,21 +54,21 @@ class Seeded(torch.utils.data.Dataset):
         return Streams(self.seed)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
-        return [self._drawn(epoch, sample) for epoch, sample in keys]
+        return [self._sample(epoch, sample) for epoch, sample in keys]
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
-        return self._drawn(*key)
+        return self._sample(*key)
 
-    def _drawn(self, epoch: int, sample: int) -> Any:
+    def _sample(self, epoch: int, sample: int) -> Any:
         self.begin("sample", epoch, sample)
         item = sample_of(self.dataset, sample)
-        if self.owned.found_late():  # the data set makes its generators when a sample is asked for, as MONAI's may
+        if self.owned.found_late():  # the first request may create generators, as in MONAI
             self.begin("sample", epoch, sample)
             item = sample_of(self.dataset, sample)
         return item
 
     def begin(self, name: str, epoch: int, sample: int) -> None:
-        """Sets all generators for one sample."""
+        """Seeds all generators for one sample."""
         if epoch != self._epoch:
             self.owned.refresh()
             self._epoch = epoch
@@ -76,14 +76,14 @@ class Seeded(torch.utils.data.Dataset):
 
 
 def show_dataset() -> None:
-    """In a worker process, has `torch.utils.data.get_worker_info()` give the user's data set, and not its wrapper."""
+    """In a worker process, makes `torch.utils.data.get_worker_info()` return the user's data set instead of its wrapper."""
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, Seeded):
         object.__setattr__(info, "dataset", info.dataset.dataset)  # torch declares it read-only
 
 
 def iterated(loader: Any, seed: int) -> Iterator[Any]:
-    """`iter(loader)`; if that starts workers of torch's, each sets the generators that its copy of the data set holds."""
+    """Returns `iter(loader)`; each torch worker that it starts seeds the generators of its copy of the data set."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return iter(loader)
     own = loader.worker_init_fn

@@ -1,4 +1,4 @@
-"""Compiling: a remedy only where a measurement says so, and else a line that says what to measure."""
+"""Compiling as a remedy, if a measurement supports it; otherwise a line that names the measurement to make."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from hotloop.profiles import Phase, Remedy
 _COMPILED: tuple[Phase, ...] = ("forward", "backward")
 
 _JOINED = ("cpp_fused", "triton_")
-"""How the names of kernels begin that torch's compiler makes."""
+"""Name prefixes of the kernels that torch's compiler generates."""
 
 STARTED = "operations are started one by one from Python"
-"""Said of any step of many small operations."""
+"""The cause that is reported for a step of many small operations."""
 
 _CALLED_MS = 0.1
-"""What calling a compiled model takes by itself, forward and backward: a linear layer and ReLU took 0.146 ms, and 0.047 eagerly."""
+"""Overhead of a call of a compiled model, forward and backward: a linear layer and ReLU took 0.146 ms, and 0.047 ms eagerly."""
 
 _LAYERS_OF_STEPS = ("aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
-"""They go over time steps by themselves, and torch.compile calls them as they are."""
+"""Recurrent operators, which iterate over time steps internally. torch.compile calls them unchanged."""
 
 
-def _of_layers(step: Step) -> set[tuple[str, str]]:
-    """Module and line of recurrent layers, whose backward is called at the same."""
+def _recurrent_layers(step: Step) -> set[tuple[str, str]]:
+    """Returns (module, line) of the recurrent layers; their backward has the same module and line."""
     return {(one.module, one.where) for one in step.operators(lambda one: one.outer in _LAYERS_OF_STEPS)}
 
 
 def candidates(step: Step) -> Iterator[Remedy]:
-    """Compiling, where starting operations one by one costs much and nothing is compiled already; the gain is a guess.
+    """Yields compiling as a remedy if starting single operations costs much and no part is compiled; the gain is an estimate.
 
-    Of a script it's the model that is compiled, without loss and update, and products are started one by one still.
+    For a script the remedy compiles the model alone, without loss and update. Python still starts each product.
     """
     if step.profile.apart.compile_s or step.operators(lambda one: one.name.startswith(_JOINED)):
         return
-    hooks = hooked(step)  # they are no part of what is compiled
-    layers = set() if step.profile.plan else _of_layers(step)  # a Task's step is taken apart into what they do
-    ones = step.operators(
+    hooks = hooked(step)  # the compiler excludes hooks
+    layers = set() if step.profile.plan else _recurrent_layers(step)  # a Task's step compiles their parts
+    operators = step.operators(
         lambda one: one.phase in COMPUTING and one.where not in hooks and (one.module, one.where) not in layers
     )
-    compiled = [one for one in ones if one.phase in _COMPILED]
-    spared = ones if step.profile.plan else [one for one in compiled if not is_product(one)]
-    calls = sum(one.calls for one in spared)
-    won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in spared)
-    if not step.profile.plan:  # what stands between two products is one kernel at best, which Python starts as well
+    compiled = [one for one in operators if one.phase in _COMPILED]
+    joinable = operators if step.profile.plan else [one for one in compiled if not is_product(one)]
+    calls = sum(one.calls for one in joinable)
+    won = sum(one.calls * min(step.launch_ms, step.cost(one) / max(one.calls, 1e-9)) for one in joinable)
+    if not step.profile.plan:  # Python still starts at least one kernel between two products
         won -= _CALLED_MS + step.launch_ms * sum(one.calls for one in compiled if is_product(one) and one.flops)
     if not calls:
         return
     yield Remedy(
         cause=STARTED,
-        where=heaviest(ones, step) or step.profile.step_where,
+        where=heaviest(operators, step) or step.profile.step_where,
         remedy="compile the step" if step.profile.plan else "compile the model: torch.compile(model)",
         gain=step.share(won),
         evidence=f"{calls:.0f} operations in a step of {step.ms:.2f} ms that compiling could join, each "
@@ -60,7 +60,7 @@ def candidates(step: Step) -> Iterator[Remedy]:
 
 
 def measured(step: Step) -> tuple[list[Remedy], list[str]]:
-    """Compiling as a remedy where the race of the compiled network was won; else what is to be said of the race."""
+    """Returns compiling as a remedy if the compiled network won its race, and otherwise the line on the race."""
     race = step.profile.compiled
     if race is None:
         return [], []
@@ -82,7 +82,7 @@ def measured(step: Step) -> tuple[list[Remedy], list[str]]:
 
 
 def unmeasured(step: Step, found: Sequence[Remedy]) -> Iterator[str]:
-    """What nobody has measured yet, and what does."""
+    """Yields lines that name a missing measurement and the command that makes it."""
     is_task = bool(step.profile.plan)
     for one in found[:1]:
         how = "--try measures it, and hotloop tune finds the fastest plan" if is_task else "--try measures it"

@@ -1,4 +1,4 @@
-"""Tensors that the loop puts together by a copy of all that they hold, such as a buffer that grows at each step."""
+"""Tensors that the loop concatenates by a full copy, such as a buffer that grows at each step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hotloop.profiles import OperatorTime, Remedy
 
 _JOINING = ("aten::cat", "aten::stack", "aten::hstack", "aten::vstack", "aten::concat", "aten::concatenate")
 
-_MAINLY = 0.5
-"""Part of a line's operators that must put tensors together, for the line being about that."""
+_MAIN_SHARE = 0.5
+"""Share of the time of a line's operators from which concatenation is the line's main work."""
 
 
 def joined(step: Step) -> Iterator[Remedy]:
-    """Lines beside the training that first of all put tensors together."""
-    ones = step.operators(lambda one: one.phase in ASIDE and bool(one.where) and one.used is not True)
-    for where, there in grouped(ones, lambda one: one.where).items():
-        joining = [one for one in there if one.name in _JOINING or one.outer in _JOINING]
+    """Yields a remedy for each line outside the training step that mainly concatenates tensors."""
+    operators = step.operators(lambda one: one.phase in ASIDE and bool(one.where) and one.used is not True)
+    for where, same_line in grouped(operators, lambda one: one.where).items():
+        joining = [one for one in same_line if one.name in _JOINING or one.outer in _JOINING]
         spent = sum(map(step.cost, joining))
-        if not joining or spent < _MAINLY * sum(map(step.cost, there)):
+        if not joining or spent < _MAIN_SHARE * sum(map(step.cost, same_line)):
             continue
         spent = max(spent, step.aside.get(where, 0.0))
         if step.share(spent) < COUNTS:
@@ -40,9 +40,9 @@ def joined(step: Step) -> Iterator[Remedy]:
         )
 
 
-def _grows(ones: Sequence[OperatorTime]) -> bool:
-    """Whether the same call was given other shapes in one step than in another."""
+def _grows(operators: Sequence[OperatorTime]) -> bool:
+    """Whether the same call receives different shapes in different steps."""
     return any(
         len({tuple(one.shapes) for one in same}) > 1 and all(one.calls < 1 for one in same)
-        for same in grouped(ones, lambda one: (one.name, one.outer)).values()
+        for same in grouped(operators, lambda one: (one.name, one.outer)).values()
     )

@@ -22,13 +22,13 @@ from hotloop.turns import Turn, Turns
 
 
 class AlternatingStep(EagerStep):
-    """Updates the parameters of one optimizer for each loss that the Task's `step` yields, before `step` goes on."""
+    """Updates one optimizer's parameters after each loss that the Task's `step` yields; then `step` continues."""
 
     optimizer: NamedOptimizers
 
     def __init__(self, parts: Ingredients) -> None:
         super().__init__(parts)
-        self._taken: set[str] = set()  # names that were updated in this batch
+        self._updated: set[str] = set()  # names of the optimizers that updated parameters in this batch
         for name, member in self.optimizer.members.items():
             if needs_closure(member):
                 raise TaskError(
@@ -51,15 +51,15 @@ class AlternatingStep(EagerStep):
     def _run(self, batch: Any, samples: int, step: int) -> Computed:
         self.draws.seed(step)
         self._clear_gradients()
-        self._taken.clear()
+        self._updated.clear()
         watched = nullcontext() if self._checked else checking_losses(self.parts, batch)
-        # The contexts stay open from update to update, since those that `step` opens lie inside of them.
+        # The contexts stay open between updates, because `step` opens its own contexts inside them.
         with watched, default_device(self.parts.model), numbers(self.parts):
             generator = self._generator(batch)
             turns = Turns(generator)
             with closing(generator):
                 for turn in turns:
-                    self._take(turn)
+                    self._update(turn)
         self._checked = True
         if self._sweeps:
             swept(self.optimizer, step)
@@ -77,8 +77,8 @@ class AlternatingStep(EagerStep):
             )
         return made
 
-    def _take(self, turn: Turn) -> None:
-        """One update."""
+    def _update(self, turn: Turn) -> None:
+        """Computes the gradients of one yielded loss and updates its optimizer's parameters."""
         name, loss = turn.name, turn.loss
         if name not in self._own:
             raise TaskError(f"step yielded a loss for {name!r}", expected=f"one of the optimizers {self._names}")
@@ -88,19 +88,19 @@ class AlternatingStep(EagerStep):
                 f"step yielded a loss for {name!r}, whose parameters are all frozen",
                 fix="yield none while they are, or set requires_grad before the yield",
             )
-        if name not in self._taken and any(value.grad is not None for value in values):
+        if name not in self._updated and any(value.grad is not None for value in values):
             raise TaskError(
                 f"step called backward() itself, and so gave gradients to the parameters of {name!r}",
                 expected="losses alone: each yield clears the gradients of its optimizer",
                 fix="yield the sum of the losses, or use torch.autograd.grad for a gradient inside of a loss",
             )
-        self._taken.add(name)
+        self._updated.add(name)
         member = self.optimizer.members[name]
         if type(member).zero_grad is not torch.optim.Optimizer.zero_grad:
             member.zero_grad()
         for value in self._own[name]:
             value.grad = None
-        with torch.autocast(self.parts.device.type, enabled=False):  # one that `step` opened may be on here
+        with torch.autocast(self.parts.device.type, enabled=False):  # `step` may have enabled autocast
             if loss.requires_grad:
                 loss.backward(inputs=values)
             if all(value.grad is None for value in values):
@@ -113,14 +113,14 @@ class AlternatingStep(EagerStep):
                 check_clipping(self.parts.task, self._trainable)
             self.clip(values)
             member.step()
-        torch.clear_autocast_cache()  # it has the weights from before the update
+        torch.clear_autocast_cache()  # the cache has casts of the weights before the update
 
     @property
     def _names(self) -> str:
         return ", ".join(map(repr, self._own))
 
     def _add(self, loss: Tensor, scalars: dict[str, Tensor], weight: Any) -> None:
-        """Adds up what each figure counts, too: a batch may have no loss for one of the optimizers."""
+        """Adds the weight per figure as well, because a batch may have no loss for one of the optimizers."""
         super()._add(loss, scalars, weight)
         for name in scalars:
             self.sums[OF_WEIGHT + name] = self.sums.get(OF_WEIGHT + name, 0) + weight

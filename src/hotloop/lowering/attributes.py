@@ -1,7 +1,7 @@
 """Plain values in attributes of the Task's own objects, as part of State: counters, phases, short lists, small tensors.
 
-A step may count its calls in an attribute, a schedule in a variable of its closure. What has changed since the objects
-were made is saved and put back by place, such as `step/calls`. What has changed and can't be saved is reported.
+A step may count its calls in an attribute, and a schedule in a variable of its closure. A changed value is saved and
+restored by its place, such as `step/calls`. A changed value that can't be saved is reported.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from hotloop.state import host_copy
 from hotloop.task import Task
 
 _IMMUTABLE = (bool, int, float, str, type(None), bytes, complex, enum.Enum, tuple, frozenset, np.generic)
-_OPENED = 256
-"""Items of a container whose items are compared one by one, where they are more than plain values."""
+_MAX_OPENED = 256
+"""Largest container of objects whose items are compared individually."""
 
 _FUNCTIONS = ("step", "loss", "schedule", "weight", "prepare", "augment", "collate", "metrics", "predict", "callbacks")
 _SOURCES = ("data", "validation", "test", "collate")
-"""Roots whose random generators are set before each sample, in each process that has a copy: they are no part of State."""
+"""Roots whose random generators are seeded before each sample in each process. State excludes these generators."""
 
-_BEFORE = "_attributes_before"
+_BEFORE_ATTRIBUTE = "_attributes_before"
 
 
 Found = dict[str, Value]
 
 
 class Attributes:
-    """The plain values that the objects of a Task and its Program hold beside the rest of State.
+    """The plain values in objects of a Task and its Program that the rest of State doesn't contain.
 
     Args:
-        objects: those of the Program alone, such as its model, by name.
-        saved: gives the `id`s of tensors that are part of State already.
+        objects: the Program's own objects by name, such as its model.
+        saved: returns the `id`s of the tensors that State contains already.
     """
 
     def __init__(self, task: Task, objects: Mapping[str, Any], saved: Callable[[], Collection[int]]) -> None:
@@ -53,7 +53,7 @@ class Attributes:
 
     @cached_property
     def _start(self) -> Found:
-        """What was there before the first step, and before the first State was taken or restored."""
+        """The values before the first step, and before the first State was captured or restored."""
         return self._now()
 
     @cached_property
@@ -61,24 +61,24 @@ class Attributes:
         return self._start | {place: value for place, value in self._first.items() if place in self._start}
 
     def begin(self) -> None:
-        """Notes, once, what is there before the first step."""
+        """Records the values before the first step; only the first call has an effect."""
         _ = self._before
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
-        """What has changed since the objects were made: contents by place, and a line for each that can't be saved."""
+        """Returns the changed contents by place, and a line for each changed value that can't be saved."""
         now = self._now()
         moved = _moved(self._before, now)
         places = [place for place in {**self._before, **now} if not is_same(self._before.get(place), now.get(place))]
-        able = {place for place in places if self._can_be_saved(place, now) and not _is_within(place, moved)}
-        contents = {place: now[place].content for place in places if place in able}
+        savable = {place for place in places if self._can_be_saved(place, now) and not _is_within(place, moved)}
+        contents = {place: now[place].content for place in places if place in savable}
         since = [place for place in places if not is_same(self._start.get(place), now.get(place))]
-        lost = dict.fromkeys(place for place in since if place not in able)
-        outer = [place for place in lost if not _is_inside(place, able) and not _is_inside(place, lost)]
-        told = [place.replace("/", ".") for place in outer if not place.startswith("callbacks/")]
-        return contents, [f"training changes {name}, which no checkpoint stores" for name in told]
+        lost = dict.fromkeys(place for place in since if place not in savable)
+        outer = [place for place in lost if not _is_inside(place, savable) and not _is_inside(place, lost)]
+        names = [place.replace("/", ".") for place in outer if not place.startswith("callbacks/")]
+        return contents, [f"training changes {name}, which no checkpoint stores" for name in names]
 
     def compiled(self) -> list[str]:
-        """A line for each module or function of the user's that torch compiles at its first calls."""
+        """Returns a line for each of the user's modules or functions that torch compiles at its first calls."""
         found = [
             (place.replace("/", "."), value.compiled_by) for place, value in self._start.items() if value.compiled_by
         ]
@@ -91,15 +91,15 @@ class Attributes:
             return False
         if was is not None:
             return was.put is not None and not was.is_alias
-        around = self._before.get(place.rpartition("/")[0])  # a new attribute
-        return value.is_complete and around is not None and around.owner is not None
+        parent = self._before.get(place.rpartition("/")[0])  # a new attribute
+        return value.is_complete and parent is not None and parent.owner is not None
 
     def restore(self, contents: Mapping[str, Any] | None, below: tuple[str, ...] = ("",)) -> None:
-        """Puts saved contents back, and what else has changed to what it was when the objects were made.
+        """Restores saved contents; other changed values get their initial content.
 
         Args:
-            contents: None leaves all as it is.
-            below: beginnings of the places that are restored.
+            contents: the saved contents by place; None changes nothing.
+            below: prefixes of the places to restore.
         """
         if contents is None or not below:
             return
@@ -111,8 +111,8 @@ class Attributes:
         moved = _moved(self._before, now)
         _put_all({place: content for place, content in wanted.items() if not _is_within(place, moved)}, now)
         for place in now.keys() - self._start.keys() - wanted.keys():
-            around, _, name = place.rpartition("/")
-            if now[place].is_complete and place.startswith(below) and (owner := now[around].owner) is not None:
+            parent, _, name = place.rpartition("/")
+            if now[place].is_complete and place.startswith(below) and (owner := now[parent].owner) is not None:
                 vars(owner).pop(name, None)
 
     def _now(self) -> Found:
@@ -122,9 +122,9 @@ class Attributes:
 
 def _put_all(contents: Mapping[str, Any], now: Found) -> None:
     for place, content in contents.items():
-        value, (around, _, name) = now.get(place), place.rpartition("/")
+        value, (parent, _, name) = now.get(place), place.rpartition("/")
         if value is None:
-            owner = now[around].owner if around in now else None
+            owner = now[parent].owner if parent in now else None
             if owner is not None and not _has(owner, name):
                 vars(owner)[name] = host_copy(content)
         elif value.put is not None and not value.is_alias and not are_equal(value.content, content):
@@ -132,12 +132,15 @@ def _put_all(contents: Mapping[str, Any], now: Found) -> None:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether an object has an attribute of its own, a module's parameters among them."""
+    """Whether an object itself has an attribute; a module's parameters and buffers count."""
     return name in vars(owner) or (isinstance(owner, nn.Module) and name in {*owner._parameters, *owner._buffers})
 
 
 def _moved(before: Found, now: Found) -> set[str]:
-    """Places that name another object than before, as where one of a list is chosen: what is below them is another's."""
+    """Returns places that refer to another object than before, such as a selected item of a list.
+
+    Values below such a place belong to another object.
+    """
     aliases = {
         place for place in {**before, **now} if any(place in one and one[place].is_alias for one in (before, now))
     }
@@ -147,14 +150,14 @@ def _moved(before: Found, now: Found) -> set[str]:
 
 
 def restore_model_attributes(model: nn.Module, contents: Mapping[str, Any] | None) -> None:
-    """Puts the contents of a State back into a model alone, which is as the model factory made it."""
+    """Restores the contents of a State in a model that the model factory has just returned."""
     own = {place: content for place, content in (contents or {}).items() if place.startswith("model/")}
     if own:
         _put_all(own, found_in({"model": model}, {id(one) for one in (*model.parameters(), *model.buffers())}))
 
 
 def roots_of(task: Task) -> dict[str, Any]:
-    """The Task's own objects by name, but for a model and a loss that are modules: each Program has copies of these."""
+    """Returns the Task's own objects by name, except modules: each Program has copies of the model and of a loss module."""
     functions = {name: getattr(task, name) for name in _FUNCTIONS}
     roots = {name: one for name, one in functions.items() if one is not None and not isinstance(one, nn.Module)}
     roles = task.roles
@@ -167,7 +170,7 @@ def roots_of(task: Task) -> dict[str, Any]:
 
 
 def functions_of(schedule: Any) -> list[Any]:
-    """The functions that a learning-rate scheduler of torch's calls; a scheduler of another class itself."""
+    """Returns the functions that a torch learning-rate scheduler calls; for other classes, the scheduler itself."""
     if not str(type(schedule).__module__).startswith("torch."):
         return [schedule]
     values = [value for name, value in vars(schedule).items() if name != "optimizer"]
@@ -176,26 +179,27 @@ def functions_of(schedule: Any) -> list[Any]:
 
 
 def before(task: Task) -> Found:
-    """What the Task's own objects held when they were first looked at in this process."""
+    """Returns the values of the Task's own objects at the first call in this process."""
     known = vars(task)
-    if _BEFORE not in known:
-        known[_BEFORE] = found_in(roots_of(task), ())
-    return known[_BEFORE]
+    if _BEFORE_ATTRIBUTE not in known:
+        known[_BEFORE_ATTRIBUTE] = found_in(roots_of(task), ())
+    return known[_BEFORE_ATTRIBUTE]
 
 
 def hand_on(task: Task, other: Task) -> None:
-    """Has a changed copy of a Task know what its objects held at first."""
-    vars(other)[_BEFORE] = before(task)
+    """Gives a changed copy of a Task the initial values of the Task's objects."""
+    vars(other)[_BEFORE_ATTRIBUTE] = before(task)
 
 
 def changes_of_samples(task: Task, workers: int | None, ranks: int = 1) -> list[str]:
-    """A line for each attribute that the data set changes when it is asked for a sample, where processes of their own ask.
+    """Returns a line for each attribute that the data set changes when another process loads samples.
 
-    Each worker has a copy of the data set, of which no checkpoint knows, and each rank another. Random generators are not
-    meant.
+    Each worker and each rank has a copy of the data set, and checkpoints store at most one copy. Random generators are
+    excluded.
 
     Args:
-        workers: of the plan; None for as many as the data's own loader has.
+        workers: the plan's number of workers; None for the number of the data's own loader.
+        ranks: the number of ranks.
     """
     source = task.roles.train
     if not isinstance(source, Samples) or not len(source):
@@ -204,12 +208,12 @@ def changes_of_samples(task: Task, workers: int | None, ranks: int = 1) -> list[
     if not has_workers and ranks == 1:
         return []
     root = {"data": source.dataset}
-    with preserved(), unchanged(task), suppress(Exception):  # training itself says what is wrong with a sample
-        held = found_in(root, ())
+    with preserved(), unchanged(task), suppress(Exception):  # training reports the errors of samples
+        initial = found_in(root, ())
         for place in (0, len(source) - 1):
             source.dataset[place]
         now = found_in(root, ())
-        places = [place for place in {**held, **now} if not is_same(held.get(place), now.get(place))]
+        places = [place for place in {**initial, **now} if not is_same(initial.get(place), now.get(place))]
         outer = [place for place in places if not _is_inside(place, places)]
         where = "in each worker's copy of the data set, which no checkpoint stores"
         if not has_workers:
@@ -220,51 +224,52 @@ def changes_of_samples(task: Task, workers: int | None, ranks: int = 1) -> list[
 
 @contextmanager
 def unchanged(task: Task) -> Iterator[None]:
-    """Puts back what is done to the Task's own objects within, as where its step is tried on a batch."""
+    """Restores the Task's own objects after the context, such as after a trial of its step."""
     before(task)
-    held = found_in(roots_of(task), ())
+    initial = found_in(roots_of(task), ())
     try:
         yield
     finally:
         now = found_in(roots_of(task), ())
-        _put_all({place: value.content for place, value in held.items() if value.put is not None}, now)
+        _put_all({place: value.content for place, value in initial.items() if value.put is not None}, now)
 
 
 def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
-    """What can be reached from some objects, by place.
+    """Returns the values that the objects refer to, by place.
 
     Args:
-        left_out: `id`s of tensors that aren't looked at.
+        roots: the objects by name.
+        left_out: the `id`s of tensors to skip.
     """
     found: Found = {}
     places: dict[int, str] = {}
-    kept = []  # so that no two objects get one id
+    references = []  # references, so that Python reuses no id
     own = {package_of(root) for root in roots.values() if not isinstance(root, nn.Module)}
-    left: deque[tuple[str, str, Any, Put | None]] = deque((name, name, root, None) for name, root in roots.items())
+    queue: deque[tuple[str, str, Any, Put | None]] = deque((name, name, root, None) for name, root in roots.items())
 
-    def visit(root: str, around: str, items: Iterable[Held]) -> None:
+    def visit(root: str, parent: str, items: Iterable[Held]) -> None:
         for name, item, put in items:
             if type(item) in SCALARS:
-                found[f"{around}/{name}"] = Value(item, put, is_complete=True)
+                found[f"{parent}/{name}"] = Value(item, put, is_complete=True)
             elif id(item) not in left_out:
-                left.append((root, f"{around}/{name}", item, put))
+                queue.append((root, f"{parent}/{name}", item, put))
 
-    while left:
-        root, place, value, put = left.popleft()
+    while queue:
+        root, place, value, put = queue.popleft()
         if not isinstance(value, _IMMUTABLE):
             if id(value) in places:
                 found[place] = Value(places[id(value)], is_alias=True)
                 continue
-            if (name := _name_of(value)) and name not in found:  # the same, whichever way leads to it
+            if (name := _name_of(value)) and name not in found:  # one place, independent of the path to the object
                 found[place], place = Value(name, is_alias=True), name
             places[id(value)] = place
-            kept.append(value)
+            references.append(value)
         if (one := content_of(value, put)) is not None:
             if not (one.is_random and root in _SOURCES):
                 found[place] = one
         elif isinstance(value, CONTAINERS):
             found[place] = Value((type(value).__name__, len(value)))
-            if len(value) <= _OPENED:
+            if len(value) <= _MAX_OPENED:
                 visit(root, place, items_of(value))
         else:
             owner = value if isinstance(getattr(value, "__dict__", None), dict) else None
@@ -274,7 +279,7 @@ def found_in(roots: Mapping[str, Any], left_out: Collection[int]) -> Found:
 
 
 def _name_of(value: Any) -> str:
-    """What a class, a module or a function without a closure is called; empty for anything else."""
+    """Returns the name of a class, a module or a function without a closure; empty for other objects."""
     if isinstance(value, type):
         return f"class {value.__qualname__}"
     if inspect.ismodule(value):
@@ -287,6 +292,6 @@ def _is_within(place: str, others: Collection[str]) -> bool:
 
 
 def _is_inside(place: str, others: Collection[str]) -> bool:
-    """Whether something around a place is among others."""
+    """Whether an object that contains the place is in `others`."""
     ends = (end for end, letter in enumerate(place) if letter == "/")
     return any(place[:end] in others for end in ends)

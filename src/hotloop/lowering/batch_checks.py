@@ -1,4 +1,4 @@
-"""Checks each batch of a training on its way to the step: whether its rows are counted, and whether its pieces add up."""
+"""Checks of each training batch before its step: that its rows can be counted, and that its pieces add up to the batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hotloop.rng import preserved
 
 
 class BatchChecks:
-    """Checks batches one by one, before their steps.
+    """Checks each batch before its step.
 
     Attributes:
-        needed: whether there is something to check.
+        needed: whether the Task and the plan require checks.
     """
 
     def __init__(self, parts: Ingredients) -> None:
@@ -38,9 +38,9 @@ class BatchChecks:
         """Compares the first batch before training.
 
         Raises:
-            PlanError: its pieces come to something else than the batch, or can't be compared.
+            PlanError: its pieces don't add up to the batch, or can't be compared.
         """
-        if self._later is None:  # the workers of a server have pieces, too
+        if self._later is None:  # the workers of a parameter server have pieces as well
             check_accumulation(self._parts, batch, samples)
             return
         try:
@@ -50,10 +50,13 @@ class BatchChecks:
             self._give_up(str(error))
 
     def passing(self, batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[Any, int]]:
-        """The batches as they come, each checked; `step` is the number of the first one's step.
+        """Yields the batches, each after its check.
+
+        Args:
+            step: the number of the first batch's step.
 
         Raises:
-            PartsDifferError: the pieces of a batch come to something else than the batch.
+            PartsDifferError: the pieces of a batch don't add up to the batch.
         """
         for number, (batch, samples) in enumerate(batches, step):
             self.check(batch, samples, number)
@@ -84,7 +87,7 @@ class BatchChecks:
         self._say(f"whether the pieces of a batch add up to the batch isn't tried any more: {why}")
 
     def say_uncounted(self, doubt: str) -> None:
-        """Says once that the rows of a batch can't be counted."""
+        """Reports once that the rows of a batch can't be counted."""
         self._say(
             f"the rows of a batch can't be counted surely ({doubt}): figures weigh batches by the samples asked for, where "
             "these are known; give the Task a weight(batch), what its loss is a mean over",
@@ -98,7 +101,7 @@ class BatchChecks:
 
 
 def differs_later(error: HotloopError, step: int) -> PartsDifferError:
-    """The error of a comparison as that of the batch of step number `step`, from 0."""
+    """Returns a comparison's error with the number of the batch's step; `step` counts from 0."""
     return PartsDifferError(
         f"step {step + 1}: {error.given}",
         expected=error.expected,

@@ -1,4 +1,4 @@
-"""The batches of a training, from its position on."""
+"""The batches of a training run from its current position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotloop.state import Position
 
 
 class BatchCursor:
-    """Opens the feed where training stands, and goes on from call to call until `reset`."""
+    """Opens the feed at the position of training, and continues at each call until `reset`."""
 
     def __init__(self, step: EagerStep, checks: BatchChecks) -> None:
         self._step, self._checks = step, checks
@@ -26,7 +26,7 @@ class BatchCursor:
         return self._batches is not None
 
     def take(self, feed: Feed, position: Position, steps: int) -> Iterator[tuple[Any, int]]:
-        """Up to so many batches of the position's epoch, each checked on its way."""
+        """Returns up to `steps` checked batches of the position's epoch."""
         if self._batches is None:
             self._batches = self._open(feed, position)
             self._step.cut_from = _rows_of(feed)
@@ -38,7 +38,7 @@ class BatchCursor:
         return self._checks.passing(taken, position.step) if self._checks.needed else taken
 
     def reset(self) -> None:
-        """The next call of `take` opens the feed anew: batches that were taken and not trained on are taken again."""
+        """Closes the feed. The next call of `take` opens the feed again and repeats batches that weren't used for training."""
         self._batches = None
 
     def _open(self, feed: Feed, position: Position) -> Iterator[tuple[Any, int]]:
@@ -54,7 +54,7 @@ def _recorded(batches: Iterator[tuple[Any, int]], step: int) -> Iterator[tuple[A
 
 
 def _rows_of(feed: Feed) -> Any:
-    """The arrays of which batches are rows and nothing else; None where batches are something else."""
+    """Returns the arrays whose rows are the batches; None if batches are transformed or on another device."""
     if isinstance(feed, TableFeed) and feed.untouched and feed.treatment.device.type == "cpu":
         return feed.table.columns
     return None

@@ -1,4 +1,4 @@
-"""What an attribute contains: a value that can be compared, saved in a checkpoint and, where that is possible, put back."""
+"""Contents of attributes: values that can be compared, saved in a checkpoint and, if possible, restored."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torch import Tensor
 from hotloop.lowering.owners import Put
 from hotloop.state import bits
 
-SCALARS = (bool, int, float, str, type(None))  # a tuple, which isinstance takes in a tenth of a union's time
+SCALARS = (bool, int, float, str, type(None))  # isinstance takes a tenth of the time with a tuple than with a union
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_MANY, _BYTES, _SAMPLED = 10_000, 1 << 20, 1 << 12
-"""Items of a container that are compared; bytes of a tensor that are saved; numbers that are compared of a larger tensor."""
+_MAX_ITEMS, _MAX_BYTES, _SAMPLED_NUMBERS = 10_000, 1 << 20, 1 << 12
+"""Limits: compared items of a container, saved bytes of a tensor, and compared numbers of a larger tensor."""
 
 
 class Value(NamedTuple):
-    """What is at a place.
+    """The value at a place.
 
     Attributes:
-        content: to be compared and, where `put` is there, saved.
-        put: puts a saved content back; None where nothing can.
-        owner: the object, where it may get an attribute that it doesn't have yet.
-        is_complete: whether the content alone makes the value again.
-        is_alias: whether the object is at another place, too, which has its content.
-        is_random: whether this is a generator of random numbers.
-        compiled_by: the compiler of a module or function that computes otherwise after its first calls.
+        content: the compared content; it is saved if `put` isn't None.
+        put: restores a saved content; None if the value can't be restored.
+        owner: the object if it can get new attributes; None otherwise.
+        is_complete: whether the value can be created from its content alone.
+        is_alias: whether another place has the same object and its content; `content` is the name of that place.
+        is_random: whether the value is a random generator.
+        compiled_by: the compiler of a module or function whose first calls may compute other last bits; empty if none.
     """
 
     content: Any
@@ -46,7 +46,7 @@ class Value(NamedTuple):
 
 
 def content_of(value: Any, put: Put | None) -> Value | None:
-    """What is compared as a whole; None for what has to be looked into."""
+    """Returns a value that is compared as a whole; None if its parts must be compared."""
     if isinstance(value, enum.Enum):
         kind = type(value)
         return Value(value.name, _then(put, lambda name: kind[name]))
@@ -56,23 +56,23 @@ def content_of(value: Any, put: Put | None) -> Value | None:
         return Value(value)
     if isinstance(value, torch.jit.ScriptModule | torch.jit.ScriptFunction):
         return Value("TorchScript", compiled_by="TorchScript")
-    if type(value).__name__ == "OptimizedModule":  # of torch._dynamo, which takes a second to import
+    if type(value).__name__ == "OptimizedModule":  # a class of torch._dynamo, whose import takes a second
         return Value("torch.compile", compiled_by="torch.compile")
     if isinstance(value, Tensor):
-        return _of_tensor(value, put)
+        return _tensor_value(value, put)
     if isinstance(value, np.ndarray | np.generic):
-        return _of_array(value, put)
+        return _array_value(value, put)
     if isinstance(value, CONTAINERS):
-        return _of_container(value, put)
-    return _of_generator(value)
+        return _container_value(value, put)
+    return _generator_value(value)
 
 
 def _then(put: Put | None, convert: Callable[[Any], Any]) -> Put | None:
     return None if put is None else lambda content: put(convert(content))
 
 
-def _of_container(value: Any, put: Put | None) -> Value | None:
-    if len(value) > _MANY:
+def _container_value(value: Any, put: Put | None) -> Value | None:
+    if len(value) > _MAX_ITEMS:
         return Value(len(value))
     try:
         content = _plain(value)
@@ -87,10 +87,10 @@ def _of_container(value: Any, put: Put | None) -> Value | None:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of a container of plain values alone.
+    """Returns a copy of a container of plain values.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: the container has other values.
     """
     if isinstance(value, SCALARS):
         return value
@@ -107,15 +107,15 @@ def _plain(value: Any) -> Any:
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Gives a container other items, and leaves it the object that it is."""
+    """Replaces a container's items in place."""
     container.clear()
     (container.update if isinstance(container, dict | set) else container.extend)(content)
 
 
-def _of_tensor(value: Tensor, put: Put | None) -> Value:
+def _tensor_value(value: Tensor, put: Put | None) -> Value:
     if value.grad_fn is not None or value.layout != torch.strided or value.is_meta or value.is_quantized:
-        return Value((type(value).__name__, tuple(value.shape)))  # of a graph that is made anew in each step
-    if value.nbytes > _BYTES:
+        return Value((type(value).__name__, tuple(value.shape)))  # each step creates a new graph
+    if value.nbytes > _MAX_BYTES:
         return Value((str(value.dtype), tuple(value.shape), _sample(value)))
     content = value.detach().to("cpu", copy=True).contiguous()
     return Value(content, lambda content: _put_tensor(value, put, content), is_complete=type(value) is Tensor)
@@ -130,23 +130,23 @@ def _put_tensor(live: Tensor, put: Put | None, content: Tensor) -> None:
 
 
 def _sample(value: Tensor) -> bytes:
-    """A hash of some of many numbers."""
+    """Returns a hash of sampled numbers of a tensor."""
     if value.device.type == "meta" or not value.numel():
         return b""
-    step = math.ceil(value.numel() / _SAMPLED)
+    step = math.ceil(value.numel() / _SAMPLED_NUMBERS)
     flat = value.detach().reshape(-1) if value.is_contiguous() else value.detach().flatten()
     return hashlib.sha256(bits(flat[::step]).numpy().tobytes()).digest()
 
 
-def _of_array(value: Any, put: Put | None) -> Value:
+def _array_value(value: Any, put: Put | None) -> Value:
     if value.dtype.hasobject or value.dtype.kind not in "biuf" or value.dtype.byteorder == ">":
         return Value((str(value.dtype), value.shape))
     if isinstance(value, np.generic):
         return Value(value, put)
     if isinstance(value, np.memmap):
         return Value((str(value.dtype), value.shape))
-    if value.nbytes > _BYTES:
-        step = math.ceil(value.size / _SAMPLED)
+    if value.nbytes > _MAX_BYTES:
+        step = math.ceil(value.size / _SAMPLED_NUMBERS)
         return Value((str(value.dtype), value.shape, hashlib.sha256(value.ravel()[::step].tobytes()).digest()))
     return Value(torch.from_numpy(value.copy()), lambda content: _put_array(value, put, content.numpy()))
 
@@ -158,9 +158,9 @@ def _put_array(live: Any, put: Put | None, content: Any) -> None:
         put(content)
 
 
-def _of_generator(value: Any) -> Value | None:
-    """The state of a random generator of the user's own."""
-    if isinstance(value, random.SystemRandom):  # without a state
+def _generator_value(value: Any) -> Value | None:
+    """Returns the state of one of the user's random generators."""
+    if isinstance(value, random.SystemRandom):  # it has no state
         return None
     if isinstance(value, random.Random):
         return Value(value.getstate(), value.setstate, is_random=True)
@@ -168,11 +168,11 @@ def _of_generator(value: Any) -> Value | None:
         return Value(value.get_state(), lambda state: _set_state(value, state), is_random=True)
     if isinstance(value, np.random.RandomState):
         return Value(
-            _as_plain(value.get_state(legacy=False)), lambda state: value.set_state(_as_numpys(state)), is_random=True
+            _as_plain(value.get_state(legacy=False)), lambda state: value.set_state(_as_arrays(state)), is_random=True
         )
     if isinstance(value, np.random.Generator):
         inner = value.bit_generator
-        return Value(_as_plain(inner.state), lambda state: setattr(inner, "state", _as_numpys(state)), is_random=True)
+        return Value(_as_plain(inner.state), lambda state: setattr(inner, "state", _as_arrays(state)), is_random=True)
     return None
 
 
@@ -186,10 +186,10 @@ def _as_plain(state: Any) -> Any:
     return {key: _as_plain(item) for key, item in state.items()} if isinstance(state, dict) else state
 
 
-def _as_numpys(state: Any) -> Any:
+def _as_arrays(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state.numpy().astype(np.uint64)
-    return {key: _as_numpys(item) for key, item in state.items()} if isinstance(state, dict) else state
+    return {key: _as_arrays(item) for key, item in state.items()} if isinstance(state, dict) else state
 
 
 def is_same(one: Value | None, other: Value | None) -> bool:

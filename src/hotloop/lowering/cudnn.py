@@ -1,7 +1,7 @@
-"""The cudnn axis: whether cuDNN times the algorithms of a convolution on a CUDA device, or chooses one by a heuristic.
+"""The axis `cudnn`: on a CUDA device, cuDNN times the algorithms of a convolution or selects one by a heuristic.
 
-torch stores the chosen algorithm by shape, in each thread (torch 2.13: ATen/native/cudnn/Conv_v8.cpp), and reads the store
-before the switch. So the switch counts only where a thread convolves a shape for the first time.
+Each thread caches the selected algorithm by shape (torch 2.13: ATen/native/cudnn/Conv_v8.cpp), and torch reads the cache
+before the switch. So the switch affects only the first convolution of a shape in a thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 def with_cudnn(parts: Ingredients) -> Ingredients:
-    """`torch.backends.cudnn.benchmark` around training steps, also while a step is compiled and recorded."""
+    """Adds `torch.backends.cudnn.benchmark` around training steps, and around their compiling and recording."""
     plan = parts.plan
     if plan.cudnn == "default":
         return parts
@@ -36,7 +36,7 @@ _FIRST_CHOICE = (
 
 @contextmanager
 def benchmarking() -> Iterator[None]:
-    """Switches cuDNN's timing of algorithms on, and restores the switch."""
+    """Enables cuDNN's timing of algorithms within the context."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
@@ -46,21 +46,21 @@ def benchmarking() -> Iterator[None]:
 
 
 class FreshChoice:
-    """Runs work in a thread of its own, in which cuDNN has chosen no algorithm yet.
+    """Runs work in a new thread, whose cache of cuDNN algorithms is empty.
 
-    The thread lives as long as this object does, since a recorded step uses what the thread's algorithms have loaded.
+    The thread lives as long as this object, because a recorded step uses kernels that the thread's algorithms loaded.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cudnn")
 
     def __call__(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`; its error is raised here."""
+        """Returns the result of `work`, or raises its error."""
         return self._thread.submit(work).result()
 
 
 def inexact_reasons(parts: Ingredients) -> Iterator[str]:
-    """Why a resumed run under this plan may differ from an uninterrupted run; nothing where cuDNN times no algorithms."""
+    """Yields why a resumed run under this plan may differ from an uninterrupted run; nothing if cuDNN times no algorithms."""
     on_cuda = any(device.type == "cuda" for device in parts.devices)
     if parts.plan.cudnn == "benchmark":
         yield f"cudnn=benchmark: {_ANOTHER_CHOICE}"

@@ -1,4 +1,4 @@
-"""Whether a data set that was read into memory has changed since: batches of what was read don't show the change."""
+"""Detection of changes in a data set after it was read into memory; training then uses outdated data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DataChanges:
         self._summary: tuple[Any, ...] | None = None
 
     def report(self) -> None:
-        """Says once that the data set has changed since it was read."""
+        """Reports once that the data set has changed since it was read."""
         if self._dataset is None:
             return
         now = summary(self._dataset)

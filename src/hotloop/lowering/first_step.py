@@ -1,4 +1,4 @@
-"""Checks of the first training step: what would train, but on something wrong, is refused or reported."""
+"""Checks of the first training step: probable mistakes that raise no error in torch are rejected or reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hotloop.task import Task
 
 @contextmanager
 def checking_losses(parts: Ingredients, batch: Any) -> Iterator[None]:
-    """Checks the losses of torch that are called within, and reports those that can't be meant.
+    """Checks the torch losses that are called in the context, and reports probable mistakes.
 
     Raises:
         TaskError: output and target of a loss broadcast against each other.

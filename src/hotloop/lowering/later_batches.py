@@ -1,4 +1,4 @@
-"""Which batches after the first are compared in parts and as a whole, within a hundredth of the run's time."""
+"""Selection of later batches whose pieces are compared with the whole batch, within a hundredth of the run's time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 from hotloop.data.tree import tensors
 
 _SHARE = 0.008
-"""Of a run's time, for comparing batches: a hundredth, less what a comparison may take longer than those before it."""
-_COUNTING = 0.3
-"""Of that time, for counting padding, so that some is left to compare in."""
+"""Share of a run's time for comparisons: a hundredth, minus a reserve for a comparison longer than the earlier ones."""
+_COUNTING_SHARE = 0.3
+"""Share of the comparison time for counting padding."""
 _FREE_S = 0.5
-"""Seconds of comparing that no run is too short for."""
-_ALWAYS = 3
-"""Batches with another share of padding that are compared whatever that takes, beside those with another kind of it."""
-_LOOKED_AT = 64
-"""Batches at the beginning whose padding is counted whatever that takes."""
+"""Seconds of comparison that any run allows."""
+_REQUIRED_BATCHES = 3
+"""Number of batches with another share of padding that are compared without a time limit, as is any new kind of padding."""
+_COUNTED_BATCHES = 64
+"""Batches at the beginning whose padding is counted without a time limit."""
 
 
 class LaterBatches:
-    """Says batch by batch whether it is to be compared: the second, fourth, eighth and so on, and each whose share of
-    padding differs from that of all batches compared before.
+    """Selects the batches to compare: the second, fourth, eighth and so on, and each batch whose share of padding differs from
+    all compared batches.
 
-    What counts as padding: zeros, negative numbers, NaN, and numbers that repeat the one before them.
+    Padding is zeros, negative numbers, NaN, and numbers that equal their predecessor.
     """
 
     def __init__(self) -> None:
@@ -40,24 +40,26 @@ class LaterBatches:
         self._waits = False
 
     def compared_first(self, batch: Any) -> None:
-        """Notes the batch that was compared before training."""
+        """Records the batch that was compared before training."""
         self._note(padding_of(batch))
 
     def is_due(self, batch: Any) -> bool:
-        """Whether the next batch of the run is to be compared; called once for each."""
+        """Whether the run's next batch must be compared; called once for each batch."""
         self._number += 1
         power = self._number > 1 and self._number & (self._number - 1) == 0
         self._waits = self._waits or power
         padding = None
-        if self._number <= _LOOKED_AT or self._counted_s <= _COUNTING * self._allowed_s:
+        if self._number <= _COUNTED_BATCHES or self._counted_s <= _COUNTING_SHARE * self._allowed_s:
             before = self._spent_s
             with self._timed():
                 padding = padding_of(batch)
             self._counted_s += self._spent_s - before
         other = padding is not None and padding not in self._known
-        surely = padding is not None and (padding.kinds not in self._kinds or (other and self._padded < _ALWAYS))
+        required = padding is not None and (
+            padding.kinds not in self._kinds or (other and self._padded < _REQUIRED_BATCHES)
+        )
         affordable = self._spent_s + self._longest_s <= self._allowed_s
-        if not surely and not (affordable and (other or self._waits)):
+        if not required and not (affordable and (other or self._waits)):
             return False
         self._padded += other
         self._waits = False
@@ -71,7 +73,7 @@ class LaterBatches:
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """Times a comparison."""
+        """Measures the duration of a comparison."""
         before = self._spent_s
         with self._timed():
             yield
@@ -91,11 +93,11 @@ class LaterBatches:
 
 
 class Padding(NamedTuple):
-    """What of a batch may be padding.
+    """The possible padding of a batch.
 
     Attributes:
-        shapes: of its tensors.
-        counts: of each tensor the zeros, negative numbers, NaN and repetitions.
+        shapes: the shapes of the batch's tensors.
+        counts: for each tensor the numbers of zeros, negative numbers, NaN and repetitions.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -103,12 +105,12 @@ class Padding(NamedTuple):
 
     @property
     def kinds(self) -> tuple[bool, ...]:
-        """Which kinds there are at all."""
+        """For each count, whether it is above 0."""
         return tuple(count > 0 for count in self.counts)
 
 
 def padding_of(batch: Any) -> Padding:
-    """Counts what may be padding; waits for the device once."""
+    """Counts the possible padding of a batch; synchronises with the device once."""
     counted = [
         (tuple(value.shape), _counts(value.detach())) for value in tensors(batch) if value.layout == torch.strided
     ]
@@ -119,7 +121,7 @@ def padding_of(batch: Any) -> Padding:
 
 
 def _counts(value: Tensor) -> Tensor:
-    """Zeros, negative numbers, NaN and repetitions: int64 (4,)."""
+    """Returns the numbers of zeros, negative numbers, NaN and repetitions: int64 (4,)."""
     if not value.numel() or value.is_complex():
         return torch.zeros(4, dtype=torch.int64, device=value.device)
     zeros, nans = (value == 0).sum(), torch.isnan(value).sum()

@@ -1,4 +1,4 @@
-"""Whether the gradients of the ranks' rows add up to that of the batch, for batches after the first."""
+"""Check, for later batches, that the gradients of the ranks' rows add up to the gradient of the batch."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ from hotloop.lowering.shares import APART, differing
 from hotloop.parallel.draws import Pattern
 from hotloop.rng import preserved
 
-_AGREED = 64
-"""Steps at the beginning before each of which the ranks agree whether to compare its batch."""
-_AGREED_EVERY = 16
-"""Steps between two such agreements later, so that they take no hundredth of the time."""
+_FIRST_DECISIONS = 64
+"""Number of first steps before which the ranks decide together whether to compare the batch."""
+_DECISION_INTERVAL = 16
+"""Later steps between two such decisions, so that decisions take less than a hundredth of the time."""
 
 
 class LaterShares:
-    """Compares batches that ranks share, before their steps; all ranks call it together.
+    """Compares batches that ranks share, before their steps; all ranks call `check` together.
 
     Args:
-        parts: with the model before an engine for ranks changes it.
-        draws: how the model draws random numbers.
-        tried: whether the first batch could be compared.
+        parts: the ingredients, with the model before an engine for ranks changes it.
+        draws: the pattern of the model's random numbers.
+        tried: whether the first batch was compared.
     """
 
     def __init__(self, parts: Ingredients, draws: Pattern, *, tried: bool) -> None:
         self._parts, self._draws = parts, draws
         self._later = LaterBatches() if tried and not parts.world.alone else None
-        self._form = _without_numbers(parts.model) if parts.plan.parallel == "sharded" else None
+        self._form = _on_meta_device(parts.model) if parts.plan.parallel == "sharded" else None
         self._step, self._seen, self._due = -1, 0, False
 
     def check(self, batch: Any, rows: int, step: int, together: Callable[[], AbstractContextManager[None]]) -> None:
-        """Compares the batch of which this rank has so many rows, if that is due.
+        """Compares a batch if a comparison is due.
 
         Args:
-            step: number of the step; an optimizer may call the loss several times in one.
-            together: brings the parameters of all ranks together.
+            batch: this rank's rows of the batch.
+            rows: the number of these rows.
+            step: the number of the step; an optimizer may call the loss several times in a step.
+            together: a context in which the model has the parameters of all ranks.
 
         Raises:
             PartsDifferError: the ranks' gradients don't add up to that of the batch.
@@ -57,7 +59,7 @@ class LaterShares:
             return
         self._step, self._seen = step, self._seen + 1
         self._due = self._later.is_due(batch) or self._due
-        if not self._agrees or not self._all_due():
+        if not self._decides or not self._all_due():
             return
         with self._later.comparing(), self._parts.meter.waiting(), unchanged(self._parts.task):
             name = self._compared(batch, rows, together)
@@ -69,23 +71,23 @@ class LaterShares:
             raise differs_later(not_in_pieces(what, "use parallel=none", norms=()), step)
 
     @property
-    def _agrees(self) -> bool:
-        """Whether the ranks agree before this step; ranks that train by themselves do so at the beginning alone."""
-        later = self._seen % _AGREED_EVERY == 0 and self._parts.plan.parallel != "local"
-        return self._seen <= _AGREED or later
+    def _decides(self) -> bool:
+        """Whether the ranks decide before this step; under `parallel=local` they decide at the beginning alone."""
+        later = self._seen % _DECISION_INTERVAL == 0 and self._parts.plan.parallel != "local"
+        return self._seen <= _FIRST_DECISIONS or later
 
     def _all_due(self) -> bool:
         due, self._due = self._parts.world.largest([int(self._due)])[0], False
         return bool(due)
 
     def _compared(self, batch: Any, rows: int, together: Callable[[], AbstractContextManager[None]]) -> str:
-        """The parameter whose gradient differs most; empty where none does."""
+        """Returns the parameter whose gradient differs most; empty if none differs."""
         world = self._parts.world
         own = to_device(batch, torch.device("cpu")) if rows else None
         cut = [part for part in world.gathered(own) if part is not None]
         with together():
-            model = self._parts.model if self._form is None else _filled(self._form, self._parts.model)
-            found = self._difference(cut, model)  # on each rank, since a step may have something to say to the others
+            model = self._parts.model if self._form is None else _with_numbers_of(self._form, self._parts.model)
+            found = self._difference(cut, model)  # on each rank, since a step may communicate
         untried, name = world.from_first(lambda: found)
         if untried:
             self._later = None
@@ -93,7 +95,7 @@ class LaterShares:
         return name
 
     def _difference(self, cut: Sequence[Any], model: nn.Module) -> tuple[str, str]:
-        """Why it can't be tried, or the parameter whose gradient differs most."""
+        """Returns why the comparison failed, and the parameter whose gradient differs most; both may be empty."""
         parts = replace(self._parts, model=model)
         try:
             with preserved(*parts.devices):
@@ -109,14 +111,14 @@ def _rows(batch: Any) -> int:
 
 
 def _joined(cut: Sequence[Any]) -> Any:
-    """The batch of which each rank has some rows."""
+    """Returns the whole batch, joined from the ranks' rows."""
     columns = zip(*(flatten(part)[0] for part in cut), strict=True)
     _, unflatten = flatten(cut[0])
     return unflatten(torch.cat(column) for column in columns)
 
 
-def _without_numbers(model: nn.Module) -> nn.Module:
-    """The model without memory for its parameters and buffers."""
+def _on_meta_device(model: nn.Module) -> nn.Module:
+    """Returns a copy of the model whose parameters and buffers are on the meta device."""
     meta = {id(value): _on_meta(value) for value in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, meta)
 
@@ -126,8 +128,8 @@ def _on_meta(value: Tensor) -> Tensor:
     return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
-def _filled(form: nn.Module, model: nn.Module) -> nn.Module:
-    """A model with the numbers of another one, whose parameters are whole."""
+def _with_numbers_of(form: nn.Module, model: nn.Module) -> nn.Module:
+    """Returns a copy of `form` with the numbers of `model`, whose parameters are unsharded."""
     made = copy.deepcopy(form)
     for named in (nn.Module.named_parameters, nn.Module.named_buffers):
         values = dict(named(model))

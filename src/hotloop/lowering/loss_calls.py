@@ -1,4 +1,4 @@
-"""Watches which losses of torch the first step calls: a shape that can't be meant is refused, a doubtful value is reported."""
+"""Checks of the torch losses that the first step calls: wrong shapes are rejected, and doubtful values are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PAIRS = (
     *_WITH_LOGITS,
     *(F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss, F.kl_div, F.binary_cross_entropy),
 )
-"""Losses that compare each output with the target of the same place."""
+"""Losses that compare each output with the target at the same index."""
 
 _VIEWS = (
     "View",
@@ -39,21 +39,21 @@ _VIEWS = (
     "Expand",
 )
 _ROUNDING = 1e-3
-"""How far a sum of probabilities may be from 1, in half precision too."""
+"""Tolerance of a sum of probabilities around 1, also in half precision."""
 
 
 class LossCalls(TorchFunctionMode):
-    """Checks each call of a loss of torch.
+    """Checks each call of a torch loss.
 
     Args:
-        batch: the batch that the loss is computed of.
+        batch: the batch of the loss.
         classes: whether the Task names the classes of its targets.
 
     Attributes:
-        doubts: one line for each loss that can't be meant.
+        doubts: one line for each probable mistake.
 
     Raises:
-        TaskError: outputs and targets are of shapes that torch would broadcast against each other.
+        TaskError: torch would broadcast outputs and targets against each other.
     """
 
     def __init__(self, batch: Any, *, classes: bool) -> None:
@@ -87,10 +87,10 @@ class LossCalls(TorchFunctionMode):
             ] = None
 
     def _is_broadcast(self, output: Tensor, target: Tensor) -> bool:
-        """Whether outputs are surely compared with targets of other samples."""
+        """Whether the loss certainly compares outputs with targets of other samples."""
         if output.shape == target.shape or 1 in (output.numel(), target.numel()):
             return False
-        if not _fit(output, target):
+        if not _can_broadcast(output, target):
             return False  # torch raises its own error
         if _grows(output, target) or any(_same_memory(target, one) for one in self._batch):
             return True
@@ -98,12 +98,12 @@ class LossCalls(TorchFunctionMode):
         return small.ndim < large.ndim and small.shape[:1] == large.shape[:1]
 
     def _check_difference(self, operands: Sequence[Any]) -> None:
-        """A difference by hand, of which one side is the target as it came."""
+        """Checks a subtraction whose left or right side is the batch's target."""
         if len(operands) < 2 or not all(isinstance(one, Tensor) for one in operands[:2]) or not self._batch:
             return
         one, other = operands[:2]
         target = self._batch[-1]
-        if not (_same_memory(one, target) or _same_memory(other, target)) or not _fit(one, other):
+        if not (_same_memory(one, target) or _same_memory(other, target)) or not _can_broadcast(one, other):
             return
         if _grows(one, other):
             self.doubts[
@@ -123,14 +123,14 @@ def _shapes_differ(output: Tensor, target: Tensor) -> TaskError:
     )
 
 
-def _fit(one: Tensor, other: Tensor) -> bool:
+def _can_broadcast(one: Tensor, other: Tensor) -> bool:
     """Whether torch can broadcast two shapes against each other."""
     pairs = zip(reversed(one.shape), reversed(other.shape), strict=False)
     return all(a == b or 1 in (a, b) for a, b in pairs)
 
 
 def _grows(one: Tensor, other: Tensor) -> bool:
-    """Whether what two tensors are broadcast to is larger than either."""
+    """Whether the broadcast shape of two tensors is larger than each tensor."""
     return torch.broadcast_shapes(one.shape, other.shape).numel() > max(one.numel(), other.numel())
 
 
@@ -139,7 +139,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
     return plain and one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
 
 
-# --- values that can't be meant: each check takes (output, target, the output with its history), and returns a line
+# --- doubtful values: each check takes (output, target, output with its autograd graph), and returns a line or ""
 
 
 def _not_logarithms(output: Tensor, target: Tensor, original: Tensor) -> str:
@@ -192,7 +192,7 @@ def _within_one(output: Tensor) -> bool:
 
 
 def _made_by(output: Tensor) -> str:
-    """Which operation made a tensor, behind views and casts; empty for a leaf."""
+    """Returns the operation that computed a tensor, apart from views and casts; empty for a leaf."""
     node = output.grad_fn
     while node is not None and _operation(node) in _VIEWS:
         node = next((before for before, _ in node.next_functions if before is not None), None)
@@ -200,7 +200,7 @@ def _made_by(output: Tensor) -> str:
 
 
 def _operation(node: Any) -> str:
-    """`Sigmoid` for a `SigmoidBackward0`."""
+    """Returns `Sigmoid` for a `SigmoidBackward0`."""
     return re.sub(r"Backward\d*$", "", node.name())
 
 
@@ -216,7 +216,7 @@ _CHECKS: dict[Any, tuple[Check, ...]] = {
 
 @contextmanager
 def watched_losses(model: nn.Module, batch: Any, *, classes: bool) -> Iterator[LossCalls | None]:
-    """Checks the losses called meanwhile; None where the model is compiled by the user, whose guards a mode would break."""
+    """Checks the losses called in the context; None if the user compiled the model, whose guards a mode would invalidate."""
     if any(map(_is_compiled, model.modules())):
         yield None
         return

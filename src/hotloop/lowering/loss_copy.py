@@ -1,4 +1,4 @@
-"""A copy of a loss to try: what the copy counts or stores is not the loss's own."""
+"""Copies of a loss for trial calls: a copy shares no mutable state with the loss."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 from hotloop.errors import blame
 from hotloop.sources import is_installed
 
-_CLOSED = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
 
 
 class NotCopied(Exception):
-    """A part of the loss can't be copied; the text says which and why."""
+    """A part of the loss can't be copied; the text names the part and the reason."""
 
 
 def copied_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss that shares nothing which changes: closures, defaults and the globals that its code names are copied.
+    """Returns a copy of the loss, including its closures, its defaults and the globals that its code names.
 
     Raises:
-        NotCopied: a part can't be copied.
+        NotCopied: a part of the loss can't be copied.
     """
     return _copied(loss, {}, "the loss")
 
@@ -41,7 +41,7 @@ def _copied(value: Any, known: dict[int, Any], name: str) -> Any:
     if isinstance(value, MethodType):
         return MethodType(value.__func__, _copied(value.__self__, known, name))
     if isinstance(value, FunctionType):
-        return value if _is_others(value) else _copied_function(value, known)
+        return value if _is_library_function(value) else _copied_function(value, known)
     try:
         return copy.deepcopy(value, known)
     except Exception as error:
@@ -68,14 +68,14 @@ def _copied_function(function: FunctionType, known: dict[int, Any]) -> FunctionT
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The globals that code names, functions inside of it included."""
+    """Yields the global names in code and in its nested functions."""
     yield from code.co_names
     for item in code.co_consts:
         if isinstance(item, CodeType):
             yield from _names(item)
 
 
-def _is_others(function: FunctionType) -> bool:
+def _is_library_function(function: FunctionType) -> bool:
     """Whether a function is part of Python, of torch or of an installed package."""
     package = str(function.__module__).partition(".")[0]
-    return package in _CLOSED or is_installed(function.__code__.co_filename)
+    return package in _LIBRARIES or is_installed(function.__code__.co_filename)

@@ -1,4 +1,4 @@
-"""Whether a loss is a sum over the batch: a batch that is twice and three times as large has twice and three times its loss."""
+"""Detection of losses that are a sum over the batch: twice the samples have twice the loss."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hotloop.rng import preserved
 from hotloop.task import Task
 
 _CLOSE = 1e-4
-"""How far a multiple of a loss may be off, relative to it."""
+"""Relative tolerance of a multiple of a loss."""
 
 
 def sum_doubt(task: Task, output: Any, target: Any, device: torch.device) -> str:
-    """One line if the loss grows with the batch, or if that can't be tried; empty if the loss doesn't.
+    """Returns one line if the loss grows with the batch, or if the check fails; empty otherwise.
 
-    The loss is called on repeated outputs and targets, as a copy, with the random generators put back; the model isn't
-    called.
+    The check calls a copy of the loss on repeated outputs and targets, and restores the random generators. The check doesn't
+    call the model.
 
     Args:
-        output: of the model for one batch.
-        target: of the same batch.
+        output: the model's output for one batch.
+        target: the target of the same batch.
     """
     if task.loss is None or task.objective.sums_samples or task.objective.reduction == "sum":
         return ""
@@ -47,7 +47,7 @@ def sum_doubt(task: Task, output: Any, target: Any, device: torch.device) -> str
 
 
 def _losses(task: Task, output: Any, target: Any, device: torch.device) -> list[float]:
-    """The loss of the batch once, twice and three times; empty where the rows of a batch can't be repeated."""
+    """Returns the losses of the batch, of two copies and of three copies of it; empty if its rows can't be repeated."""
     whole = (output, target)
     rows, doubt = count_rows(whole)
     if doubt or not all(value.ndim and len(value) == rows for value in tensors(whole)):

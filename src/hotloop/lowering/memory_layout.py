@@ -1,4 +1,4 @@
-"""Parameters and buffers whose elements have no memory of their own each: sparse, quantized, expanded, overlapping ones."""
+"""Checks for parameters and buffers without separate memory per element: sparse, quantized, expanded or overlapping."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hotloop.errors import TaskError
 
 
 def check_memory(model: nn.Module, owner: str = "model") -> None:
-    """Refuses what no checkpoint can hold, and parameters that no optimizer can update.
+    """Rejects tensors that a checkpoint can't store, and parameters that an optimizer can't update.
 
     Raises:
-        TaskError: one is sparse or quantized, or a parameter to train has elements that share memory.
+        TaskError: a tensor is sparse or quantized, or a trainable parameter has elements that share memory.
     """
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for what, tensors in (("parameter", parameters), ("buffer", buffers)):
@@ -37,7 +37,7 @@ def check_memory(model: nn.Module, owner: str = "model") -> None:
 
 
 def shares_memory(value: Tensor) -> bool:
-    """Whether two elements of a tensor have the same memory, as those of an expanded one have."""
+    """Whether two elements of a tensor share memory, as in an expanded tensor."""
     dims = sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1)
     reach = 0
     for stride, size in dims:
@@ -48,7 +48,7 @@ def shares_memory(value: Tensor) -> bool:
 
 
 def have_common(one: Tensor, other: Tensor) -> bool:
-    """Whether two dense tensors have an element's memory in common."""
+    """Whether two dense tensors share the memory of any element."""
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata or not (one.numel() and other.numel()):
         return False
     first, second = _span(one), _span(other)
@@ -64,7 +64,7 @@ def have_common(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(value: Tensor) -> range:
-    """The bytes of its storage from a tensor's first one to its last one."""
+    """Returns the range of bytes in its storage that a tensor covers."""
     reach = sum(stride * (size - 1) for stride, size in zip(value.stride(), value.shape, strict=True))
     first = int(value.storage_offset())
     return range(first * value.itemsize, (first + int(reach) + 1) * value.itemsize)

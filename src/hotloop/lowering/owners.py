@@ -1,6 +1,6 @@
-"""What objects of the user's hold, each with a function that puts another value in its place.
+"""Values in the user's objects, each with a function that replaces the value.
 
-`reach.py` names what is held; here the owner is known as well: an object, a class, a closure, a module, a container.
+`reach.py` lists the values alone; this file knows their owner as well: an object, class, closure, module or container.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from hotloop.lowering.reach import attributes, class_of, is_others, names_in, of
 
 Put = Callable[[Any], None]
 Held = tuple[str, Any, Put | None]
-"""A name, what has it, and what puts another value there; None where nothing can."""
+"""`(name, value, put)`, where `put` replaces the value; `put` is None if the value can't be replaced."""
 
-_OF_ANY_MODULE = vars(nn.Module()).keys()
-_OPENED = ("torch.utils.data", "hotloop.data")
-"""Packages whose objects and functions only wrap those of the user's."""
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+_WRAPPING_PACKAGES = ("torch.utils.data", "hotloop.data")
+"""Packages whose objects and functions wrap the user's objects."""
 
 
 def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
-    """What an object, class, function or module holds.
+    """Yields the values in an object, class, function or module.
 
     Args:
-        own: installed packages that count as the user's, since the step or the loss is theirs.
+        own: installed packages that count as the user's code, because the step or the loss belongs to them.
     """
     if isinstance(value, torch.jit.ScriptModule):
         return
     if isinstance(value, nn.Module):
-        yield from _of_module(value)
+        yield from _module_values(value)
     elif isinstance(value, type):
         yield from ((name, item, _setter(value, name)) for name, item in of_class(value, own))
     elif inspect.ismodule(value):
         yield from ((name, item, partial(vars(value).__setitem__, name)) for name, item in of_file(value, own))
     elif inspect.isroutine(value) or isinstance(value, partial):
-        yield from _of_function(value, own)
+        yield from _function_values(value, own)
     elif isinstance(value, torch.optim.Optimizer):
-        yield from _of_object(value, _of_any_optimizer())
-    elif str(type(value).__module__).startswith(_OPENED):
-        yield from _of_object(value, ())
+        yield from _object_values(value, _torch_attributes())
+    elif str(type(value).__module__).startswith(_WRAPPING_PACKAGES):
+        yield from _object_values(value, ())
     else:
         for name, item in attributes(value, own):
             known = vars(value) if hasattr(value, "__dict__") else {}
@@ -55,8 +55,8 @@ def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
 
 
 @cache
-def _of_any_optimizer() -> Set[str]:
-    """What torch itself keeps in an optimizer's attributes."""
+def _torch_attributes() -> Set[str]:
+    """Returns the attributes that torch itself stores in an optimizer."""
     plain = vars(torch.optim.SGD([torch.zeros(())], lr=0.1)).keys()
     of_some = {
         "_need_device_dtype_check_for_fused",
@@ -72,21 +72,21 @@ def _setter(owner: Any, name: str) -> Put | None:
     return partial(setattr, owner, name)
 
 
-def _of_object(value: Any, left_out: Iterable[str]) -> Iterator[Held]:
+def _object_values(value: Any, left_out: Iterable[str]) -> Iterator[Held]:
     own = getattr(value, "__dict__", {})
     yield from ((name, item, partial(own.__setitem__, name)) for name, item in own.items() if name not in left_out)
     if package_of(type(value)) != "torch":
         yield (*class_of(value), None)
 
 
-def _of_module(module: nn.Module) -> Iterator[Held]:
+def _module_values(module: nn.Module) -> Iterator[Held]:
     yield from ((name, part, None) for name, part in module._modules.items())
     yield from ((name, value, None) for name, value in module._parameters.items())
     yield from ((name, value, None) for name, value in module._buffers.items())
-    yield from _of_object(module, _OF_ANY_MODULE)
+    yield from _object_values(module, _MODULE_ATTRIBUTES)
 
 
-def _of_function(function: Any, own: Set[str]) -> Iterator[Held]:
+def _function_values(function: Any, own: Set[str]) -> Iterator[Held]:
     if inspect.ismethod(function):
         yield "self", function.__self__, None
     if isinstance(function, partial):
@@ -95,11 +95,11 @@ def _of_function(function: Any, own: Set[str]) -> Iterator[Held]:
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return
-    wraps = str(function.__module__).startswith(_OPENED)
+    wraps = str(function.__module__).startswith(_WRAPPING_PACKAGES)
     if is_others(function, own) and not wraps:
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with suppress(ValueError):  # a variable that isn't there yet
+        with suppress(ValueError):  # the variable has no value yet
             yield name, cell.cell_contents, partial(setattr, cell, "cell_contents")
     if wraps:
         return
@@ -110,9 +110,9 @@ def _of_function(function: Any, own: Set[str]) -> Iterator[Held]:
 
 
 def _globals(names: Iterable[str], namespace: dict[str, Any], own: Set[str], seen: set[int]) -> Iterator[Held]:
-    """What has one of these names, in the user's modules that have one of them too: `settings.step`."""
+    """Yields the globals with these names, and those in the user's modules among them, such as `settings.step`."""
     for name in names:
-        value = namespace.get(name, sys.modules.get(name))  # the function itself may import it
+        value = namespace.get(name, sys.modules.get(name))  # the function may contain the import
         if not inspect.ismodule(value):
             yield from [(name, value, partial(namespace.__setitem__, name))] if name in namespace else ()
         elif id(value) not in seen and not is_others(value, own):
@@ -122,7 +122,7 @@ def _globals(names: Iterable[str], namespace: dict[str, Any], own: Set[str], see
 
 
 def items_of(container: Any) -> Iterator[Held]:
-    """What a container holds, by key or place."""
+    """Yields a container's items by key or index."""
     if isinstance(container, Mapping):
         for number, (key, item) in enumerate(container.items()):
             name = str(key) if isinstance(key, bool | int | float | str | None) else f"[{number}]"

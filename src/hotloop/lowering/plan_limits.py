@@ -1,4 +1,4 @@
-"""What of an optimizer, and of what callbacks change, doesn't go with a plan of several processes."""
+"""Optimizers and changes by callbacks that a plan with several processes doesn't support."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from hotloop.lowering.ingredients import Ingredients
 from hotloop.optimizer_state import has_own_state_dict, inner_optimizers
 
 _SPLITTING = ("sharded", "towers", "tensor", "stages", "local")
-"""Values of `parallel` under which ranks split, move or average an optimizer's state parameter by parameter."""
+"""Values of `parallel` with which ranks split, move or average the state of single parameters."""
 
 
 def check_optimizer(parts: Ingredients, optimizer: torch.optim.Optimizer, *, switches: bool) -> None:
-    """Refuses an optimizer whose state, or whose two modes, don't go with the plan or the Task.
+    """Rejects an optimizer whose state or modes the plan or the Task doesn't support.
+
+    Args:
+        switches: whether the optimizer has a training and an evaluation mode.
 
     Raises:
-        TaskError: the optimizer averages weights by itself, and so does the Task.
+        TaskError: the optimizer and the Task both average the weights.
         PlanError: ranks can't split the optimizer's state.
     """
     name, parallel, average = type(optimizer).__name__, parts.plan.parallel, parts.task.average
@@ -38,7 +41,7 @@ def check_optimizer(parts: Ingredients, optimizer: torch.optim.Optimizer, *, swi
 
 
 def check_trainable(parts: Ingredients, as_built: Sequence[bool]) -> None:
-    """Raises PlanError if a parameter was frozen or thawed since the step was built: other processes don't know of it."""
+    """Raises PlanError if a parameter was frozen or unfrozen after the step was built, as other processes miss the change."""
     named = list(parts.model.named_parameters())
     changed = [name for (name, value), before in zip(named, as_built, strict=True) if value.requires_grad != before]
     if changed:

@@ -1,4 +1,4 @@
-"""Which products a step computes, and in which formats: seen operator by operator, or read from a captured graph."""
+"""Counts of a step's products by number format, observed operator by operator or read from a captured graph."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hotloop.onlooker import Onlooker
 from hotloop.switches import read
 
 Counts = Counter[tuple[str, str]]
-"""How many products there are of a class of operators and a format."""
+"""The number of products by class of operators and format."""
 
 
 class Products(Onlooker):
-    """Counts the products of a step that runs operation by operation, each under the switches that it runs under."""
+    """Counts the products of an eager step, each with the switches at its call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Products(Onlooker):
 
 
 def products_of(graph: GraphModule, switches: Switches) -> Counts:
-    """Those of a captured step that runs under such switches, with the graphs inside of its operators."""
+    """Returns the products of a captured step under the given switches, including graphs nested in its operators."""
     counts: Counts = Counter()
     for inner in graph.modules():
         for node in inner.graph.nodes if isinstance(inner, GraphModule) else ():
@@ -52,7 +52,7 @@ def _count(counts: Counts, function: Any, given: Any, switches: Any) -> None:
 
 
 def _lowest(operator: str, values: Iterable[Tensor], switches: Switches) -> str | None:
-    """The format of the fewest bits among the operands; None where none of them has numbers with a fraction."""
+    """Returns the format with the fewest bits among the operands; None if no operand is a floating-point tensor."""
     formats = [format_of(operator, _name(value.dtype), value.device.type, switches) for value in values]
     return max(filter(None, formats), key=FORMATS.index, default=None)
 

@@ -1,4 +1,4 @@
-"""Puts the saved state of a learning-rate schedule back."""
+"""Restoring the saved state of a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from hotloop.state import host_copy
 
 
 def restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
-    """Loads a state that `state_of` gave.
+    """Loads a state that `state_of` returned.
 
     Raises:
         CheckpointError: the state belongs to another schedule.
     """
     now = state_of(schedule)
-    missing = [key for key in now.keys() - saved.keys() if not key.startswith("_")]  # torch adds private ones
+    missing = [
+        key for key in now.keys() - saved.keys() if not key.startswith("_")
+    ]  # torch versions differ in private keys
     if missing or (saved and schedule is None):
         what = " and ".join(f"a {type(one).__name__}" for one in schedules_of(schedule)) or "none"
         raise CheckpointError(
@@ -29,6 +31,6 @@ def restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
 
 
 def schedule_left(schedule: Any) -> int | None:
-    """Steps that the schedule can still take; None if it has no end."""
+    """Returns the number of steps until the schedule's end; None if it has no end."""
     bounded = [one for one in schedules_of(schedule) if getattr(one, "total_steps", None) is not None]
     return min((one.total_steps - one.last_epoch for one in bounded), default=None)

@@ -1,4 +1,4 @@
-"""Whether the model can be trained on a batch of one sample, where some batch of each epoch has no more."""
+"""Check that the model can train on one sample, if an epoch has a batch or a part of a batch with one sample."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from hotloop.lowering.ingredients import Ingredients
 from hotloop.rng import Streams, preserved
 
 NORMALISED = "Expected more than 1 value per channel when training"
-"""What torch raises where a batch norm gets one value for each channel."""
+"""The error that torch raises if a batch norm gets one value per channel."""
 
 
 def check_single_samples(parts: Ingredients) -> None:
-    """Trains a copy of the model on one sample where batches, or their parts, have one; nothing of it stays.
+    """Trains a copy of the model on one sample if a batch or a part of a batch has one sample; the Task is unchanged.
 
     Raises:
-        TaskError: it fails; the message names the batch and what to do.
+        TaskError: training on one sample fails; the message names the batch and the fix.
     """
     order = parts.roles.order
     if order is None:
         return
     last = order.size(order.batches - 1)
-    whole = last == 1 and not _is_joined(parts)
+    whole = last == 1 and not _normalises_separately(parts)
     if not whole and _smallest(parts, {order.batch_size, last}) > 1:
         return
     try:
-        failed = _tried(parts)
+        failed = _training_error(parts)
     except Exception as error:  # the first step reports it
         parts.say(f"whether the model can be trained on one sample isn't tried: {blame(error)}")
         return
-    if not failed or (not whole and NORMALISED in failed):  # ranks normalise over the whole batch, pieces are compared
+    if not failed or (
+        not whole and NORMALISED in failed
+    ):  # ranks normalise over the whole batch; another check compares pieces
         return
     if not whole:
         what = f"a part of a batch has 1 sample, on which the model fails in training: {failed}"
@@ -58,13 +60,13 @@ def check_single_samples(parts: Ingredients) -> None:
     )
 
 
-def _is_joined(parts: Ingredients) -> bool:
-    """Whether each rank normalises by statistics of its own where it has one sample."""
+def _normalises_separately(parts: Ingredients) -> bool:
+    """Whether ranks normalise separately, each over its own samples."""
     return parts.plan.parallel == "local"
 
 
 def _smallest(parts: Ingredients, sizes: set[int]) -> int:
-    """The fewest samples that a piece or a rank's part of batches of these sizes has, of those that have any."""
+    """Returns the smallest nonzero number of samples of a piece or of a rank's part, for batches of these sizes."""
     smallest = min(sizes)
     for size in sizes:
         ranks = parts.dealt.ranks
@@ -77,8 +79,8 @@ def _smallest(parts: Ingredients, sizes: set[int]) -> int:
     return smallest
 
 
-def _tried(parts: Ingredients) -> str:
-    """What a copy of the model raises for one sample in its own mode; empty if nothing."""
+def _training_error(parts: Ingredients) -> str:
+    """Returns the error of a copy of the model for one sample, with the model's own modes; empty without an error."""
     with preserved(*parts.devices):
         model = copied(parts.model)
         batch = to_device(peek(parts.roles, 1), parts.device)

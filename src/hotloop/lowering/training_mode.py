@@ -1,4 +1,4 @@
-"""The mode of each module while the model trains, as the model factory made it or a callback changed it."""
+"""The modes of the modules during training, as the model factory returned them or a callback changed them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hotloop.modes import set_training, stays_in_eval
 
 
 class TrainingMode:
-    """Puts a model into training mode.
+    """The modes of a model's modules during training.
 
     Attributes:
-        in_eval: names of the modules that stay in evaluation mode.
+        in_eval: the names of the modules that stay in evaluation mode.
     """
 
     def __init__(self, model: nn.Module, in_eval: Collection[str]) -> None:
@@ -22,16 +22,16 @@ class TrainingMode:
         self._model = model
 
     def set(self) -> None:
-        """Puts the model into training mode, but for the modules that stay in evaluation mode."""
+        """Switches the model to training mode, except for the modules that stay in evaluation mode."""
         set_training(self._model, self.in_eval)
 
     def follow(self, parallel: str) -> bool:
-        """Takes over the modes of single modules that a callback has switched; whether it has switched some.
+        """Adopts the modes of single modules that a callback switched; returns whether there are any.
 
-        A callback that switched the whole model, to evaluate it say, changes nothing.
+        A switch of the whole model, such as for an evaluation, has no effect.
 
         Raises:
-            PlanError: the callback runs in one of several processes alone.
+            PlanError: the plan has several processes, and the callback runs in one of them.
         """
         modes = {module.training for module in self._model.modules()}
         if len(modes) == 1 or (found := stays_in_eval(self._model)) == self.in_eval:

@@ -1,4 +1,4 @@
-"""Computes in float64 with tensors that a model or a loss holds in float32, wherever it holds them."""
+"""Computing in float64 with a model or a loss that has float32 tensors in any of its objects."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 def widen_model(model: nn.Module) -> nn.Module:
-    """The model in float64, in place; `module.double()` leaves complex numbers as they are."""
+    """Converts the model to float64 in place, including complex tensors, which `module.double()` skips; returns the model."""
     return model.double()._apply(widened)
 
 
 class Widening(TorchDispatchMode):
-    """Widens the other operands of each operation that has a float64 operand.
+    """Converts the other operands of each operation with a float64 operand to float64.
 
-    Class weights of a loss, for example, are attributes, variables of a closure, arguments of a `functools.partial` or
-    globals: `module.double()` doesn't reach them.
+    Class weights of a loss, for example, may be in a closure, in arguments of a `functools.partial` or in globals, which
+    `module.double()` doesn't convert.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not function._schema.is_mutable and tree_any(_is_wide, (args, kwargs)):
             args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
-            if kwargs.get("dtype") in _WIDE:  # a cast to what the model computes in, which is float64 here
+            if kwargs.get("dtype") in _WIDE:  # a cast to the model's dtype, which is float64 here
                 kwargs = {**kwargs, "dtype": _WIDE[kwargs["dtype"]]}
         return function(*args, **kwargs)
 
 
 def widened(value: Tensor) -> Tensor:
-    """A tensor of single precision in double precision; any other as it is."""
+    """Returns a float32 or complex64 tensor in double precision; other tensors unchanged."""
     return value.to(_WIDE[value.dtype]) if value.dtype in _WIDE else value
 
 

@@ -1,4 +1,4 @@
-"""How far this process is in its training, for a watchdog in another thread."""
+"""The training progress of this process, which a watchdog in another thread reads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass
 class Progress:
-    """The place of one process, which has one training at a time.
+    """The progress of one process, which has one training run at a time.
 
     Attributes:
         phase: `start`, `training`, `evaluation`, `checkpoint`, `callbacks` or `end`.
-        step: number of the step that runs, or that ran last, from 0.
-        steps: steps that this process has begun.
-        batches: batches of evaluations that this process has begun.
-        longest_s: seconds of the longest step, with the wait for its batch; 0 before one is done.
+        step: the number of the current or last step, from 0.
+        steps: the number of steps that this process has begun.
+        batches: the number of evaluation batches that this process has begun.
+        longest_s: the duration of the longest step with the wait for its batch, in seconds; 0 before the first step ends.
     """
 
     phase: str = "start"
@@ -28,7 +28,7 @@ class Progress:
     _began: float = 0.0
 
     def begin_step(self, number: int) -> None:
-        """Records that a step begins; the step before, if it was the one before, has ended."""
+        """Records the begin of a step, and the duration of the step before it."""
         now = time.monotonic()
         if self.phase == "training" and self.steps and number == self.step + 1:
             self.longest_s = max(self.longest_s, now - self._began)
@@ -36,18 +36,18 @@ class Progress:
         self.steps += 1
 
     def begin_batch(self) -> None:
-        """Records that a batch of an evaluation begins."""
+        """Records the begin of an evaluation batch."""
         self.batches += 1
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Records a phase until the end; as a decorator, for each call."""
+        """Records a phase for the duration of the context, or of each call as a decorator."""
         before, self.phase = self.phase, phase
         try:
             yield
         finally:
-            self.phase, self._began = before, time.monotonic()  # the time of the phase is none of the step's
+            self.phase, self._began = before, time.monotonic()  # the step's time excludes the phase
 
 
 PROGRESS = Progress()
-"""Of this process."""
+"""The progress of this process."""

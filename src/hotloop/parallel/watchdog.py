@@ -1,6 +1,6 @@
-"""Ends a rank that waits too long for others, with one line that says where each rank is.
+"""Ends a rank that waits too long for other ranks, with one line that reports the place of each rank.
 
-The main thread may wait in C++ meanwhile: torch releases Python's lock there, so that threads run.
+The main thread may wait in C++ meanwhile. torch releases Python's lock there, so that the watchdog's threads run.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from hotloop.handlers import INTERRUPTING
 from hotloop.parallel.progress import PROGRESS
 
 LONGEST_WAIT_S = 1800.0
-"""While another rank starts, writes a checkpoint, or calls callbacks: the others can't know how long that takes."""
+"""Longest wait while another rank starts, writes a checkpoint or calls callbacks, whose duration is unknown."""
 
 _LEAST_WAIT_S = 60.0
 _STEPS = 20
-"""Without a time that the user gives, ranks wait for each other as long as so many of the longest step."""
+"""Without the user's own limit, ranks wait for each other for this multiple of the longest step."""
 
 _EVERY_S = 0.5
 _SIGNAL_WAIT_S = 6.0
-"""Ranks that have got a signal wait so long for each other, to save together; all must have ended after 10 s."""
+"""Longest wait of ranks after a signal, so that they save together; all ranks must end within 10 s."""
 _ORPHAN_S = 3.0
-"""A rank whose parent was killed has so long to save; a checkpoint that is being written has longer."""
+"""Time to save for a rank whose parent was killed; `_ORPHAN_WRITES_S` while a checkpoint is written."""
 _ORPHAN_WRITES_S = 30.0
 _SILENT_S = 3.0
-"""Each rank writes its place every half second; one that has not for so long is stopped."""
+"""Each rank writes its place every half second; a rank without a newer place for this time is stopped or ended."""
 
 _SHARED = ("training", "evaluation")
-"""Phases in which all ranks compute; in each other phase one may work while the others wait."""
+"""Phases in which all ranks compute; in other phases one rank may work while the others wait."""
 
 _RECORDED = 64
-"""Collective operations that torch's flight recorder stores."""
+"""Number of collective operations that torch's flight recorder stores."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """The place of a rank in its training.
 
     Attributes:
         phase, step, steps, batches: see `Progress`.
-        operation: the collective operation that the rank waits for, such as `all_gather (operation 57)`; empty if none.
-        newest: number of the collective operation that began last.
-        line: the user's innermost line that runs, such as `task.py:33`; empty where there is none.
-        signalled: number of the signal that has asked the rank to stop; 0 without one.
+        operation: the collective operation that the rank waits for, such as `all_gather, operation 57`; empty if none.
+        newest: the number of the collective operation that began last.
+        line: the innermost running line of the user's code, such as `task.py:33`; empty if none runs.
+        signalled: the number of the received stop signal; 0 without a signal.
     """
 
     phase: str
@@ -82,18 +82,20 @@ class Place:
 
     @property
     def progress(self) -> tuple[Any, ...]:
-        """What changes as the rank goes on."""
+        """The values that change while the rank makes progress."""
         return self.phase, self.step, self.steps, self.batches, self.operation, self.newest
 
 
 class Watchdog:
-    """The watch of one rank over its waits for others.
+    """Limits the waits of one rank for other ranks.
 
     Args:
-        store: for the watch alone.
+        store: a store that only watchdogs use.
         launch: the name of the set of processes.
-        limit_s: how long ranks wait for each other; None for as long as follows from the longest step.
-        end: ends the process, with the error and the exit code.
+        rank: the number of this rank.
+        ranks: the number of ranks.
+        limit_s: the longest wait of ranks for each other; None derives the limit from the longest step.
+        end: ends the process with the error and the exit code.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Watchdog:
         self._limit_s, self._end = limit_s, end
         self._main = threading.main_thread().ident
         self._parent = os.getppid()
-        self._over = threading.Event()
+        self._is_over = threading.Event()
         self._signals: socket.socket | None = None
         self._signalled, self._signalled_at, self._orphaned_at = 0, math.inf, math.inf
         self._place: Place | None = None
@@ -119,7 +121,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches in two threads until the end: one uses the store, which may be gone or stopped; the other doesn't."""
+        """Runs two threads within the context: one uses the store, whose calls may hang; the other works without it."""
         threads = [
             threading.Thread(target=run, name="hotloop-watchdog", daemon=True) for run in (self._run, self._guard)
         ]
@@ -129,13 +131,13 @@ class Watchdog:
             try:
                 yield
             finally:
-                self._over.set()
+                self._is_over.set()
                 for thread in threads:
                     thread.join()
 
     @contextmanager
     def _receiving_signals(self) -> Iterator[None]:
-        """Gets the numbers of signals as they come: Python's handlers run in the main thread alone, and not within C++."""
+        """Receives signal numbers at once; Python's handlers run only in the main thread, after a call of C++ returns."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -152,31 +154,35 @@ class Watchdog:
             written.close()
 
     def _guard(self) -> None:
-        """Reads signals, and ends the process some seconds after its parent was killed."""
-        while not self._over.wait(_EVERY_S):
+        """Reads signals, and ends the process a few seconds after its parent was killed."""
+        while not self._is_over.wait(_EVERY_S):
             self._read_signals()
             now = time.monotonic()
             if self._orphaned_at == math.inf and os.getppid() != self._parent:
                 self._orphaned_at = now
-                os.kill(os.getpid(), signal.SIGTERM)  # saves and stops, if the ranks still can
+                os.kill(os.getpid(), signal.SIGTERM)  # the rank saves and stops if the other ranks respond
             patience_s = _ORPHAN_WRITES_S if PROGRESS.phase == "checkpoint" else _ORPHAN_S
             if now - self._orphaned_at > patience_s:
                 os._exit(128 + signal.SIGTERM)
 
     def _read_signals(self) -> None:
-        with suppress(OSError, AttributeError):  # nothing came; the end
+        with suppress(OSError, AttributeError):  # no signal, or the socket is closed
             for number in self._signals.recv(64):  # type: ignore[union-attr]
                 if number in INTERRUPTING and not self._signalled:
                     self._signalled, self._signalled_at = number, time.monotonic()
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store is gone
-            while not self._over.wait(_EVERY_S):
+            while not self._is_over.wait(_EVERY_S):
                 self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Publishes the place of this rank; ends the process if it has waited too long. `now` in seconds."""
-        place = self._here()
+        """Publishes the place of this rank; ends the process after too long a wait.
+
+        Args:
+            now: the time in seconds of `time.monotonic()`.
+        """
+        place = self._current_place()
         self._count += 1
         self._store.set(self._key(self._rank), json.dumps([self._count, asdict(place)]))
         if self._place is None or place.progress != self._place.progress:
@@ -193,7 +199,7 @@ class Watchdog:
         if waited_s > limit_s:
             self._give_up(waited_s, others)
 
-    def _here(self) -> Place:
+    def _current_place(self) -> Place:
         operation, newest = self._operation()
         frame = sys._current_frames().get(self._main or 0)
         return Place(
@@ -208,7 +214,7 @@ class Watchdog:
         )
 
     def _operation(self) -> tuple[str, int]:
-        """The oldest collective operation that hasn't ended, and the number of the newest."""
+        """Returns the oldest collective operation that hasn't ended, and the number of the newest operation."""
         entries = _records()
         waiting = next((one for one in entries if not one["retired"]), None)
         newest = max((one["record_id"] for one in entries), default=-1)
@@ -218,8 +224,8 @@ class Watchdog:
         return f"{waiting['profiling_name'].rpartition(':')[2]}, operation {number}", newest
 
     def _read_others(self, now: float) -> dict[int, Place | None]:
-        """The places of the other ranks; None of one that doesn't write its place any more."""
-        found: dict[int, Place | None] = {}
+        """Returns the places of the other ranks; None for a rank that no longer writes its place."""
+        places: dict[int, Place | None] = {}
         for rank in range(self._ranks):
             if rank == self._rank:
                 continue
@@ -228,11 +234,11 @@ class Watchdog:
             if rank not in self._others or self._others[rank][0] != text:
                 self._others[rank] = text, now
             silent = not text or now - self._others[rank][1] > _SILENT_S
-            found[rank] = None if silent else Place(**json.loads(text)[1])
-        return found
+            places[rank] = None if silent else Place(**json.loads(text)[1])
+        return places
 
     def _limit(self, others: dict[int, Place | None]) -> float:
-        """How long this rank may have waited."""
+        """Returns the longest allowed wait of this rank, in seconds."""
         busy = [one for one in others.values() if one is not None and not one.is_waiting]
         step_s = PROGRESS.longest_s
         alone = any(one.phase not in _SHARED or not one.steps for one in busy)
@@ -243,7 +249,7 @@ class Watchdog:
         return limit_s
 
     def _stop_number(self, others: dict[int, Place | None]) -> int:
-        """Number of the signal that this rank, or another, has got; 0 without one."""
+        """Returns the number of the signal that any rank received; 0 without a signal."""
         return max([self._signalled, *(one.signalled for one in others.values() if one is not None)])
 
     def _give_up(self, waited_s: float, others: dict[int, Place | None]) -> None:
@@ -272,7 +278,7 @@ class Watchdog:
 
 
 def last_place(store: dist.Store, launch: str, rank: int) -> Place | None:
-    """The place that a rank has published last; None if it has published none."""
+    """Returns the last published place of a rank; None if there is none."""
     key = _place_key(launch, rank)
     return Place(**json.loads(store.get(key))[1]) if store.check([key]) else None
 
@@ -282,23 +288,23 @@ def _place_key(launch: str, rank: int) -> str:
 
 
 def ended_key(launch: str) -> str:
-    """The key of the store that a watchdog sets before it ends its rank."""
+    """Returns the store's key that a watchdog sets before it ends its rank."""
     return f"hotloop/ended/{launch}"
 
 
 def record_collectives() -> None:
-    """Has torch's flight recorder store the newest collective operations; before the process group is made."""
+    """Makes torch's flight recorder store the newest collective operations; call this before the process group exists."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED))
 
 
 def _records() -> list[dict[str, Any]]:
-    """The records of the flight recorder, oldest first; nothing where this version of torch has none."""
+    """Returns the flight recorder's records, oldest first; empty if this version of torch has no flight recorder."""
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
 
 
 def _wait_in(frame: FrameType | None) -> str:
-    """The function of torch.distributed that the thread is in; of sends and receives the flight recorder has no record."""
+    """Returns the function of torch.distributed that the thread executes; the flight recorder lacks sends and receives."""
     for _ in range(3):
         if frame is None:
             return ""

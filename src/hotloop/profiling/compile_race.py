@@ -1,4 +1,4 @@
-"""Whether compiling a network makes its forward and backward faster: raced in a child process, on the inputs of a real step."""
+"""A race of a compiled network against the eager network, forward and backward, in a child process on a step's inputs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from hotloop.compile_child import CompileChild
 from hotloop.profiling.tensors import has_gradient
 
 _RACING_S = 15.0
-"""At most, after which enough is known of most steps."""
+"""Longest race in seconds, which is enough for most steps."""
 
 _LEAST_RACING_S = 1.0
 _SPARE_S = 0.5
-"""Of the time limit, for what the child does before and after."""
+"""Seconds of the time limit that are reserved for the child's start and end."""
 
-_FEW = 3
-"""Calls before the race, and calls of which each is timed for the layout of the windows."""
+_CALLS = 3
+"""Number of warm-up calls, and of timed calls that determine the length of the windows."""
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A network, and what a training step called it with.
+    """A network, and the arguments of a training step's call.
 
     Attributes:
-        network: as it is; `training` is its mode then.
-        arguments, keywords: with copies of all tensors.
+        network: the network itself, without a copy.
+        arguments, keywords: the arguments, with copies of all tensors.
+        training: the network's mode at the call.
         cast: the dtype of autocast on the CPU; None without autocast.
     """
 
@@ -49,7 +50,7 @@ class RecordedCall:
 
     @property
     def refused(self) -> str:
-        """Why a child can't compile and measure the network; empty where the child can."""
+        """Why a child can't compile and measure the network; empty if it can."""
         tensors = [*self.network.parameters(), *pytree.tree_leaves((self.arguments, self.keywords))]
         if any(one.device.type != "cpu" for one in tensors if isinstance(one, Tensor)):
             return "a fork of this process can't use its accelerator"
@@ -64,35 +65,35 @@ class RecordedCall:
 
 
 class CallRecorder:
-    """Records the first call of each of the networks that a step trains.
+    """Records the first call of each network that a step trains.
 
     Attributes:
         on: whether calls are recorded.
-        calls: by the network's id.
+        calls: the recorded calls by the network's `id`.
     """
 
     def __init__(self) -> None:
         self.on, self.calls = False, dict[int, RecordedCall]()
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """A network, the first argument, was called by the loop with the others."""
+        """Records a call; `args[0]` is the network."""
         if self.on and id(args[0]) not in self.calls and has_gradient(result):
             self.calls[id(args[0])] = RecordedCall.of(args[0], args[1:], kwargs)
 
     @property
     def largest(self) -> RecordedCall | None:
-        """That of the network with the most parameters."""
+        """The call of the network with the most parameters."""
         return max(self.calls.values(), key=lambda call: call.numbers, default=None)
 
 
 def race_compiled(
     call: RecordedCall | None, seconds: float, begin: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """What compiling the network of a call wins: `ratio`, `low`, `high` of eager over compiled, or a `failure`.
+    """Returns `ratio`, `low` and `high` of the eager time over the compiled time, or a `failure`.
 
     Args:
-        seconds: after which the child is ended, whatever it does.
-        begin: what the child does first.
+        seconds: the time after which the child is ended.
+        begin: the child's first call.
     """
     if call is None:
         return {"failure": "no call of a network was recorded"}
@@ -102,7 +103,7 @@ def race_compiled(
 
     def work() -> dict[str, Any]:
         begin()
-        return _raced(call, until)
+        return _race(call, until)
 
     with CompileChild(work) as child:
         found = child.result(seconds)
@@ -111,12 +112,12 @@ def race_compiled(
     return found
 
 
-def _raced(call: RecordedCall, until: float) -> dict[str, Any]:
+def _race(call: RecordedCall, until: float) -> dict[str, Any]:
     import torch._inductor.config
 
     from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
 
-    torch._inductor.config.compile_threads = 1  # a fork at the end of a program can't start pools of processes
+    torch._inductor.config.compile_threads = 1  # a fork of an exiting program can't start pools of processes
     if call.network.training != call.training:
         call.network.train(call.training)
     eager = _Passes(call, call.network)
@@ -138,17 +139,17 @@ def _raced(call: RecordedCall, until: float) -> dict[str, Any]:
 
 
 class _Passes:
-    """Forward and backward of a network, again and again."""
+    """Repeated forward and backward passes of a network."""
 
     def __init__(self, call: RecordedCall, network: Callable[..., Any]) -> None:
         self._call, self._network = call, network
         self._parameters = list(call.network.parameters())
-        for _ in range(_FEW):
+        for _ in range(_CALLS):
             self._once()
 
     def timed(self) -> float:
-        """Seconds of a forward and backward."""
-        return self.window(_FEW) / _FEW
+        """Returns the seconds of a forward and backward pass."""
+        return self.window(_CALLS) / _CALLS
 
     def settle(self, steps: int) -> None:
         for _ in range(steps):
@@ -170,7 +171,7 @@ class _Passes:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those in a network's result: in lists, tuples and dictionaries, and among the fields of other objects."""
+    """Returns the tensors in a network's result: in lists, tuples, dictionaries and fields of other objects."""
     leaves = pytree.tree_leaves(value)
     inside = [
         other for leaf in leaves if not isinstance(leaf, Tensor) for other in getattr(leaf, "__dict__", {}).values()
@@ -179,7 +180,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _copied(value: Any) -> Any:
-    """A tensor's copy without its graph; anything else as it is."""
+    """Returns a tensor's copy without its graph; other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Argument validation of torch.distributions: at which lines, and for how long."""
+"""Argument validation of torch.distributions: its lines and its time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hotloop.profiling.sites import Sites
 WHAT = "argument validation"
 
 _CHECKING = ("__init__", "_validate_sample")
-"""Methods of the base class: the first does little else where arguments are validated, the other is called only then."""
+"""Methods of the base class. `__init__` mainly validates, and torch calls `_validate_sample` only for validation."""
 
 
 class Validations:
-    """Times the checks while it listens.
+    """Measures the time of argument validation between `listen` and `stop`.
 
     Args:
-        note: gets the line, and the processor's seconds of one check.
+        note: receives the line and the CPU seconds of each validation.
     """
 
     def __init__(self, sites: Sites, mine: Callable[[], bool], note: Callable[[str, float], None]) -> None:

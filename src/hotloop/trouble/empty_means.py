@@ -1,4 +1,4 @@
-"""A loss that is a mean over nothing, as where all targets of a batch are left out."""
+"""Detection of a loss that is a mean over no element, such as when all targets of a batch are ignored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CROSS_ENTROPIES = ("nll_loss_forward", "nll_loss2d_forward")
 
 
 def empty_mean(program: Program, batch: Any) -> str:
-    """What in the loss of a batch is a mean over nothing; empty if nothing is, or the loss can't be computed again."""
+    """Returns the operation in a batch's loss that is a mean over no element; empty if there is none or the loss fails."""
     watch = _Watch()
     try:
         with preserved(*program.devices), torch.no_grad(), watch:
@@ -33,7 +33,7 @@ def empty_mean(program: Program, batch: Any) -> str:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes the last operation that divides by a count of 0."""
+    """Records the last operation that divides by a count of 0."""
 
     found = ""
 
@@ -42,10 +42,10 @@ class _Watch(TorchDispatchMode):
         name = function.overloadpacket.__name__
         value = result[0] if isinstance(result, tuple | list) and result else result
         if isinstance(value, Tensor) and not value.ndim and value.is_floating_point() and math.isnan(float(value)):
-            self.found = self._told(name, args, result) or self.found
+            self.found = self._description(name, args, result) or self.found
         return result
 
-    def _told(self, name: str, args: Any, result: Any) -> str:
+    def _description(self, name: str, args: Any, result: Any) -> str:
         if name in _CROSS_ENTROPIES:
             return "a cross entropy of which all targets are ignored" * (not float(result[1]))
         if name == "div":

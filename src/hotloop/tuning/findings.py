@@ -1,4 +1,4 @@
-"""What a search has found so far, read off the timings of its races."""
+"""The findings of a search, derived from the timings of its races."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ OF_ITS_OWN = (
 
 
 def is_told(timings: Mapping[str, Timing]) -> bool:
-    """Whether anything was found of any plan but the baseline."""
+    """Whether any plan except the baseline has a result."""
     rivals = [timing for timing in timings.values() if timing.name != BASELINE]
     return any(one.verdict is not None or one.failure is not None or one.behind for one in rivals)
 
 
 def is_left_open(rules: Plan | None, baseline: Plan, timings: Mapping[str, Timing], failed: Mapping[str, str]) -> bool:
-    """Whether nothing was found that speaks against the plan of the rules, nor proven that speaks for it."""
+    """Whether the plan of the rules is undecided: neither excluded by a result nor proven."""
     if rules is None or rules == baseline:
         return not is_told(timings)
     timing = timings.get(rules.brief())
@@ -33,7 +33,7 @@ def is_left_open(rules: Plan | None, baseline: Plan, timings: Mapping[str, Timin
 
 
 def too_short(time_limit_s: float | None, deadline: Deadline) -> str:
-    """What to say where no plan could be told from the baseline."""
+    """Returns the message for a search that found no significant difference between a plan and the baseline."""
     short, more = "too little was measured", "a --time-limit gives more time"
     if time_limit_s is not None:
         short, more = f"a time limit of {time_limit_s:g} s is too short", "give it more"
