@@ -59,7 +59,7 @@ class AlternatingStep(EagerStep):
             turns = Turns(generator)
             with closing(generator):
                 for turn in turns:
-                    self._update(turn)
+                    self._update_member(turn)
         self._checked = True
         if self._sweeps:
             swept(self.optimizer, step)
@@ -77,7 +77,7 @@ class AlternatingStep(EagerStep):
             )
         return made
 
-    def _update(self, turn: Turn) -> None:
+    def _update_member(self, turn: Turn) -> None:
         """Computes the gradients of one yielded loss and updates its optimizer's parameters."""
         name, loss = turn.name, turn.loss
         if name not in self._own:
