@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop import contests, parity
+from hotloop.deadline import Deadline
 from hotloop.errors import HotloopError
 from hotloop.lowering import lower
 from hotloop.parity import prove, prove_plans, prove_programs
@@ -168,7 +169,8 @@ def test_a_training_that_fails_is_no_fault_of_the_proof(where: str) -> None:
     task = a_task(**fields, epochs=30)
     with pytest.raises(HotloopError, match=re.escape(says)):
         prove(task, BASELINE)
-    [found] = contests._parities(task, [Plan(optimizer="foreach")], contests.proven_all, lambda doing, share: None)
+    plans, deadline = [Plan(optimizer="foreach")], Deadline()
+    [found] = contests._parities(task, plans, contests.proven_all, lambda doing, share: None, deadline)
     assert found.parity == "unproven" and says in found.reason and "float64" not in found.reason
 
 

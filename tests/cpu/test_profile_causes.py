@@ -151,6 +151,13 @@ def acting(*, validate: bool | None) -> Callable[[], None]:
     return loop
 
 
+@pytest.fixture
+def validating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's default, which a script of another test may have changed in this process."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
+
+
+@pytest.mark.usefixtures("validating")
 def test_validation_of_arguments_is_named_with_its_cost() -> None:
     profile = watched(acting(validate=None))
     found, *_ = [habit for habit in profile.habits if habit.what == "argument validation"]
@@ -165,6 +172,7 @@ def test_without_validation_nothing_is_named() -> None:
     assert "argument validation" not in whats(watched(acting(validate=False)))
 
 
+@pytest.mark.usefixtures("validating")
 def test_a_wrong_argument_is_the_scripts_error_as_without_a_watch() -> None:
     def loop() -> None:
         for number in range(40):

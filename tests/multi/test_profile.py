@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.diagnosing import diagnose
+from hotloop.lowering.later_shares import LaterShares
 from hotloop.measuring.runner import Runner
 from hotloop.parallel.waiting import Meter
 from hotloop.parallel.world import World
@@ -90,7 +91,14 @@ def nothing(patch: pytest.MonkeyPatch) -> None:
     """As it is."""
 
 
+def waits_in_the_norm(patch: pytest.MonkeyPatch) -> None:
+    """Else the ranks wait for each other where they decide whether to compare the batch."""
+    patch.setattr(LaterShares, "check", lambda self, *arguments: None)
+
+
 def waits_not_counted(patch: pytest.MonkeyPatch) -> None:
+    waits_in_the_norm(patch)
+
     @contextmanager
     def silent(self: Meter) -> Iterator[None]:
         yield
@@ -104,11 +112,13 @@ def sums_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def waits_as_work_of_modules(patch: pytest.MonkeyPatch) -> None:
+    waits_in_the_norm(patch)
     patch.setattr(ModuleClock, "aside", lambda self: None)
 
 
 CASES: dict[str, tuple[Callable[[], hotloop.Task], dict[str, Any], Plant]] = {
-    "slow data": (slow_data, {}, nothing),
+    "slow data": (slow_data, {}, waits_in_the_norm),
+    "slow data before a decision": (slow_data, {}, nothing),
     "large": (large, {}, nothing),
     "sharded": (large, {"parallel": "sharded"}, nothing),
     "towers": (large, {"parallel": "towers"}, nothing),
@@ -170,6 +180,7 @@ def test_the_phases_of_each_rank_add_up(profiles: dict[str, list[Profile]], case
 def test_a_slow_rank_is_named_with_what_it_does_longer(profiles: dict[str, list[Profile]]) -> None:
     profile = profiles["slow data"][0]
     assert waits_for_the_slow_rank(profile) and modules_are_left_out(profile)
+    assert waits_for_the_slow_rank(profiles["slow data before a decision"][0])
     assert [one.name for one in profile.modules] == ["", "0", "1", "2", "(loss)"]
     assert profile.samples_per_step == BATCH
     found = diagnose(profile)

@@ -77,7 +77,8 @@ class LaterShares:
         return self._seen <= _FIRST_DECISIONS or later
 
     def _all_due(self) -> bool:
-        due, self._due = self._parts.world.largest([int(self._due)])[0], False
+        with self._parts.meter.waiting():  # the first ranks that arrive wait for the slowest one
+            due, self._due = self._parts.world.largest([int(self._due)])[0], False
         return bool(due)
 
     def _compared(self, batch: Any, rows: int, together: Callable[[], AbstractContextManager[None]]) -> str:
