@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -201,7 +202,9 @@ def test_a_real_compiler_runs_in_the_child() -> None:
 
 
 def test_a_process_that_burns_a_core_is_seen() -> None:
-    burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    """Of another program: a child process would be part of the training."""
+    burn = f"{shlex.quote(sys.executable)} -c 'while True: pass' >/dev/null 2>&1 & echo $!"
+    burner = int(subprocess.run(["sh", "-c", burn], capture_output=True, text=True, check=True).stdout)
     try:
         cores = Cores()
         cores.begin()
@@ -210,5 +213,4 @@ def test_a_process_that_burns_a_core_is_seen() -> None:
         record = cores.record()
         assert record is not None and busy_line(Threads(**record)).startswith("The machine is busy"), record
     finally:
-        burner.kill()
-        burner.wait()
+        os.kill(burner, signal.SIGKILL)
