@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOME[name]), name)
         if isinstance(value, FunctionType):
             value = import_module("hotloop.argument_names").naming_arguments(value)
-        globals()[name] = value  # one object, whoever asks: pickle requires this
+        globals()[name] = value  # pickle requires the same object at each access
         return value
     raise AttributeError(f"module 'hotloop' has no attribute {name!r}")
 

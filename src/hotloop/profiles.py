@@ -333,7 +333,7 @@ class Profile(Record):
         flops, bytes: of a step; `limit_ms` is the least that this machine's measured limits allow for them.
         peak_memory_bytes: of the device, or of the process on the CPU.
         candidates: remedies that only a measurement tells, such as compiling; they are no advice before one.
-        compiled: what compiling the network won, measured; None where nobody asked.
+        compiled: the race of the compiled network against the eager network; None without `--try`.
         advice: lines that are no remedies: what to measure next, and what a measurement spoke against.
         ranks: that share the step, by number; none of one process. All else but `samples_per_step` is the first one's own.
         slowest: the rank that the others wait for: it spends least in waiting and communication; None of one process.

@@ -1,4 +1,4 @@
-"""Causes that are seen in the graphs and calls of a step: each is named with its cost, and not where it isn't there."""
+"""Causes in the graphs and calls of a step. Each cause is named with its cost; a step without the cause gets no remedy."""
 
 from __future__ import annotations
 

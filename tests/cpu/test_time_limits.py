@@ -36,7 +36,7 @@ def endless(*given: Any, **options: Any) -> Any:
     while time.monotonic() < until:
         try:
             time.sleep(0.02)
-        except Exception:
+        except Exception:  # as compilers do: an alarm must not be lost in it
             continue
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hotloop.counting.shares import with_limit_shares
 from hotloop.diagnosing import diagnose
-from hotloop.diagnosing.compiling import STARTED
+from hotloop.diagnosing.compilation import STARTED
 from hotloop.profiles import CompiledNetwork, Limits, LineTime, ModuleTime, Profile
 from hotloop.report.profile import NOTHING
 from tests.unit.made_steps import as_task, loader, operator, remedies, seen

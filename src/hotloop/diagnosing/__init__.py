@@ -13,12 +13,12 @@ from typing import Any
 from hotloop.diagnosing import (
     batches,
     chains,
-    compiling,
+    compilation,
+    concatenation,
     cores,
     feeding,
     gradless,
     habits,
-    joining,
     lines,
     operators,
     paging,
@@ -55,7 +55,7 @@ SPECIFIC: tuple[Detector, ...] = (
     updating.zeroing,
     updating.dense_tables,
     lines.measuring,
-    joining.joined,
+    concatenation.joined,
     parameters.read_one_by_one,
     parameters.in_hooks,
     repeats.loops,
@@ -107,13 +107,13 @@ def diagnose(profile: Profile) -> Profile:
 def _with_compiling(step: Step) -> dict[str, list[Any]]:
     """The remedies, with compiling among them only where a measurement found that compiling wins."""
     found = remedies(step)
-    won, advice = compiling.measured(step)
+    won, advice = compilation.measured(step)
     known = step.profile.compiled is not None or step.profile.engine == "arrays" or bool(step.profile.busy)
-    candidates = [] if known else _worth(compiling.candidates(step))
+    candidates = [] if known else _worth(compilation.candidates(step))
     return {
         "remedies": sorted([*found, *won], key=lambda remedy: (remedy.note, -remedy.gain)),
         "candidates": candidates,
-        "advice": [*advice, *compiling.unmeasured(step, candidates)],
+        "advice": [*advice, *compilation.unmeasured(step, candidates)],
     }
 
 

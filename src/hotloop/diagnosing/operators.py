@@ -178,7 +178,7 @@ def unusual(step: Step) -> Iterator[Remedy]:
         yield Remedy(
             cause=f"{name} {MUCH} {worst.phase}{inside(same, step)}",
             where=where or step.profile.step_where,
-            remedy="call it on fewer numbers, or less often: its time is not in calling it, but in what it does",
+            remedy="call the operation on smaller tensors or less often: the computation takes the time, not the call",
             gain=step.share(spent - least / _REACHED),
             evidence=f"it takes {spent:.2f} ms of each step of {step.ms:.2f} ms, with inputs of "
             f"{' and '.join(filter(None, worst.shapes[:2])) or 'unknown size'}"

@@ -276,7 +276,7 @@ def grouped(values: Iterable[Value], key: Callable[[Value], Key]) -> dict[Key, l
 
 
 def least_of(one: OperatorTime, profile: Profile) -> float:
-    """Milliseconds below which this machine can't do an operator's work; 0 where that isn't known, or was measured under load."""
+    """Shortest time, in milliseconds, in which this machine can do an operator's work; 0 if unknown or measured under load."""
     if (one.flops is None and one.bytes is None) or profile.limits.busy:
         return 0.0
     return least_ms(Counts(one.flops or 0.0, one.bytes), profile.limits, precision_in(one, profile.reduced)) or 0.0

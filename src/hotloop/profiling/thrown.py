@@ -113,13 +113,13 @@ class Thrown:
             leaf.is_read = leaf.is_read or id(leaf.tensor()) in ids
 
     def step_done(self, step: int) -> None:
-        """What the step before left to be read is forgotten; what this one did may be cleared in the next."""
+        """Drops the gradients of the step before; those of this step may still be cleared in the next step."""
         self._waiting = [one for one in self._waiting if one.step == step]
         self._walked_s[step] = self._asked_s + sum(node.seconds for node in self._nodes)
         self._asked_s, self._nodes = 0.0, []
 
     def part(self, what: str, where: str) -> float:
-        """Of the time of backwards in the steps that have it, that which brings nothing; 0 where that isn't known."""
+        """Share of the backward time that computes unused gradients, in the steps that compute some; 0 if unknown."""
         needless = self._needless_s[what, where] if (what, where) in self._needless_s else dict[int, float]()
         walked_s = sum(self._walked_s[step] for step in needless)
         return sum(needless.values()) / walked_s if walked_s else 0.0
@@ -138,9 +138,9 @@ class Thrown:
     def _without_benefit(self, one: _Backward, cleared: set[int], owned: set[int], step: int) -> Iterator[Found]:
         """Nodes that lead to cleared gradients alone; where no whole network is among them, they are those of weights."""
         needed = leading_to(one.nodes, lambda node: node.leaf is not None and id(node.leaf) not in cleared)
-        vain = [node for node in one.nodes if node not in needed]
-        if any(node.ends_forward for node in vain):
-            what, spent_s = NETWORK, sum(node.seconds for node in vain)
+        useless = [node for node in one.nodes if node not in needed]
+        if any(node.ends_forward for node in useless):
+            what, spent_s = NETWORK, sum(node.seconds for node in useless)
         elif all(id(leaf.tensor()) in owned for leaf in one.leaves if id(leaf) in cleared):
             what = WEIGHTS
             spent_s = sum(node.seconds if node not in needed else _of_weights(node, needed) for node in one.nodes)
