@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from hotloop.profiles import Profile
 from hotloop.profiling.compose import profile_of
@@ -30,6 +31,7 @@ def watched(
         watch.close()
         watch.remove()
     assert not [note for note in watch.facts.notes if "own" in note], watch.facts.notes
+    assert not hasattr(Distribution.__init__, "__wrapped__"), "left installed"
     return profile_of(watch.facts, "loop")
 
 

@@ -211,6 +211,7 @@ class Watch(Listener):
         self.facts.batch, self.facts.notes, self.facts.trace = [], [], None
         self._optimizers.forget()
         self._loaders = Loaders(self.sites)
+        self._graphs.remove()
         self._graphs = Graphs(self.sites, self.fail, self._optimizers.parameters, self.mine)
         self._pauses = Pauses(self._graphs, lambda: self._course.step)
 
