@@ -81,16 +81,28 @@ def test_a_task_is_not_told_to_change_how_hotloop_loads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "cores", "least", "wins"),
-    [(6.0, 2, "4.00 ms", "60 %"), (9.0, 2, "4.50 ms", "55 %"), (6.0, 1, "6.00 ms", "40 %")],
+    ("data", "cores", "busy", "least", "wins"),
+    [
+        (6.0, 4, 1.0, "4.00 ms", "60 %"),  # all else
+        (9.0, 2, 0.5, "4.50 ms", "55 %"),  # loading over the workers, which wait for a disk
+        (6.0, 2, 1.0, "5.00 ms", "50 %"),  # the work of both over the cores
+        (6.0, 4, 3.0, "7.50 ms", "25 %"),  # operations of several threads need the same cores
+    ],
 )
-def test_what_workers_win_has_a_ceiling(data: float, cores: int, least: str, wins: str) -> None:
-    """The longer of loading over the workers and of all else, in a step of 10 ms."""
-    threads = dict(torch=1, cores=cores, busy=1.0, others=0.0)
+def test_what_workers_win_has_a_ceiling(data: float, cores: int, busy: float, least: str, wins: str) -> None:
+    """The longest of loading over the workers, of all else, and of all work over the cores, in a step of 10 ms."""
+    threads = dict(torch=1, cores=cores, busy=busy, others=0.0)
     slow = loader(sample_ms=data / 64, sample_where="data.py:5")
     [remedy] = remedies(seen({"data": data}, loaders=[slow], threads=threads, samples_per_step=64))
     assert f"num_workers={cores}, persistent_workers=True), which wins up to {wins}" in remedy.remedy
     assert f"a step then takes {least} at least" in remedy.remedy
+
+
+def test_workers_are_no_remedy_on_one_busy_core() -> None:
+    threads = dict(torch=1, cores=1, busy=1.0, others=0.0)
+    slow = loader(sample_ms=0.1, sample_where="data.py:5")
+    [remedy] = remedies(seen({"data": 6.4}, loaders=[slow], threads=threads, samples_per_step=64))
+    assert "before training" in remedy.remedy and "workers" not in remedy.remedy
 
 
 @pytest.mark.parametrize("busy", ["", "The machine is busy: other programs kept 1.0 of 2 cores busy."])

@@ -115,7 +115,7 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
             cause=f"slow samples: it takes long to put those of a batch together, in {function}",
             where=line.where,
             remedy="do for all samples at once, with operations on whole tensors, or once before training what is done there for "
-            "each batch; or " + _by_workers(step, waited),
+            "each batch" + _by_workers(step, waited, "; or "),
             gain=step.share(waited),
             evidence=evidence,
             axes={"residency": "host"},
@@ -135,7 +135,7 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
         return Remedy(
             cause=cause,
             where=hottest or loader.where if loader.sample_where == loader.where else loader.sample_where,
-            remedy=f"{_once(loader, hottest)}, or {_by_workers(step, waited)}",
+            remedy=_once(loader, hottest) + _by_workers(step, waited, ", or "),
             gain=step.share(waited),
             evidence=evidence + each,
             axes={"residency": "host"},
@@ -144,7 +144,7 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
         return Remedy(
             cause="waiting for data: the loader takes long beside its data set, which makes whole batches",
             where=loader.where,
-            remedy="cut the batches out in the loop, without a loader, or " + _by_workers(step, waited),
+            remedy="cut the batches out in the loop, without a loader" + _by_workers(step, waited, ", or "),
             gain=step.share(waited),
             evidence=evidence,
             axes={"residency": "host"},
@@ -159,14 +159,26 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
     )
 
 
-def _by_workers(step: Step, waited: float) -> str:
-    """What workers can win at most: they load while the step computes, as many at a time as there are cores."""
-    cores = step.profile.threads.cores if step.profile.threads else 1
-    least = max(waited / cores, step.ms - waited)
+def _by_workers(step: Step, waited: float, joint: str) -> str:
+    """The most that workers win: they load during the step, and on a CPU they share its cores with the step.
+
+    Empty if workers win next to nothing, as on one core.
+    """
+    threads = step.profile.threads
+    cores = threads.cores if threads else 1
+    over_cores = f"{waited:.2f} ms over {cores} workers", waited / cores
+    rest = f"{step.ms - waited:.2f} ms for all else", step.ms - waited
+    limits = [over_cores, rest]
+    if threads and step.on_cpu:
+        work_ms = min(threads.busy, cores) * step.ms
+        limits.append((f"{work_ms:.2f} ms of all work over {cores} cores", work_ms / cores))
+    least = max(ms for _, ms in limits)
+    if step.share(step.ms - least) < COUNTS:
+        return ""
     return (
-        f"let workers do it during the step (num_workers={cores}, persistent_workers=True), which wins up to "
-        f"{percent(step.share(step.ms - least))}: a step then takes {least:.2f} ms at least, the longer of "
-        f"{waited:.2f} ms over {cores} workers and of {step.ms - waited:.2f} ms for all else"
+        f"{joint}let workers do it during the step (num_workers={cores}, persistent_workers=True), which wins up to "
+        f"{percent(step.share(step.ms - least))}: a step then takes {least:.2f} ms at least, the longest of "
+        f"{', '.join(said for said, _ in limits[:-1])} and {limits[-1][0]}"
     )
 
 

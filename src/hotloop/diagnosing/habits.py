@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hotloop.diagnosing.step import COUNTS, OFTEN, PLAIN, Step, grouped, heaviest, percent
 from hotloop.profiles import Habit, Remedy
@@ -94,6 +94,9 @@ _SAID = {
 _SAID_OF_LINES = ("checkpoint",)
 """What is told with all that goes on in the function that does it."""
 
+_ONE_SWITCH = ("argument validation",)
+"""Habits that one call removes at all lines."""
+
 _ALSO_SELDOM = ("autograd in evaluation", "evaluation")
 """What is told though it's in less than half of the steps: an evaluation then comes from times of all of them."""
 
@@ -109,7 +112,7 @@ _CHECKING = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::
 
 def habitual(step: Step) -> Iterator[Remedy]:
     """What was seen to happen at each step, or nearly."""
-    for habit in step.profile.habits:
+    for habit in _with_one_remedy(step.profile.habits):
         if habit.what in _SAID_OF_LINES or (habit.per_step < OFTEN and habit.what not in _ALSO_SELDOM):
             continue
         cause, remedy = _SAID[habit.what]
@@ -123,6 +126,18 @@ def habitual(step: Step) -> Iterator[Remedy]:
             gain=gain,
             evidence=_evidence(step, habit),
             note=gain < COUNTS or habit.what in _MAY_BE_MEANT,
+        )
+
+
+def _with_one_remedy(habits: Sequence[Habit]) -> Iterator[Habit]:
+    """Sums the habits of all lines where one switch removes them together; the line is that of the largest."""
+    for what, same in grouped(habits, lambda one: one.what).items():
+        if what not in _ONE_SWITCH or len(same) == 1:
+            yield from same
+            continue
+        largest = max(same, key=lambda one: one.ms or 0.0)
+        yield largest.model_copy(
+            update={"per_step": sum(one.per_step for one in same), "ms": sum(one.ms or 0.0 for one in same)}
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hotloop.profiles import Phase
 from hotloop.profiling.compile_race import CallRecorder
+from hotloop.profiling.facts import StepFact
 from hotloop.profiling.phases import Timeline
 from hotloop.profiling.tensors import has_gradient
 
@@ -67,6 +68,11 @@ class Calls:
         self._least: dict[int, int] = {}
         self._most_graded: dict[int, int] = {}
 
+    def end(self, step: StepFact | None) -> None:
+        """The step ends: its record gets the number of calls."""
+        if step is not None:
+            step.calls = self.number
+
     def began(self, args: tuple, kwargs: dict, making: Phase, *, again: bool) -> None:
         """A module begins, the first argument.
 
@@ -123,8 +129,9 @@ class Calls:
         self._since = set()
 
     @property
-    def none(self) -> bool:
-        return not self._called
+    def number(self) -> int:
+        """Calls of networks in this step."""
+        return len(self._called)
 
     @property
     def tells_samples(self) -> bool:

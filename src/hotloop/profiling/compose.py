@@ -31,6 +31,7 @@ from hotloop.profiling.matching import no_longer
 from hotloop.profiling.middle import SEVERAL, middle_mean
 from hotloop.profiling.refining import refined
 from hotloop.profiling.schedule import DEFAULT_STEPS
+from hotloop.profiling.step_lengths import StepLengths
 from hotloop.profiling.stretch import warm
 from hotloop.profiling.turning import turned
 
@@ -51,11 +52,13 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
     clean, instrumented = (_regular(warm(measured), kind, usual) for kind in ("clean", "instrumented"))
     step_ms = median(step.ms for step in clean or instrumented) if measured else None
     scale = step_ms / median(step.ms for step in instrumented) if instrumented and step_ms else 1.0
+    lengths = StepLengths(facts.steps, instrumented, step_ms)
     lines, functions = (
         [LineTime.model_validate(one | _scaled(one, scale)) for one in found]
         for found in (facts.lines, facts.functions)
     )
-    operators = [OperatorTime.model_validate(one | _scaled(one, scale, one["device"])) for one in facts.operators]
+    traced = [lengths.operator(one) for one in facts.operators]
+    operators = [OperatorTime.model_validate(one | _scaled(one, scale, one["device"])) for one in traced]
     timed = turned(_phases(instrumented, step_ms), facts.turned)
     phases = refined(timed, lines)
     if not measured:
@@ -79,7 +82,10 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         functions=functions,
         optimizers=_few([OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)]),
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
-        habits=[_habit(one, measured, phases, step_ms) for one in [*facts.habits, *facts.collections]],
+        habits=[
+            *(_habit(lengths.habit(one), measured, phases, step_ms) for one in facts.habits),
+            *(_habit(one, measured, phases, step_ms) for one in facts.collections),
+        ],
         apart=_apart(facts, measured, usual, step_ms),
         threads=Threads.model_validate(facts.threads | {"where": facts.threads_set_at}) if facts.threads else None,
         paging=_paging(clean),

@@ -33,6 +33,7 @@ def early_steps(first: Event, pieces: Sequence[tuple[Event, StepFact]]) -> tuple
 def _add(step: StepFact, piece: StepFact) -> None:
     step.ms += piece.ms
     step.cpu_ms += piece.cpu_ms
+    step.calls += piece.calls
     step.memory = piece.memory
     step.flags += [flag for flag in piece.flags if flag not in step.flags]
     for phase, ms in piece.phases.items():

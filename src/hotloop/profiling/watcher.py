@@ -163,7 +163,6 @@ class Watch(Listener):
         return gathered(self._course, self._loaders, self._optimizers, self._graphs, self._pauses, wait=wait)
 
     def begin(self, kind: Kind) -> Phase:
-        """A step begins."""
         self._graphs.on, self._optimizers.on = kind == "habits", kind == "instrumented"
         self._forwards, self._close = 0, kind in CLOSE
         self.calls.begin()
@@ -199,8 +198,9 @@ class Watch(Listener):
         self._graphs.end_evaluation()
         self._closely.remove()
         self._loaders.end()
+        self.calls.end(self._course.step)
         if self._close and not self._course.is_early:
-            self.facts.functional = self.calls.none
+            self.facts.functional = not self.calls.number
             if usual and not self.calls.tells_samples:
                 self._loaders.rows = None
         self._graphs.step_done(usual=usual)
