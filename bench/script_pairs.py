@@ -1,0 +1,149 @@
+"""Measures whether an edited training script has faster steps than the original: two processes in alternating windows.
+
+    OMP_NUM_THREADS=1 python -m bench.script_pairs main.py edited.py --updates 40 -- --epochs 1
+
+Each script runs unmodified in a process of its own. While one script runs through a window of `--updates` optimizer
+steps, the other script and its workers are stopped (SIGSTOP). The same steps of both scripts form a pair. A ratio above 1
+means that the edited script is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hotloop.measuring.statistics import ratio_of
+
+SKIPPED_WINDOWS = 1
+"""Windows of each script before the first pair: the first steps allocate memory and start workers."""
+
+
+def host(report: Path, updates: int, every: int, script: str) -> None:
+    """Runs a script in this process and stops the process group after each window.
+
+    Args:
+        report: receives one line per window: seconds from the window's first step end to its last one.
+        updates: optimizer steps of a window.
+        every: optimizer steps of which one ends a step of the training; a GAN has several.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    count, began = 0, 0.0
+
+    def step_ended(*_: Any) -> None:
+        nonlocal count, began
+        count += 1
+        if count % every:
+            return
+        now = time.perf_counter()
+        at = count // every % (updates + 1)  # 0 ends one window, and 1 begins the next
+        if at == 1:
+            began = now
+        elif at == 0:
+            with report.open("a") as file:
+                file.write(f"{now - began}\n")
+            os.killpg(0, signal.SIGSTOP)
+
+    register_optimizer_step_post_hook(step_ended)
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+class Side:
+    """A script in a process group of its own, which runs only while `window` waits for it."""
+
+    def __init__(self, script: Path, arguments: list[str], folder: Path, name: str, updates: int, every: int) -> None:
+        self.report = folder / f"{name}.txt"
+        self.report.unlink(missing_ok=True)
+        hosted = f"from bench.script_pairs import host; from pathlib import Path; host(Path({str(self.report)!r}), {updates}, {every}, {str(script)!r})"
+        code = f"import sys; sys.argv = {[str(script), *arguments]!r}; sys.path.insert(0, ''); {hosted}"
+        with (folder / f"{name}.log").open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def window(self) -> float | None:
+        """Runs one window and returns its seconds; None after the script's end."""
+        before = self._windows()
+        os.killpg(self.process.pid, signal.SIGCONT)
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            self.process.returncode = os.waitstatus_to_exitcode(status)
+            return None
+        windows = self._windows()
+        return windows[-1] if len(windows) > len(before) else None
+
+    def end(self) -> None:
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def _windows(self) -> list[float]:
+        return [float(line) for line in self.report.read_text().split()] if self.report.exists() else []
+
+
+def compare(original: Side, edited: Side, limit_s: float) -> dict[str, Any]:
+    """Alternates windows until the time limit or the end of one script; the order of a pair alternates, too."""
+    pairs: list[tuple[float, float]] = []
+    end, skipped = time.monotonic() + limit_s, SKIPPED_WINDOWS
+    try:
+        while time.monotonic() < end:
+            sides = (original, edited) if len(pairs) % 2 else (edited, original)
+            times = {id(side): side.window() for side in sides}
+            if None in times.values():
+                break
+            if skipped:
+                skipped -= 1
+                continue
+            pairs.append((times[id(original)] or 0.0, times[id(edited)] or 0.0))
+    finally:
+        original.end()
+        edited.end()
+    if not pairs:
+        return {"pairs": 0}
+    ratio = ratio_of([before for before, _ in pairs], [after for _, after in pairs], confidence=0.95)
+    return {
+        "ratio": round(ratio.median, 3),
+        "low": ratio.low and round(ratio.low, 3),
+        "high": ratio.high and round(ratio.high, 3),
+        "pairs": ratio.pairs,
+        "original_s": round(sum(before for before, _ in pairs), 2),
+        "edited_s": round(sum(after for _, after in pairs), 2),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("original", type=Path)
+    parser.add_argument("edited", type=Path)
+    parser.add_argument("--updates", type=int, default=20, help="steps of a window (default: 20)")
+    parser.add_argument("--every", type=int, default=1, help="optimizer steps of one training step (default: 1)")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for all windows (default: 60)")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for reports and logs of the scripts")
+    given = sys.argv[1:]
+    split = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:split])
+    options.folder.mkdir(parents=True, exist_ok=True)
+    original, edited = (
+        Side(script, given[split + 1 :], options.folder, name, options.updates, options.every)
+        for script, name in ((options.original, "original"), (options.edited, "edited"))
+    )
+    found = compare(original, edited, options.limit)
+    print(json.dumps(found))
+    return 0 if found["pairs"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Figures of single steps are corrected where steps have different lengths, and stay as they are where all have one."""
+
+from __future__ import annotations
+
+import pytest
+
+from hotloop.profiling.facts import StepFact
+from hotloop.profiling.schedule import Kind
+from hotloop.profiling.step_lengths import StepLengths
+
+
+def steps(kind: Kind, *calls: int) -> list[StepFact]:
+    """Steps of which each call takes a millisecond."""
+    return [StepFact(kind, ms=float(many), calls=many) for many in calls]
+
+
+def lengths(timed: list[StepFact], *others: StepFact, step_ms: float = 80.0) -> StepLengths:
+    return StepLengths([*timed, *others], timed, step_ms)
+
+
+VARYING = steps("instrumented", 60, 100, 80, 80)
+OPERATOR = {"name": "aten::addmm", "phase": "forward", "calls": 20.0, "ms": 4.0, "flops": 100.0, "bytes": None}
+
+
+def test_an_operator_of_short_steps_is_given_per_usual_step() -> None:
+    found = lengths(VARYING, *steps("traced", 20, 20)).operator(OPERATOR)
+    assert found["calls"] == pytest.approx(80.0) and found["ms"] == pytest.approx(16.0)
+    assert found["flops"] == pytest.approx(400.0) and found["bytes"] is None
+
+
+def test_a_clean_step_that_is_longer_than_the_timed_ones_has_more_calls() -> None:
+    assert lengths(VARYING, *steps("traced", 20), step_ms=160.0).operator(OPERATOR)["ms"] == pytest.approx(32.0)
+
+
+def test_a_habit_of_short_steps_is_given_per_usual_step() -> None:
+    habit = {"what": "argument validation", "where": "a.py:1", "per_step": 10.0, "ms": 2.0}
+    found = lengths(VARYING, *steps("habits", 10, 10, 400)).habit(habit)
+    assert found["per_step"] == pytest.approx(80.0) and found["ms"] == pytest.approx(16.0)
+
+
+@pytest.mark.parametrize("changes", [{"phase": "update"}, {"calls": 1.0}], ids=["update", "once in a step"])
+def test_what_goes_with_the_step_stays(changes: dict) -> None:
+    operator = OPERATOR | changes
+    assert lengths(VARYING, *steps("traced", 20)).operator(operator) == operator
+
+
+def test_a_held_up_traced_step_does_not_count() -> None:
+    found = lengths(VARYING, *steps("traced", 20, 20, 200)).operator(OPERATOR)
+    assert found["calls"] == pytest.approx(80.0)
+
+
+def test_steps_of_one_length_are_left_alone() -> None:
+    same = steps("instrumented", 20, 20, 20)
+    assert lengths(same, *steps("traced", 20)).operator(OPERATOR) == OPERATOR
+    assert lengths([], *steps("traced", 20)).operator(OPERATOR) == OPERATOR
