@@ -52,6 +52,7 @@ def host(report: Path, updates: int, every: int, script: str) -> None:
                 file.write(f"{now - began}\n")
             os.killpg(0, signal.SIGSTOP)
 
+    os.killpg(0, signal.SIGSTOP)  # until the first window
     register_optimizer_step_post_hook(step_ended)
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
@@ -73,6 +74,7 @@ class Side:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+        os.waitpid(self.process.pid, os.WUNTRACED)
 
     def window(self) -> float | None:
         """Runs one window and returns its seconds; None after the script's end."""
