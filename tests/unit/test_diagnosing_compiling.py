@@ -9,7 +9,7 @@ import pytest
 from hotloop.counting.shares import with_limit_shares
 from hotloop.diagnosing import diagnose
 from hotloop.diagnosing.compilation import STARTED
-from hotloop.profiles import CompiledNetwork, Limits, LineTime, ModuleTime, Profile
+from hotloop.profiles import Apart, CompiledNetwork, Limits, LineTime, ModuleTime, Profile
 from hotloop.report.profile import NOTHING
 from tests.unit.made_steps import as_task, loader, operator, remedies, seen
 from tests.unit.test_report_profile import shown
@@ -151,3 +151,10 @@ def test_the_update_has_one_number_on_the_page() -> None:
     mark = operator("x", 1.46, phase="update").model_copy(update={"name": "Optimizer.step#Adam.step"})
     page = said(seen({"update": 2.0}, operators=[mark, operator("mul", 1.0)]))
     assert "1.46 ms" not in page and "Optimizer.step#" not in page and "mul" in page
+
+
+@pytest.mark.parametrize(("other_s", "says"), [(1.8, "75 % of the time"), (0.1, "")])
+def test_work_between_steps_has_a_line_if_it_takes_much_of_the_time(other_s: float, says: str) -> None:
+    profile = seen(steps=60).model_copy(update={"apart": Apart(other_s=other_s)})
+    said_of_it = [line for line in diagnose(profile).advice if "Other work between steps" in line]
+    assert bool(said_of_it) is bool(says) and all(says in line for line in said_of_it)

@@ -12,6 +12,7 @@ from typing import Any
 
 from hotloop.diagnosing import (
     batches,
+    between_steps,
     chains,
     compilation,
     concatenation,
@@ -113,7 +114,7 @@ def _with_compiling(step: Step) -> dict[str, list[Any]]:
     return {
         "remedies": sorted([*found, *won], key=lambda remedy: (remedy.note, -remedy.gain)),
         "candidates": candidates,
-        "advice": [*advice, *compilation.unmeasured(step, candidates)],
+        "advice": [*between_steps.share_of_run(step), *advice, *compilation.unmeasured(step, candidates)],
     }
 
 
