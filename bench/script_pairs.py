@@ -4,7 +4,8 @@
 
 Each script runs unmodified in a process of its own. While one script runs through a window of `--updates` optimizer
 steps, the other script and its workers are stopped (SIGSTOP). The same steps of both scripts form a pair. A ratio above 1
-means that the edited script is faster.
+means that the edited script is faster: `ratio` of whole windows, `regular` of their median steps, which leaves out what a
+script does between some of its steps only.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import json
 import os
 import runpy
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +34,29 @@ def host(report: Path, updates: int, every: int, script: str) -> None:
     """Runs a script in this process and stops the process group after each window.
 
     Args:
-        report: receives one line per window: seconds from the window's first step end to its last one.
+        report: receives one line per window: the seconds of each step after the window's first one.
         updates: optimizer steps of a window.
         every: optimizer steps of which one ends a step of the training; a GAN has several.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    count, began = 0, 0.0
+    count, ends = 0, list[float]()
 
     def step_ended(*_: Any) -> None:
-        nonlocal count, began
+        nonlocal count
         count += 1
         if count % every:
             return
-        now = time.perf_counter()
-        at = count // every % (updates + 1)  # 0 ends one window, and 1 begins the next
-        if at == 1:
-            began = now
-        elif at == 0:
+        ends.append(time.perf_counter())
+        if len(ends) > updates:
             with report.open("a") as file:
-                file.write(f"{now - began}\n")
+                file.write(json.dumps([after - before for before, after in pairwise(ends)]) + "\n")
+            ends.clear()
             os.killpg(0, signal.SIGSTOP)
 
     os.killpg(0, signal.SIGSTOP)  # until the first window
     register_optimizer_step_post_hook(step_ended)
-    sys.path[0] = str(Path(script).resolve().parent)
+    sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 
 
@@ -65,10 +67,10 @@ class Side:
         self.report = folder / f"{name}.txt"
         self.report.unlink(missing_ok=True)
         hosted = f"from bench.script_pairs import host; from pathlib import Path; host(Path({str(self.report)!r}), {updates}, {every}, {str(script)!r})"
-        code = f"import sys; sys.argv = {[str(script), *arguments]!r}; sys.path.insert(0, ''); {hosted}"
+        code = f"import sys; sys.argv = {[str(script), *arguments]!r}; {hosted}"
         with (folder / f"{name}.log").open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-P", "-c", code],  # -P: a script's folder may have a bench.py
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -76,8 +78,8 @@ class Side:
             )
         os.waitpid(self.process.pid, os.WUNTRACED)
 
-    def window(self) -> float | None:
-        """Runs one window and returns its seconds; None after the script's end."""
+    def window(self) -> list[float] | None:
+        """Runs one window and returns the seconds of its steps; None after the script's end."""
         before = self._windows()
         os.killpg(self.process.pid, signal.SIGCONT)
         _, status = os.waitpid(self.process.pid, os.WUNTRACED)
@@ -92,38 +94,44 @@ class Side:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def _windows(self) -> list[float]:
-        return [float(line) for line in self.report.read_text().split()] if self.report.exists() else []
+    def _windows(self) -> list[list[float]]:
+        return [json.loads(line) for line in self.report.read_text().splitlines()] if self.report.exists() else []
 
 
 def compare(original: Side, edited: Side, limit_s: float) -> dict[str, Any]:
     """Alternates windows until the time limit or the end of one script; the order of a pair alternates, too."""
-    pairs: list[tuple[float, float]] = []
+    pairs: list[tuple[list[float], list[float]]] = []
     end, skipped = time.monotonic() + limit_s, SKIPPED_WINDOWS
     try:
         while time.monotonic() < end:
             sides = (original, edited) if len(pairs) % 2 else (edited, original)
-            times = {id(side): side.window() for side in sides}
-            if None in times.values():
+            steps = {id(side): side.window() for side in sides}
+            if None in steps.values():
                 break
             if skipped:
                 skipped -= 1
                 continue
-            pairs.append((times[id(original)] or 0.0, times[id(edited)] or 0.0))
+            pairs.append((steps[id(original)] or [], steps[id(edited)] or []))
     finally:
         original.end()
         edited.end()
     if not pairs:
         return {"pairs": 0}
-    ratio = ratio_of([before for before, _ in pairs], [after for _, after in pairs], confidence=0.95)
-    return {
-        "ratio": round(ratio.median, 3),
-        "low": ratio.low and round(ratio.low, 3),
-        "high": ratio.high and round(ratio.high, 3),
-        "pairs": ratio.pairs,
-        "original_s": round(sum(before for before, _ in pairs), 2),
-        "edited_s": round(sum(after for _, after in pairs), 2),
+    return {"pairs": len(pairs), "ratio": _ratio(pairs, sum), "regular": _ratio(pairs, statistics.median)}
+
+
+def _ratio(pairs: Sequence[tuple[list[float], list[float]]], of: Callable[[list[float]], float]) -> dict[str, Any]:
+    """The median over the pairs with its 95 % interval, and the total seconds of both sides."""
+    before, after = ([of(steps) for steps in side] for side in zip(*pairs, strict=True))
+    found = ratio_of(before, after, confidence=0.95)
+    values = {
+        "median": found.median,
+        "low": found.low,
+        "high": found.high,
+        "before_s": sum(before),
+        "after_s": sum(after),
     }
+    return {name: value and round(value, 4) for name, value in values.items()}
 
 
 def main() -> int:

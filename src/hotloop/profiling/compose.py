@@ -83,7 +83,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
         optimizers=_few([OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)]),
         loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
         habits=[
-            *(_habit(lengths.habit(one), measured, phases, step_ms) for one in facts.habits),
+            *(_habit(one | _scaled(one, scale), measured, phases, step_ms) for one in map(lengths.habit, facts.habits)),
             *(_habit(one, measured, phases, step_ms) for one in facts.collections),
         ],
         apart=_apart(facts, measured, usual, step_ms),
