@@ -1,8 +1,13 @@
-"""Measures whether an edited training script has faster steps than the original: two processes in alternating windows.
+"""Measures whether an edit makes the steps of a training script faster.
 
     OMP_NUM_THREADS=1 python -m bench.script_pairs main.py edited.py --updates 40 -- --epochs 1
+    OMP_NUM_THREADS=1 python -m bench.script_pairs switched.py -- --epochs 1
 
-Each script runs unmodified in a process of its own. While one script runs through a window of `--updates` optimizer
+The second form runs one process. The script does its edit where the built-in name `EDITED` is true, and `EDITED` changes after
+steps, so that neighbouring steps form a pair. Two processes of the same script differ by up to a tenth on some machines, so
+small gains need this form. The first form runs both scripts in two processes and serves edits that need another start.
+
+In the first form, while one script runs through a window of `--updates` optimizer
 steps, the other script and its workers are stopped (SIGSTOP). The same steps of both scripts form a pair. A ratio above 1
 means that the edited script is faster: `ratio` of whole windows, `regular` of their median steps, which leaves out what a
 script does between some of its steps only.
@@ -11,6 +16,7 @@ script does between some of its steps only.
 from __future__ import annotations
 
 import argparse
+import builtins
 import json
 import os
 import runpy
@@ -25,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from hotloop.measuring.statistics import ratio_of
+
+WARM_UP = 5
+"""Pairs of steps that are left out at the start."""
 
 SKIPPED_WINDOWS = 1
 """Windows of each script before the first pair: the first steps allocate memory and start workers."""
@@ -60,17 +69,81 @@ def host(report: Path, updates: int, every: int, script: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
+def host_switched(report: Path, steps: int, every: int, script: str) -> None:
+    """Runs a script in this process, with `EDITED` true in one step of each pair of steps; then ends the process.
+
+    Args:
+        report: receives the pairs of seconds, original and edited.
+        steps: pairs to measure, after `WARM_UP` pairs.
+        every: optimizer steps of which one ends a step of the training.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    builtins.EDITED = False  # type: ignore[attr-defined]  # the name is this module's interface to the script
+    count, ends = 0, list[float]()
+
+    def step_ended(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count % every:
+            return
+        ends.append(time.perf_counter())
+        step = len(ends) - 1
+        builtins.EDITED = _is_edited(step)  # type: ignore[attr-defined]
+        if step == 2 * (steps + WARM_UP):
+            times = [after - before for before, after in pairwise(ends)]
+            pairs = [
+                sorted(zip(map(_is_edited, (at, at + 1)), times[at : at + 2], strict=True))
+                for at in range(2 * WARM_UP, len(times), 2)
+            ]
+            report.write_text(json.dumps([[before, after] for (_, before), (_, after) in pairs]))
+            os._exit(0)
+
+    register_optimizer_step_post_hook(step_ended)
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _is_edited(step: int) -> bool:
+    """Both orders of a pair occur equally often (sequence of Thue and Morse)."""
+    return step.bit_count() % 2 == 1
+
+
+def compare_switched(script: Path, arguments: list[str], folder: Path, steps: int, every: int) -> dict[str, Any]:
+    """Runs the script in a process of its own and returns the ratio of its pairs."""
+    report = folder / "switched.json"
+    report.unlink(missing_ok=True)
+    with (folder / "switched.log").open("w") as log:
+        subprocess.run(
+            _command("host_switched", report, steps, every, script, arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if not report.exists():
+        return {"pairs": 0}
+    pairs = [([before], [after]) for before, after in json.loads(report.read_text())]
+    return {"pairs": len(pairs), "ratio": _ratio(pairs, sum)}
+
+
+def _command(function: str, report: Path, steps: int, every: int, script: Path, arguments: list[str]) -> list[str]:
+    code = (
+        f"import sys; from pathlib import Path; from bench.script_pairs import {function}; "
+        f"sys.argv = {[str(script), *arguments]!r}; {function}(Path({str(report)!r}), {steps}, {every}, {str(script)!r})"
+    )
+    return [sys.executable, "-P", "-c", code]  # -P: a script's folder may have a bench.py
+
+
 class Side:
     """A script in a process group of its own, which runs only while `window` waits for it."""
 
     def __init__(self, script: Path, arguments: list[str], folder: Path, name: str, updates: int, every: int) -> None:
         self.report = folder / f"{name}.txt"
         self.report.unlink(missing_ok=True)
-        hosted = f"from bench.script_pairs import host; from pathlib import Path; host(Path({str(self.report)!r}), {updates}, {every}, {str(script)!r})"
-        code = f"import sys; sys.argv = {[str(script), *arguments]!r}; {hosted}"
         with (folder / f"{name}.log").open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code],  # -P: a script's folder may have a bench.py
+                _command("host", self.report, updates, every, script, arguments),
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -137,8 +210,8 @@ def _ratio(pairs: Sequence[tuple[list[float], list[float]]], of: Callable[[list[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("original", type=Path)
-    parser.add_argument("edited", type=Path)
-    parser.add_argument("--updates", type=int, default=20, help="steps of a window (default: 20)")
+    parser.add_argument("edited", type=Path, nargs="?", help="without it, the original has an edit for `EDITED`")
+    parser.add_argument("--updates", type=int, default=20, help="steps of a window (default: 20), or pairs of steps")
     parser.add_argument("--every", type=int, default=1, help="optimizer steps of one training step (default: 1)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for all windows (default: 60)")
     parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="for reports and logs of the scripts")
@@ -146,11 +219,15 @@ def main() -> int:
     split = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:split])
     options.folder.mkdir(parents=True, exist_ok=True)
-    original, edited = (
-        Side(script, given[split + 1 :], options.folder, name, options.updates, options.every)
-        for script, name in ((options.original, "original"), (options.edited, "edited"))
-    )
-    found = compare(original, edited, options.limit)
+    rest = given[split + 1 :], options.folder
+    if options.edited is None:
+        found = compare_switched(options.original, *rest, options.updates, options.every)
+    else:
+        original, edited = (
+            Side(script, *rest, name, options.updates, options.every)
+            for script, name in ((options.original, "original"), (options.edited, "edited"))
+        )
+        found = compare(original, edited, options.limit)
     print(json.dumps(found))
     return 0 if found["pairs"] else 1
 

@@ -62,7 +62,7 @@ class CompileChild:
                 if not waiting.select(left_s):
                     break
                 if not (part := os.read(self._reading, 1 << 16)):
-                    return dict(json.loads(text)) if text else {"failure": "the compiling process died"}
+                    return _parsed(text)
                 text += part
         return {"failure": f"compiling and measuring did not come to an end within {seconds:.0f} s"}
 
@@ -76,6 +76,14 @@ class CompileChild:
             os.killpg(self.pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """The child's result; a child that died wrote no result or a part of one."""
+    try:
+        return dict(json.loads(text))
+    except ValueError:
+        return {"failure": "the compiling process died"}
 
 
 def _run(work: Work, writing: int, parent: int) -> NoReturn:

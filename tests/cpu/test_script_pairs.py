@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.script_pairs import Side, compare
+from bench.script_pairs import WARM_UP, Side, compare, compare_switched
 
 SCRIPT = """
 import sys
@@ -34,3 +34,14 @@ def test_windows_alternate_and_pair_the_same_steps(tmp_path: Path, steps: str, p
         after = log.read_text().split()[-12:]  # the last two pairs
         assert [step[0] for step in after] in (list("bbbaaaaaabbb"), list("aaabbbbbbaaa"))
         assert [step[1:] for step in after[:3]] == [step[1:] for step in after[3:6]]
+
+
+def test_a_switched_script_has_both_forms_in_each_pair(tmp_path: Path) -> None:
+    log, script = tmp_path / "log", tmp_path / "a.py"
+    script.write_text(SCRIPT.replace("{__file__[-4]}{step}", "{int(EDITED)}"))
+    found = compare_switched(script, [str(log), "1000"], tmp_path, steps=4, every=1)
+    assert found["pairs"] == 4
+    forms = log.read_text().split()[1:]  # the first step ends before the first pair
+    assert len(forms) == 2 * (4 + WARM_UP)
+    assert all({first, second} == {"0", "1"} for first, second in zip(forms[::2], forms[1::2], strict=True))
+    assert compare_switched(script, [str(log), "3"], tmp_path, steps=4, every=1) == {"pairs": 0}

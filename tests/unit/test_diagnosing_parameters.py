@@ -86,6 +86,17 @@ NOT_READ: dict[str, list[OperatorTime]] = {
 }
 
 
+@pytest.mark.parametrize(("name", "is_named"), [("pow", True), ("index", False)])
+def test_rows_that_are_chosen_from_as_many_numbers_are_no_parameters(name: str, is_named: bool) -> None:
+    """As those of a network's outputs that a mask chooses, in an evaluation."""
+    given = dict(where="train.py:22", phase="python", bytes=1e3, line_runs=2.0)
+    ones = [operator(name, 0.8, 1, shapes=[one], **given) for one in LARGE]
+    lines = [LineTime(where="train.py:22", function="test", phase="python", ms=4.0, own_ms=4.0)]
+    optimizer = adam(0.1, "fused", tensors=2, numbers=numbers(LARGE))
+    told = remedies(seen({"python": 4.0}, operators=ones, optimizers=[optimizer], lines=lines))
+    assert any("over parameters" in one.cause for one in told) is is_named
+
+
 @pytest.mark.parametrize("case", NOT_READ)
 def test_what_is_no_loop_over_parameters(case: str) -> None:
     ones = NOT_READ[case]

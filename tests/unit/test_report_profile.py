@@ -24,6 +24,14 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, shown(made(), width).splitlines())) <= width
 
 
+def test_what_else_the_update_does_has_a_line() -> None:
+    profile = made()
+    whole = profile.model_copy(update={"phases": profile.phases | {"update": 3.0}})
+    line = "The rest of the update (zero_grad, clipping, schedules): 1 ms a step."
+    assert line in shown(whole)
+    assert "The rest" not in shown(profile.model_copy(update={"phases": profile.phases | {"update": 2.0}}))
+
+
 def test_everything_that_was_found_is_there() -> None:
     text = " ".join(shown(made()).split())
     for said in (

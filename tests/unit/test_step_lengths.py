@@ -53,3 +53,8 @@ def test_steps_of_one_length_are_left_alone() -> None:
     same = steps("instrumented", 20, 20, 20)
     assert lengths(same, *steps("traced", 20)).operator(OPERATOR) == OPERATOR
     assert lengths([], *steps("traced", 20)).operator(OPERATOR) == OPERATOR
+
+
+def test_the_runs_of_a_line_go_with_the_calls_even_if_an_operator_does_not() -> None:
+    found = lengths(VARYING, *steps("traced", 20)).operator(OPERATOR | {"calls": 2.0, "line_runs": 20.0})
+    assert found["calls"] == 2.0 and found["line_runs"] == pytest.approx(80.0)

@@ -25,6 +25,9 @@ _MOST_OF = 1 / 3
 _BESIDE = 2
 """Lines from one to the next that stand side by side."""
 
+_SELECTING = frozenset({"aten::index", "aten::index_select", "aten::masked_select", "aten::gather", "aten::take"})
+"""Operators that choose rows or elements, as of a network's outputs: no loop over parameters needs these."""
+
 _READ = ("aten::item", "aten::_local_scalar_dense")
 
 _BETWEEN = ("loss", "python", "batch")
@@ -222,7 +225,9 @@ def _gone_over(step: Step, ones: Sequence[OperatorTime], runs: float | None = No
 
     A line that ran less often has a library do it, such as a gradient clipping.
     """
-    for same in grouped(ones, lambda one: one.name).values():
+    for name, same in grouped(ones, lambda one: one.name).items():
+        if name in _SELECTING:
+            continue
         calls = sum(one.calls for one in same)
         several = len({one.shapes[0] for one in same if one.shapes}) > 1
         passes = _passes(step, same)

@@ -177,9 +177,9 @@ def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[
 
 
 def _as_in_phase(found: list[dict], update_ms: float | None, scale: float) -> list[dict]:
-    """Optimizers whose times add up to the phase of the update: clocks of single calls leave out what stands around them."""
+    """Optimizers with the times of a clean step, together no more than the phase, which has clipping and `zero_grad`, too."""
     clocked_ms = sum(one["ms"] for one in found)
-    factor = update_ms / clocked_ms if update_ms and clocked_ms else scale
+    factor = min(scale, update_ms / clocked_ms) if update_ms and clocked_ms else scale
 
     def scaled(group: dict) -> dict:
         return group | {"ms": None if group["ms"] is None else group["ms"] * factor}

@@ -9,7 +9,7 @@ from hotloop.profiling.facts import StepFact
 from hotloop.profiling.middle import SEVERAL, middle_mean
 from hotloop.profiling.schedule import Kind
 
-_PER_STEP = ("ms", "calls", "per_step", "flops", "bytes", "line_runs")
+_PER_STEP = ("ms", "calls", "per_step", "flops", "bytes")
 """Fields of operators and habits that count for a whole step."""
 
 _WITH_CALLS = 0.5
@@ -53,6 +53,8 @@ class StepLengths:
 
     def _corrected(self, record: dict, many: float, calls: float) -> dict:
         """The record, multiplied by the ratio of lengths if it goes with the calls and not with the step."""
-        if many < _WITH_CALLS * calls:
-            return record
-        return record | {name: record[name] * self._usual / calls for name in _PER_STEP if record.get(name)}
+        ratio, runs = self._usual / calls, record.get("line_runs")
+        corrected = {"line_runs": runs * ratio} if runs and runs >= _WITH_CALLS * calls else {}
+        if many >= _WITH_CALLS * calls:
+            corrected |= {name: record[name] * ratio for name in _PER_STEP if record.get(name)}
+        return record | corrected

@@ -232,6 +232,10 @@ def _updates(profile: Profile) -> Iterator[str]:
         for group in one.groups if len(one.groups) > 1 or any(group.ms is not None for group in one.groups) else []:
             took = "in one go with the others" if group.ms is None else time(group.ms)
             yield f"  group {group.name}: {group.tensors} tensors, {group.numbers:,} numbers, {took}"
+    update_ms = profile.phases.get("update", 0.0)
+    rest_ms = update_ms - sum(one.ms for one in profile.optimizers)
+    if profile.optimizers and rest_ms > _PART * update_ms:
+        yield f"The rest of the update (zero_grad, clipping, schedules): {time(rest_ms)} a step."
 
 
 def operators(profile: Profile, module: str | None) -> RenderableType:
