@@ -229,3 +229,13 @@ def test_too_many_threads_are_told_where_they_are_asked_for(where: str, told: st
     threads = Threads(torch=48, cores=2, busy=1.9, others=0.0, slower=4.0, where=where)
     found = remedies(seen({"forward": 8.0}, threads=threads).model_copy(update={"step_where": "train.py:12"}))
     assert [one.where for one in found if "too many threads" in one.cause] == [told]
+
+
+@pytest.mark.parametrize("module", ["q_network.0", ""], ids=["network", "none"])
+def test_a_line_that_calls_a_network_is_no_plain_python(module: str) -> None:
+    """As one that chooses an action: what it runs stands in the forward, which it calls."""
+    inside = operator("addmm", 0.1, where="net.py:46", phase="python", module=module, flops=1e3, bytes=1e3)
+    called = line("python", 0.01, "net.py:46", function="Net.forward", within="train.py:33")
+    lines = [*trained(), line("python", 2.0, "train.py:33"), called]
+    found = remedies(seen({"python": 2.0}, lines=lines, operators=[inside]))
+    assert any("plain Python" in one.cause for one in found) is not bool(module)

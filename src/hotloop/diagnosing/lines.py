@@ -15,6 +15,7 @@ from hotloop.diagnosing.step import (
     COUNTS,
     DEDUCED,
     IN_PYTHON,
+    PLAIN,
     Step,
     draws,
     grouped,
@@ -57,7 +58,11 @@ def aside(step: Step) -> Iterator[Remedy]:
     """What the loop does beside training: logging, pictures, work in NumPy or in plain Python."""
     small: Counter[str] = Counter()
     is_training = trains(step)
-    lines = (line for line in _users(step, step.lines(*ASIDE)) if not (_draws(step, line) or is_training(line)))
+    lines = (
+        line
+        for line in _users(step, step.lines(*ASIDE))
+        if not (_draws(step, line) or is_training(line) or _calls_network(step, line))
+    )
     for ones in parts(step, lines, lambda line: line.own_ms):
         spent = sum(line.own_ms for line in ones) if is_known(step, ones) else _worked(step, ones)
         if step.share(spent) < COUNTS:
@@ -192,6 +197,12 @@ def _draws(step: Step, line: LineTime) -> bool:
     known = all(one.name in _CUTTING or (one.name in _NUMBERING and not one.dtype) for one in there)
     once = all(one.calls < LOOP and (one.line_runs or 0) < LOOP for one in there)
     return line.phase == "batch" and line.library in ("", "torch") and bool(there) and known and once
+
+
+def _calls_network(step: Step, line: LineTime) -> bool:
+    """Whether a line calls a network, as one that chooses an action: the call is no plain Python. Habits name needless calls."""
+    called = {one.where for one in step.profile.lines if one.within == line.where} | {line.where}
+    return any(one.module not in PLAIN for where in called for one in step.spots.get(where, []))
 
 
 def _users(step: Step, lines: list[LineTime]) -> Iterator[LineTime]:
