@@ -31,6 +31,7 @@ from hotloop.plan import Plan
 from hotloop.run import Run
 from hotloop.state import differences
 from tests.conftest import RunCli
+from tests.started import no_process_of_ray_is_left  # noqa: F401 - a fixture of this module
 
 SAMPLES, BATCH = 203, 8
 PLAN = Plan(parallel="async", ranks=3)
@@ -139,6 +140,19 @@ def test_a_signal_is_heard_though_all_workers_have_stopped(tmp_path: Path, monke
     given = replace(task(), step=step)
     with pytest.raises(TrainingError, match=r"^stopped \(SIGTERM\) without saving: no worker has answered for \d+s"):
         hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="async", ranks=2), progress=False)
+
+
+def test_a_training_whose_workers_have_all_stopped_ends_within_the_limit(tmp_path: Path) -> None:
+    here, loss = os.getpid(), nn.MSELoss()
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return cast(Tensor, loss(model(batch), batch))
+
+    given, plan = replace(task(), step=step), Plan(parallel="async", ranks=2)
+    with pytest.raises(TrainingError, match=r"^no worker has answered for 3s; expected a gradient of any worker\. "):
+        hotloop.fit(given, run=tmp_path / "run", plan=plan, rank_timeout="3s", progress=False)
 
 
 def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
