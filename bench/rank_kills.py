@@ -280,7 +280,7 @@ def wait_until(command: Command, has_happened: Callable[[], bool]) -> None:
     while not has_happened():
         if command.process.poll() is not None or time.monotonic() > deadline:
             raise TimeoutError("the moment of the fault never came")
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def resumed(folder: Path, fault: Fault, run: Path, whole: dict[str, Path]) -> list[str]:

@@ -40,7 +40,7 @@ from hotloop.records import RunRecord
 from hotloop.remembering import known_by, lowered_by_memory, remember_steps
 from hotloop.report import tensorboard
 from hotloop.report.curves import draw_curves
-from hotloop.run import Following, Run
+from hotloop.run import Following, Run, is_run
 from hotloop.setting import versions
 from hotloop.steering import Ended, Steering
 from hotloop.switches import read, running_under
@@ -90,7 +90,9 @@ def start(
                 fix="give --run (or run=), or unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
             )
         if begun is not None:
-            return _go_on(Path(begun), loaded, wanted, ranks, **options)
+            run = Path(begun)
+            if ranks.world.from_first(partial(is_run, run)):  # else a rank was killed before the run's first step
+                return _go_on(run, loaded, wanted, ranks, **options)
         return _start(loaded, run, wanted, ranks, began, **options)
 
 
@@ -127,12 +129,12 @@ def _start(
         versions=versions(),
     )
     made = (path, record, program.parts.plan)
+    ranks.begin(str(path.absolute()))  # before the run exists, so that ranks that are started again find the run
     with closed_unless_done(program):
         handle = Run.create(*made, loaded.files) if ranks.world.first else Following(*made)
     if ranks.world.first and record.source is not None:
         for note in trust_run(record, path):
             say(note)
-    ranks.begin(str(path.absolute()))
     if task.roles.note:
         say(task.roles.note)
     for reason in record.facts.inexact:

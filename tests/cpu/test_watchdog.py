@@ -84,7 +84,7 @@ def fork_and_signal(number: int) -> None:
     ("send", "number"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGTERM), signal.SIGTERM),
-        (lambda: fork_and_signal(signal.SIGTERM), signal.SIGHUP),
+        (lambda: fork_and_signal(signal.SIGTERM), signal.SIGINT),
     ],
     ids=["rank", "fork"],
 )
@@ -92,9 +92,9 @@ def test_a_signal_to_a_fork_is_none_to_the_rank(send: Callable[[], None], number
     store, errors = dist.HashStore(), list[TrainingError]()
     watchdog = Watchdog(store, "launch", 0, 1, None, lambda error, _: errors.append(error))
     place, deadline = None, time.monotonic() + 60
-    with handled(lambda *_: None, signal.SIGTERM, signal.SIGHUP), watchdog.watching():
+    with handled(lambda *_: None, signal.SIGTERM, signal.SIGINT), watchdog.watching():
         send()
-        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGINT)
         while place is None or not place.signalled:
             assert time.monotonic() < deadline
             time.sleep(0.05)
