@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -176,6 +177,24 @@ def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch
         assert an_epoch(program)["samples"] == SAMPLES
     assert killed
     assert any(line.startswith("worker 0 was killed by SIGKILL") for line in lines)
+
+
+def test_a_worker_that_is_killed_before_all_have_joined_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = processes._join
+
+    def late(*args: Any, **options: Any) -> None:
+        (victim,) = (one for one in multiprocessing.active_children() if one.name == "hotloop worker 0")
+        victim.kill()
+        victim.join()
+        join(*args, **options)
+
+    monkeypatch.setattr(processes, "_join", late)
+    monkeypatch.setattr(processes, "_JOIN_S", 2.0)
+    with (
+        pytest.raises(TrainingError, match=r"^worker 0 was killed by SIGKILL before its first batch"),
+        trained_by(2, task()),
+    ):
+        pass
 
 
 def test_a_worker_that_lives_and_cannot_be_reached_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
