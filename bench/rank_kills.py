@@ -94,7 +94,12 @@ class Fault:
 
 
 FAULTS = (
-    *(Fault(mode, name, victim) for mode in RANKED for name in ("SIGKILL", "SIGSTOP") for victim in ("rank", "command")),
+    *(
+        Fault(mode, name, victim)
+        for mode in RANKED
+        for name in ("SIGKILL", "SIGSTOP")
+        for victim in ("rank", "command")
+    ),
     *(Fault(mode, "SIGSTOP", "rank", SHORT_S) for mode in RANKED),
     Fault("data", "SIGSTOP", "command", SHORT_S),
     *(Fault("async", name, victim) for name in ("SIGKILL", "SIGSTOP") for victim in ("worker", "command")),
@@ -159,7 +164,17 @@ def options_of(fault: Fault, run: Path) -> list[str]:
     axes += ["workforce=ray"] if fault.mode.endswith("on Ray") else []
     settings = [word for axis in axes for word in ("--set", axis)]
     waits = ["--rank-timeout", f"{fault.timeout_s}s"]
-    return [str(run.parents[1] / "task.py"), *settings, "--ranks", "2", *waits, "--run", str(run), "--checkpoint-every", "10"]
+    return [
+        str(run.parents[1] / "task.py"),
+        *settings,
+        "--ranks",
+        "2",
+        *waits,
+        "--run",
+        str(run),
+        "--checkpoint-every",
+        "10",
+    ]
 
 
 class Command:
@@ -226,7 +241,10 @@ def run_of(folder: Path, number: int, fault: Fault, seed: int, whole: dict[str, 
     try:
         return row | disturbed(command, fault, draws, whole)
     except Exception as error:
-        return row | {"result": "failed", "problems": [f"{type(error).__name__}: {error}; output: {command.output()!r}"]}
+        return row | {
+            "result": "failed",
+            "problems": [f"{type(error).__name__}: {error}; output: {command.output()!r}"],
+        }
     finally:
         for one in command.processes():
             with suppress(psutil.NoSuchProcess):

@@ -15,7 +15,6 @@ from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
 from hotloop.plan import Plan
 
-
 _START_RETRIES = 3
 """How often Ray starts a worker again that dies before its first batch."""
 

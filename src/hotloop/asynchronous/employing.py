@@ -12,9 +12,7 @@ from hotloop.parallel.crew import Crew
 from hotloop.plan import BASELINE, Plan, left_behind
 
 
-def employed(
-    program: Program, recipe: Recipe, workers: int, say: Say, limit_s: float | None = None
-) -> Program:
+def employed(program: Program, recipe: Recipe, workers: int, say: Say, limit_s: float | None = None) -> Program:
     """The Program with workers, where its gradients are to come from such; any other stays as it is.
 
     Args:

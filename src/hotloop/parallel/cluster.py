@@ -75,7 +75,9 @@ def explaining(ray: Any) -> Iterator[None]:
             "`ray memory` lists the stored objects",
         ) from error
     except ray.exceptions.RayError as error:
-        raise TrainingError(f"Ray failed: {blame(error)}", fix="go on from the last checkpoint with --resume") from error
+        raise TrainingError(
+            f"Ray failed: {blame(error)}", fix="go on from the last checkpoint with --resume"
+        ) from error
 
 
 def _check_answers(address: str) -> None:
