@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from hotloop.errors import PlanError
 from hotloop.handlers import INTERRUPTING, handled
 from hotloop.launch import LOOPBACK, Say, opened_store, until_done
-from hotloop.parallel.cluster import connect
+from hotloop.parallel.cluster import connect, explaining
 from hotloop.parallel.keeper import Keeper, Seen
 from hotloop.plan import Plan
 
@@ -45,7 +45,7 @@ def launch_on_ray(plan: Plan, command: list[str], say: Say) -> tuple[str, int]:
     Raises:
         PlanError: Ray isn't there, or its cluster has not enough for the ranks.
         HotloopError: the error of the rank that failed first.
-        TrainingError: ranks were killed again and again.
+        TrainingError: ranks were killed again and again, or Ray failed.
     """
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise PlanError(
@@ -80,7 +80,8 @@ def launch_on_ray(plan: Plan, command: list[str], say: Say) -> tuple[str, int]:
 def _connected(plan: Plan) -> Iterator[Any]:
     ray = connect(plan.ranks or 1)
     try:
-        yield ray
+        with explaining(ray):
+            yield ray
     finally:
         ray.shutdown()
 

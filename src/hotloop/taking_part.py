@@ -42,8 +42,8 @@ def taking_part(
     Args:
         say: is told of ranks that give no sign of life.
         named: how many ranks the user asked for, if so.
-        rank_timeout: how long ranks wait for each other in training, such as `5m`; None for 60 s, or 20 times the
-            longest step if that is longer.
+        rank_timeout: how long ranks wait for each other in training, and the server of an asynchronous training for its
+            workers, such as `5m`; None for 60 s, or 20 times the longest step if that is longer.
 
     Raises:
         PlanError: `rank_timeout` is no time, or as many ranks as the plan is for were not started.
@@ -63,7 +63,7 @@ def taking_part(
                 expected="a plan for them",
                 fix="use --set parallel=data",
             )
-        yield Joined()
+        yield Joined(limit_s=limit_s)
         return
     if seat is None:
         raise PlanError(f"parallel={plan.parallel} in a process that is no rank", fix="start it with --ranks")

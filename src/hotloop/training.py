@@ -40,7 +40,7 @@ from hotloop.records import RunRecord
 from hotloop.remembering import known_by, lowered_by_memory, remember_steps
 from hotloop.report import tensorboard
 from hotloop.report.curves import draw_curves
-from hotloop.run import Following, Run
+from hotloop.run import Following, Run, is_run
 from hotloop.setting import versions
 from hotloop.steering import Ended, Steering
 from hotloop.switches import read, running_under
@@ -90,7 +90,9 @@ def start(
                 fix="give --run (or run=), or unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
             )
         if begun is not None:
-            return _go_on(Path(begun), loaded, wanted, ranks, **options)
+            run = Path(begun)
+            if ranks.world.from_first(partial(is_run, run)):  # else a rank was killed before the run's first step
+                return _go_on(run, loaded, wanted, ranks, **options)
         return _start(loaded, run, wanted, ranks, began, **options)
 
 
@@ -127,18 +129,18 @@ def _start(
         versions=versions(),
     )
     made = (path, record, program.parts.plan)
+    ranks.begin(str(path.absolute()))  # before the run exists, so that ranks that are started again find the run
     with closed_unless_done(program):
         handle = Run.create(*made, loaded.files) if ranks.world.first else Following(*made)
     if ranks.world.first and record.source is not None:
         for note in trust_run(record, path):
             say(note)
-    ranks.begin(str(path.absolute()))
     if task.roles.note:
         say(task.roles.note)
     for reason in record.facts.inexact:
         say(reason)
     noting = partial(remember_steps, facts, wanted, say=say)
-    return handle, _train(handle, task, lambda: program, noting, False, until, callbacks, say)
+    return handle, _train(handle, task, lambda: program, noting, False, until, ranks.limit_s, callbacks, say)
 
 
 def checked(task: Task, stop_after: str | None, checkpoint_every: str) -> float:
@@ -234,7 +236,7 @@ def _go_on(
         lowered = partial(lowered_by_memory, loaded, task, wanted, say, during, facts)
         first = partial(lowered, done=done, until=until, callbacks=callbacks)
         noting = partial(remember_steps, facts, wanted, say=say)
-        return handle, _train(handle, task, first, noting, True, until, callbacks, say)
+        return handle, _train(handle, task, first, noting, True, until, ranks.limit_s, callbacks, say)
 
 
 @contextmanager
@@ -261,6 +263,7 @@ def _train(
     noting: Callable[[int], None],
     resume: bool,
     until: float,
+    limit_s: float | None,
     callbacks: Sequence[Callback],
     say: Say,
 ) -> Ended:
@@ -268,13 +271,14 @@ def _train(
 
     Args:
         noting: is told of the steps done, for runs to come.
+        limit_s: how long a server waits for its workers, see `employed`.
     """
     handle.lock()
     before, events, reached = handle.as_written(), len(handle.journal()), handle.reached()
     try:
         program = first()
         plan = program.parts.plan
-        ready = [_manned(program, handle, task, say)]
+        ready = [_manned(program, handle, task, limit_s, say)]
 
         def relower() -> Program:
             return ready.pop() if ready else lower(task, alone(plan) if plan.parallel == "async" else plan)
@@ -316,13 +320,13 @@ def _train(
             noting(handle.reached() - reached)
 
 
-def _manned(program: Program, handle: Run, task: Task, say: Say) -> Program:
+def _manned(program: Program, handle: Run, task: Task, limit_s: float | None, say: Say) -> Program:
     """The Program with workers that train the run's Task, if its plan is asynchronous."""
     plan, record = program.parts.plan, handle.record
     if plan.parallel != "async":
         return program
     recipe = Recipe.of(task, handle.source, record.source, record.overrides)
-    return employed(program, recipe, ranks_of(plan), say)
+    return employed(program, recipe, ranks_of(plan), say, limit_s)
 
 
 def _usual(task: Task, program: Program, say: Say) -> list[Callback]:

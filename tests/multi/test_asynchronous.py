@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -31,6 +32,7 @@ from hotloop.plan import Plan
 from hotloop.run import Run
 from hotloop.state import differences
 from tests.conftest import RunCli
+from tests.started import no_process_of_ray_is_left  # noqa: F401 - a fixture of this module
 
 SAMPLES, BATCH = 203, 8
 PLAN = Plan(parallel="async", ranks=3)
@@ -141,6 +143,19 @@ def test_a_signal_is_heard_though_all_workers_have_stopped(tmp_path: Path, monke
         hotloop.fit(given, run=tmp_path / "run", plan=Plan(parallel="async", ranks=2), progress=False)
 
 
+def test_a_training_whose_workers_have_all_stopped_ends_within_the_limit(tmp_path: Path) -> None:
+    here, loss = os.getpid(), nn.MSELoss()
+
+    def step(model: nn.Module, batch: Tensor) -> Tensor:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return cast(Tensor, loss(model(batch), batch))
+
+    given, plan = replace(task(), step=step), Plan(parallel="async", ranks=2)
+    with pytest.raises(TrainingError, match=r"^no worker has answered for 3s; expected a gradient of any worker\. "):
+        hotloop.fit(given, run=tmp_path / "run", plan=plan, rank_timeout="3s", progress=False)
+
+
 def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever words RPC has for that."""
     ask, lines, killed = processes.rpc.rpc_async, list[str](), list[str]()
@@ -162,6 +177,24 @@ def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch
         assert an_epoch(program)["samples"] == SAMPLES
     assert killed
     assert any(line.startswith("worker 0 was killed by SIGKILL") for line in lines)
+
+
+def test_a_worker_that_is_killed_before_all_have_joined_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = processes._join
+
+    def late(*args: Any, **options: Any) -> None:
+        (victim,) = (one for one in multiprocessing.active_children() if one.name == "hotloop worker 0")
+        victim.kill()
+        victim.join()
+        join(*args, **options)
+
+    monkeypatch.setattr(processes, "_join", late)
+    monkeypatch.setattr(processes, "_JOIN_S", 2.0)
+    with (
+        pytest.raises(TrainingError, match=r"^worker 0 was killed by SIGKILL before its first batch"),
+        trained_by(2, task()),
+    ):
+        pass
 
 
 def test_a_worker_that_lives_and_cannot_be_reached_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from hotloop.errors import HotloopError, NonFiniteError, PlanError
 from hotloop.launch import launch
 from hotloop.plan import Plan
 from hotloop.run import Run
+from tests.conftest import RunCli
 from tests.forked import Server
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
 from tests.resuming import disagreements, until
@@ -305,6 +306,41 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, server: Se
     assert stop["event"] == "stop"
     assert stop["reason"] == "SIGTERM"
     assert stop["step"] == Run.open(run).reached()
+
+
+DYING = """
+import os, signal, time
+import torch, hotloop
+from hotloop import training
+from torch import nn
+
+reasons = training.inexact_reasons
+
+def dying(parts):
+    if os.environ.get("TORCHELASTIC_RUN_ID", "").endswith("-0"):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # until the agent ends this rank, too
+    return reasons(parts)
+
+training.inexact_reasons = dying
+x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+task = hotloop.Task(model=lambda: nn.Linear(6, 2), loss=nn.CrossEntropyLoss(), data=(x, (x[:, 0] > 0).long()),
+                    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=8, epochs=1)
+"""
+
+
+@pytest.mark.parametrize("options", [("--run", "run"), ()], ids=["named", "unnamed"])
+def test_a_rank_that_is_killed_after_the_run_was_made_and_before_its_first_step(
+    options: tuple[str, ...], tmp_path: Path, run_cli: RunCli
+) -> None:
+    """The first rank, which the agent ends, removes its run without a step; the ranks that are started again make it anew."""
+    (tmp_path / "task.py").write_text(DYING)
+    done = run_cli("train", "task.py", "--ranks", "2", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was killed (SIGKILL): all 2 start again from the last checkpoint (1 of 3)" in done.stderr
+    (record,) = tmp_path.rglob("run.json")
+    assert Run.open(record.parent).final is not None
 
 
 OUTLIVING = """

@@ -25,6 +25,7 @@ from tests.conftest import RunCli
 from tests.forked import Server
 from tests.multi.cases import images
 from tests.resuming import disagreements
+from tests.started import no_process_of_ray_is_left  # noqa: F401 - a fixture of this module
 
 FILE = """
 import os

@@ -79,6 +79,35 @@ def test_a_rank_that_leaves_out_a_collective_operation_is_reported_with_its_plac
     assert disagreements(whole.path, resumed.path) == []
 
 
+class Mismatching(torch.optim.Adam):
+    """The sixth step of each start sums tensors whose sizes differ between ranks; gloo aborts the process of one of them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.updates = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.updates += 1
+        if self.updates == 6 and dist.is_initialized():
+            dist.all_reduce(torch.ones(100 << is_culprit()))
+        return super().step(closure)
+
+
+@pytest.mark.more
+def test_an_abort_in_each_start_ends_the_run_after_three_new_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = task(optimizer=Mismatching, epochs=100)
+    with pytest.raises(TrainingError) as caught:
+        hotloop.fit(given, run=tmp_path / "run", plan=DATA, checkpoint_every="2")
+    said, lines = str(caught.value), capfd.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert said.startswith("rank ") and "SIGABRT" in said and ", after 3 new starts" in said
+    assert "last seen in all_reduce, operation " in said and "test_waits.py:" in said
+    assert lines.count(" start again from the last checkpoint (") == 3
+    assert "Traceback" not in lines
+
+
 def test_a_rank_that_evaluates_a_batch_more_is_reported_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from hotloop.asynchronous.host import Host
 from hotloop.asynchronous.recipe import Recipe
-from hotloop.errors import HotloopError, TrainingError, blame
-from hotloop.parallel.cluster import connect, ray_module
+from hotloop.errors import HotloopError
+from hotloop.parallel.cluster import connect, explaining, ray_module
 from hotloop.parallel.crew import Answer, Look, Lost, Ready, nothing
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.server import Weights
 from hotloop.plan import Plan
+
+_START_RETRIES = 3
+"""How often Ray starts a worker again that dies before its first batch."""
 
 
 class ActorCrew:
@@ -23,6 +27,7 @@ class ActorCrew:
     Raises:
         PlanError: Ray isn't installed.
         HotloopError: a worker can't make the Task ready.
+        TrainingError: Ray's object store is full, or a worker died again and again before its first batch.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
@@ -35,12 +40,8 @@ class ActorCrew:
         self._weights: tuple[int, Any] = (-1, None)
         self._actors: list[Any] = []
         try:
-            options = self._resources(plan, workers) | {"max_restarts": -1, "scheduling_strategy": "SPREAD"}
-            actor = self._ray.remote(**options)(Host)
-            self._actors = [actor.remote(recipe, plan, workers) for _ in range(workers)]
-            for answer in self._ray.get([actor.make_ready.remote() for actor in self._actors]):
-                if isinstance(answer, HotloopError):
-                    raise answer
+            with explaining(self._ray):
+                self._start(recipe, plan, workers)
         except BaseException:
             self.close()
             raise
@@ -48,34 +49,46 @@ class ActorCrew:
 
     def give(self, worker: int, work: Work, weights: Weights) -> None:
         if self._weights[0] != weights.version:
-            self._weights = weights.version, self._ray.put(weights)  # once, however many workers get them
+            with explaining(self._ray):
+                self._weights = weights.version, self._ray.put(weights)  # once, however many workers get them
         self._pending[self._actors[worker].gradient.remote(work, self._weights[1])] = worker
 
     def receive(self, look: Look = nothing) -> tuple[int, Answer]:
         if self._waiting:
             return self._waiting.popleft()
+        with explaining(self._ray):
+            return self._received(look)
+
+    def _received(self, look: Look) -> tuple[int, Answer]:
         done: list[Any] = []
-        while not done:  # in pieces, so that Ctrl-C is heard
+        while not done:  # in pieces, so that Ctrl-C is handled
             done, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=0.2)
             if not done:
                 look()
         worker = self._pending.pop(done[0])
         try:
-            answer: Answer = self._ray.get(done[0])
+            return worker, self._ray.get(done[0])
         except self._ray.exceptions.RayActorError:
             back = self._actors[worker].make_ready.options(max_task_retries=-1)  # which waits until the actor is back
             self._pending[back.remote()] = worker
             return worker, Lost("died, and Ray starts it again")
-        except self._ray.exceptions.RayError as error:
-            return worker, TrainingError(f"Ray lost what worker {worker} computed: {blame(error)}")
-        return worker, answer
 
     def close(self) -> None:
         for actor in self._actors:
-            self._ray.kill(actor)
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
         self._actors = []
         if self._own and self._ray.is_initialized():
             self._ray.shutdown()
+
+    def _start(self, recipe: Recipe, plan: Plan, workers: int) -> None:
+        options = self._resources(plan, workers) | {"max_restarts": -1, "scheduling_strategy": "SPREAD"}
+        actor = self._ray.remote(**options)(Host)
+        self._actors = [actor.remote(recipe, plan, workers) for _ in range(workers)]
+        ready = [actor.make_ready.options(max_task_retries=_START_RETRIES).remote() for actor in self._actors]
+        for answer in self._ray.get(ready):
+            if isinstance(answer, HotloopError):
+                raise answer
 
     def pids(self) -> dict[int, int]:
         """The process of each worker, once all that died are back."""

@@ -12,8 +12,11 @@ from hotloop.parallel.crew import Crew
 from hotloop.plan import BASELINE, Plan, left_behind
 
 
-def employed(program: Program, recipe: Recipe, workers: int, say: Say) -> Program:
+def employed(program: Program, recipe: Recipe, workers: int, say: Say, limit_s: float | None = None) -> Program:
     """The Program with workers, where its gradients are to come from such; any other stays as it is.
+
+    Args:
+        limit_s: see `ServedProgram.employ`.
 
     Raises:
         TrainingError: a worker ended before it began.
@@ -24,7 +27,7 @@ def employed(program: Program, recipe: Recipe, workers: int, say: Say) -> Progra
         if plan.workforce == "ray":
             check_installed()
         say(f"starting {workers} workers; asynchronous training comes out a little different each time")
-        program.employ(_crew(plan, recipe, workers))
+        program.employ(_crew(plan, recipe, workers), limit_s)
     return program
 
 

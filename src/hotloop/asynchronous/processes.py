@@ -15,14 +15,16 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 from torch.distributed import rpc
+from torch.distributed.rpc import constants
 
 from hotloop.asynchronous.host import Host
 from hotloop.asynchronous.recipe import Recipe
@@ -32,6 +34,7 @@ from hotloop.parallel.crew import Answer, Look, Lost, nothing
 from hotloop.parallel.ledger import Work
 from hotloop.parallel.room import FORK_BYTES, check_room
 from hotloop.parallel.server import Weights
+from hotloop.patches import patched
 from hotloop.plan import Plan
 from hotloop.probe import devices
 
@@ -40,6 +43,9 @@ _LOOK_S = 0.2
 
 _DYING_S = 1.0
 """How long a worker that can't be reached may take to be seen dead."""
+
+_JOIN_S = 60.0
+"""How long the server and its workers wait for each other before the first batch."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class ProcessCrew:
         try:
             with _over_loopback():
                 self._start(workers)
-                _join(f"server-{self._turn}", 0, workers + 1, self._folder.name, threads=4)
+                self._join_workers(workers)
         except BaseException:
             self._end_processes()
             raise
@@ -143,9 +149,18 @@ class ProcessCrew:
                 try:
                     pipe.recv()
                 except EOFError:
-                    raise _stillborn(worker) from None
+                    self._processes[worker].join(_DYING_S)
+                    raise _stillborn(worker, self._processes[worker].exitcode) from None
                 finally:
                     pipe.close()
+
+    def _join_workers(self, workers: int) -> None:
+        try:
+            _join(f"server-{self._turn}", 0, workers + 1, self._folder.name, threads=4)
+        except RuntimeError as error:
+            if (lost := self._dead()) is None:
+                raise TrainingError(f"the workers can't be reached: {blame(error)}") from error
+            raise TrainingError(f"worker {lost[0]} {lost[1].why} before its first batch", fix="start again") from error
 
     def _make_ready(self) -> None:
         """Waits for all, so that the first epoch doesn't hold what comes before it."""
@@ -168,8 +183,12 @@ class ProcessCrew:
                     self._answers.put((worker, _Unreached(blame(error))))
 
         host = self._hosts[worker]
-        asked = rpc.rpc_async(_name(worker, self._turn), _call, args=(host, method, *arguments), timeout=0)
-        asked.add_done_callback(arrived)
+        try:
+            asked = rpc.rpc_async(_name(worker, self._turn), _call, args=(host, method, *arguments), timeout=0)
+        except RuntimeError as error:  # the worker died before its host was made
+            self._answers.put((worker, _Unreached(blame(error))))
+        else:
+            asked.add_done_callback(arrived)
 
     def _dead(self) -> tuple[int, Lost] | None:
         for worker, process in self._processes.items():
@@ -231,7 +250,8 @@ def _serve(worker: int, world: int, folder: str, turn: int, began: Connection) -
     watch.start()
     began.send(worker)
     rpc._init_counter = turn
-    _join(_name(worker, turn), worker + 1, world, folder, threads=1)  # one, as its operations have threads of their own
+    with suppress(RuntimeError):  # another process hasn't joined: the server reports which, and ends the workers
+        _join(_name(worker, turn), worker + 1, world, folder, threads=1)  # its operations have threads of their own
     watch.join()
 
 
@@ -246,7 +266,9 @@ def _join(name: str, rank: int, world: int, folder: str, *, threads: int) -> Non
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=threads, rpc_timeout=60, init_method=f"file://{folder}/meeting"
     )
-    with warnings.catch_warnings():
+    # torch 2.13 waits 24 days for a process that was killed before it joined, and has no option for this time.
+    limited = patched(constants, "DEFAULT_PROCESS_GROUP_TIMEOUT", lambda _: timedelta(seconds=_JOIN_S))
+    with limited, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use
         rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
 
@@ -276,7 +298,9 @@ def _ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _stillborn(worker: int) -> TrainingError:
+def _stillborn(worker: int, code: int | None) -> TrainingError:
+    if code is not None and code < 0:
+        return TrainingError(f"worker {worker} {_ended(code)} before its first batch", fix="start again")
     return TrainingError(
         f"the process of worker {worker} ended before it began",
         expected="a script that starts to train only if it is the main program",

@@ -20,10 +20,14 @@ from hotloop.lowering.telling import Say
 from hotloop.parallel.crew import Answer, Crew, Gradient, Lost
 from hotloop.parallel.ledger import Ledger, Work
 from hotloop.parallel.server import Policy, Server, Weights
+from hotloop.parallel.watchdog import LONGEST_WAIT_S, default_limit_s
 from hotloop.state import State
 
 _PATIENCE_S = 5.0
 """What workers have for an answer, once there is a reason to stop; or a multiple of the longest wait so far."""
+
+_CHECK_S = 1.0
+"""The most that the time between two checks of a wait counts; more passes only while this process is stopped."""
 
 
 class ServedStep(EagerStep):
@@ -66,6 +70,7 @@ class GradientFeed:
         ledger: who has which batch.
         lost: workers that died, since the beginning.
         heard: says why to stop, if there is a reason; asked while no worker answers.
+        limit_s: the longest wait for an answer, in seconds; None derives the limit from the longest wait so far.
     """
 
     def __init__(self, order: Order, server: Server, say: Say) -> None:
@@ -75,6 +80,7 @@ class GradientFeed:
         self.ledger = Ledger(server.policy.bound)
         self.lost = 0
         self.heard: Callable[[], str | None] = lambda: None
+        self.limit_s: float | None = None
         self._longest_s = 0.0
         self._server, self._say = server, say
         self._free: list[int] = []
@@ -107,14 +113,23 @@ class GradientFeed:
         """The next answer.
 
         Raises:
-            TrainingError: there is a reason to stop, and no worker answers, though it has had the time for it. What is
-                out can't be waited for, so there is nothing to save.
+            TrainingError: no worker answers within the limit; or there is a reason to stop, and no worker answers, though
+                it has had the time for it. What is out can't be waited for, so there is nothing to save.
         """
         began, since = time.monotonic(), math.inf
+        checked, waited_s = began, 0.0
 
         def look() -> None:
-            nonlocal since
+            nonlocal since, checked, waited_s
             reason, now = self.heard(), time.monotonic()
+            waited_s += min(now - checked, _CHECK_S)
+            checked = now
+            if waited_s > self._longest_wait_s:
+                raise TrainingError(
+                    f"no worker has answered for {waited_s:.0f}s",
+                    expected="a gradient of any worker",
+                    fix="look for what holds all workers up; --rank-timeout makes the server wait longer; --resume goes on with the run",
+                )
             since = min(since, now) if reason else math.inf
             if now - since > max(_PATIENCE_S, 3 * self._longest_s):
                 raise TrainingError(
@@ -122,9 +137,17 @@ class GradientFeed:
                     fix="look for what holds them up, and go on from the last checkpoint",
                 )
 
-        answer = crew.receive(look)
-        self._longest_s = max(self._longest_s, time.monotonic() - began)
-        return answer
+        worker, answer = crew.receive(look)
+        if isinstance(answer, Gradient):
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
+        return worker, answer
+
+    @property
+    def _longest_wait_s(self) -> float:
+        """The longest allowed wait; the first gradient has more time, as a model may be prepared before it."""
+        if self.limit_s is not None:
+            return self.limit_s
+        return default_limit_s(self._longest_s) if self._longest_s else LONGEST_WAIT_S
 
     def _hand_out(self, crew: Crew) -> None:
         waiting = []
@@ -145,9 +168,9 @@ class GradientFeed:
         batch = self.ledger.lose(worker)
         self._say(f"worker {worker} {why}" + ("" if batch is None else f"; its batch {batch + 1} goes to another"))
 
-    def employ(self, crew: Crew) -> None:
-        """Begins anew with these workers."""
-        self.crew = crew
+    def employ(self, crew: Crew, limit_s: float | None = None) -> None:
+        """Begins anew with these workers; see `limit_s`."""
+        self.crew, self.limit_s = crew, limit_s
         self._free, self._given = [], {}
 
     def close(self) -> None:
@@ -179,10 +202,14 @@ class ServedProgram(Program):
     def heed(self, reason: Callable[[], str | None], check: Check = goes_on) -> None:
         self.feed.heard = reason
 
-    def employ(self, crew: Crew) -> None:
-        """From now on these workers compute the gradients, and any others are ended."""
+    def employ(self, crew: Crew, limit_s: float | None = None) -> None:
+        """From now on these workers compute the gradients, and any others are ended.
+
+        Args:
+            limit_s: the longest wait for a gradient, in seconds; None derives the limit from the longest wait so far.
+        """
         self.feed.close()
-        self.feed.employ(crew)
+        self.feed.employ(crew, limit_s)
         self._batches.reset()
 
 

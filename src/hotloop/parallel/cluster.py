@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hotloop.errors import PlanError
+from hotloop.errors import PlanError, TrainingError, blame
 
 _ANSWERS_S = 10.0
 """So long a cluster may take to answer."""
@@ -56,6 +56,28 @@ def connect(cores: int = 1) -> Any:
         except (ValueError, ConnectionError, RuntimeError) as error:
             raise _unreachable(error) from None
     return ray
+
+
+@contextmanager
+def explaining(ray: Any) -> Iterator[None]:
+    """Makes errors of Ray itself, such as a full object store, one line.
+
+    Raises:
+        TrainingError: Ray raised an error.
+    """
+    try:
+        yield
+    except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+        raise TrainingError(
+            f"Ray's object store and the disk to which it spills are full ({type(error).__name__})",
+            expected="memory or disk space for the parameters, and for a gradient of each worker",
+            fix="start the cluster with more, such as ray start --head --object-store-memory=8000000000, or end other jobs; "
+            "`ray memory` lists the stored objects",
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise TrainingError(
+            f"Ray failed: {blame(error)}", fix="go on from the last checkpoint with --resume"
+        ) from error
 
 
 def _check_answers(address: str) -> None:

@@ -120,6 +120,7 @@ class Joined:
             when machines came or went.
         started: when this machine's torchrun began, and when this process did, in s since 1970; None without torchrun.
         forgetful: see `Seat`.
+        limit_s: the user's limit on the wait of processes for each other, in seconds; None without such a limit.
     """
 
     world: World = ALONE
@@ -127,6 +128,7 @@ class Joined:
     restarts: int = 0
     started: tuple[float, float] | None = None
     forgetful: bool = False
+    limit_s: float | None = None
 
     def begun(self) -> str | None:
         """The run of ranks that were started before, and cut short; None if these are the first."""
@@ -213,7 +215,7 @@ def joined(seat: Seat, device: str, say: Callable[[str], None], limit_s: float |
     try:
         with beats.beating(), watchdog.watching(), _naming(seat, store):
             check_sums(World(seat.rank, seat.ranks), device)
-            yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _started(seat), seat.forgetful)
+            yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _started(seat), seat.forgetful, limit_s)
             PROGRESS.phase = "end"
             dist.barrier()  # whoever is ready first stays until the last word of the others has come through
     finally:

@@ -28,23 +28,28 @@ from hotloop.handlers import INTERRUPTING
 from hotloop.parallel.progress import PROGRESS
 
 LONGEST_WAIT_S = 1800.0
-"""Longest wait while another rank starts, writes a checkpoint or calls callbacks, whose duration is unknown."""
+"""Longest wait while another rank starts, writes a checkpoint or calls callbacks, whose duration is unknown.
+
+The same as torch's default timeout of gloo. The user's own limit counts if it is longer.
+"""
 
 _LEAST_WAIT_S = 60.0
 _STEPS = 20
 """Without the user's own limit, ranks wait for each other for this multiple of the longest step."""
 
 _EVERY_S = 0.5
+"""Time between two checks; each rank publishes its place at each check."""
 _SIGNAL_WAIT_S = 6.0
-"""Longest wait of ranks after a signal, so that they save together; all ranks must end within 10 s."""
+"""Longest wait of ranks for each other after a signal; all ranks must end within 10 s."""
 _ORPHAN_S = 3.0
-"""Time to save for a rank whose parent was killed; `_ORPHAN_WRITES_S` while a checkpoint is written."""
+"""Time to save and stop for a rank whose parent process was killed."""
 _ORPHAN_WRITES_S = 30.0
+"""The same for a rank that writes a checkpoint when its parent process is killed."""
 _SILENT_S = 3.0
-"""Each rank writes its place every half second; a rank without a newer place for this time is stopped or ended."""
+"""A rank without a newly published place for this time is stopped or has ended."""
 
 _SHARED = ("training", "evaluation")
-"""Phases in which all ranks compute; in other phases one rank may work while the others wait."""
+"""Phases in which all ranks compute. In other phases one rank may work while the others wait."""
 
 _RECORDED = 64
 """Number of collective operations that torch's flight recorder stores."""
@@ -57,7 +62,7 @@ class Place:
     Attributes:
         phase, step, steps, batches: see `Progress`.
         operation: the collective operation that the rank waits for, such as `all_gather, operation 57`; empty if none.
-        newest: the number of the collective operation that began last.
+        newest: the number of the collective operation that began last; -1 if none began.
         line: the innermost running line of the user's code, such as `task.py:33`; empty if none runs.
         signalled: the number of the received stop signal; 0 without a signal.
     """
@@ -90,7 +95,7 @@ class Watchdog:
     """Limits the waits of one rank for other ranks.
 
     Args:
-        store: a store that only watchdogs use.
+        store: a store that only the watchdog's thread uses.
         launch: the name of the set of processes.
         rank: the number of this rank.
         ranks: the number of ranks.
@@ -113,17 +118,19 @@ class Watchdog:
         self._parent = os.getppid()
         self._is_over = threading.Event()
         self._signals: socket.socket | None = None
-        self._signalled, self._signalled_at, self._orphaned_at = 0, math.inf, math.inf
+        self._signalled = 0
+        self._orphaned_at = math.inf
         self._place: Place | None = None
-        self._since = 0.0
+        self._since, self._checked_at = 0.0, math.inf
         self._others: dict[int, tuple[str, float]] = {}
-        self._count = 0
+        self._checks = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Runs two threads within the context: one uses the store, whose calls may hang; the other works without it."""
         threads = [
-            threading.Thread(target=run, name="hotloop-watchdog", daemon=True) for run in (self._run, self._guard)
+            threading.Thread(target=run, name="hotloop-watchdog", daemon=True)
+            for run in (self._check_ranks, self._check_parent)
         ]
         with self._receiving_signals():
             for thread in threads:
@@ -144,6 +151,7 @@ class Watchdog:
         self._signals, written = socket.socketpair()
         self._signals.setblocking(False)
         written.setblocking(False)
+        os.register_at_fork(after_in_child=self._leave_signals)
         before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
         try:
             yield
@@ -153,38 +161,49 @@ class Watchdog:
             signals.close()
             written.close()
 
-    def _guard(self) -> None:
-        """Reads signals, and ends the process a few seconds after its parent was killed."""
+    def _leave_signals(self) -> None:
+        """In a fork, such as a worker of a pool: signals to the fork aren't signals to the rank."""
+        if self._signals is not None:
+            signal.set_wakeup_fd(-1)
+
+    def _check_parent(self) -> None:
+        """Reads signals, and ends the process a few seconds after its parent process was killed."""
         while not self._is_over.wait(_EVERY_S):
             self._read_signals()
             now = time.monotonic()
             if self._orphaned_at == math.inf and os.getppid() != self._parent:
                 self._orphaned_at = now
                 os.kill(os.getpid(), signal.SIGTERM)  # the rank saves and stops if the other ranks respond
-            patience_s = _ORPHAN_WRITES_S if PROGRESS.phase == "checkpoint" else _ORPHAN_S
-            if now - self._orphaned_at > patience_s:
+            limit_s = _ORPHAN_WRITES_S if PROGRESS.phase == "checkpoint" else _ORPHAN_S
+            if now - self._orphaned_at > limit_s:
                 os._exit(128 + signal.SIGTERM)
 
     def _read_signals(self) -> None:
-        with suppress(OSError, AttributeError):  # no signal, or the socket is closed
-            for number in self._signals.recv(64):  # type: ignore[union-attr]
+        """Records the first signal that asks for an end."""
+        if self._signals is None:
+            return
+        with suppress(BlockingIOError):  # no signal
+            for number in self._signals.recv(64):
                 if number in INTERRUPTING and not self._signalled:
-                    self._signalled, self._signalled_at = number, time.monotonic()
+                    self._signalled = number
 
-    def _run(self) -> None:
-        with suppress(RuntimeError):  # the store is gone
+    def _check_ranks(self) -> None:
+        with suppress(RuntimeError):  # the process of the store has ended
             while not self._is_over.wait(_EVERY_S):
-                self.look(time.monotonic())
+                self.check(time.monotonic())
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Publishes the place of this rank; ends the process after too long a wait.
 
         Args:
             now: the time in seconds of `time.monotonic()`.
         """
         place = self._current_place()
-        self._count += 1
-        self._store.set(self._key(self._rank), json.dumps([self._count, asdict(place)]))
+        self._checks += 1
+        self._store.set(self._key(self._rank), json.dumps([self._checks, asdict(place)]))
+        if now - self._checked_at > _SILENT_S:  # this process or the store's was stopped, as by Ctrl-Z: no rank is late
+            self._since += now - self._checked_at
+        self._checked_at = now
         if self._place is None or place.progress != self._place.progress:
             self._place, self._since = place, now
             return
@@ -240,11 +259,11 @@ class Watchdog:
     def _limit(self, others: dict[int, Place | None]) -> float:
         """Returns the longest allowed wait of this rank, in seconds."""
         busy = [one for one in others.values() if one is not None and not one.is_waiting]
+        if any(one.phase not in _SHARED or not one.steps for one in busy):
+            return max(LONGEST_WAIT_S, self._limit_s or 0.0)
         step_s = PROGRESS.longest_s
-        alone = any(one.phase not in _SHARED or not one.steps for one in busy)
-        usual_s = min(LONGEST_WAIT_S, max(_LEAST_WAIT_S, _STEPS * step_s))
-        limit_s = LONGEST_WAIT_S if alone else self._limit_s or usual_s
-        if self._stop_number(others) and not alone:
+        limit_s = self._limit_s or default_limit_s(step_s)
+        if self._stop_number(others):
             limit_s = min(limit_s, max(_SIGNAL_WAIT_S, 2 * step_s) if busy else _SIGNAL_WAIT_S)
         return limit_s
 
@@ -275,6 +294,15 @@ class Watchdog:
 
     def _key(self, rank: int) -> str:
         return _place_key(self._launch, rank)
+
+
+def default_limit_s(step_s: float) -> float:
+    """Returns how long ranks wait for each other without the user's own limit, in seconds.
+
+    Args:
+        step_s: the duration of the longest step so far, in seconds.
+    """
+    return min(LONGEST_WAIT_S, max(_LEAST_WAIT_S, _STEPS * step_s))
 
 
 def last_place(store: dist.Store, launch: str, rank: int) -> Place | None:
