@@ -41,7 +41,7 @@ CONFIDENCE = 0.95
 SAME_LOSS = 1e-5
 """Largest relative difference of two mean losses of an epoch that rounding may cause."""
 _NEVER = "1000000000"
-_WARM_S, _WINDOW_S = 3.0, 0.4
+_START_S, _WARM_S, _WINDOW_S = 10.0, 3.0, 0.4
 
 
 class InTurn:
@@ -83,7 +83,7 @@ class InTurn:
         self._own_s = 0.0
 
     def _write(self) -> None:
-        found = {"pairs": self.pairs, "idle_cpu_share": round(self._idle_cpu_s / self._idle_s, 4)}
+        found = {"pairs": self.pairs, "idle_cpu_share": round(self._idle_cpu_s / max(self._idle_s, 1e-9), 4)}
         (self._folder / "pairs.json").write_text(json.dumps(found))
         self._ask.close()
 
@@ -134,7 +134,7 @@ def measure(name: str, seconds: float) -> dict[str, Any]:
                 task(name),
                 run=folder / "run",
                 plan=PLAN,
-                stop_after=f"{seconds}s",
+                stop_after=f"{seconds + _START_S}s",
                 checkpoint_every=_NEVER,
                 callbacks=[InTurn(folder)],
                 progress=False,
@@ -145,6 +145,8 @@ def measure(name: str, seconds: float) -> dict[str, Any]:
     far = max((abs(one - other) / other for one, other in zip(ours, losses, strict=True)), default=0.0)
     if not ours or far > SAME_LOSS:
         raise RuntimeError(f"{name}: losses of {len(ours)} epochs differ by {far:.2g}: {ours} and {losses}")
+    if not found["pairs"]:
+        raise RuntimeError(f"{name}: no window of steps in {seconds:g}s, use larger --seconds")
     own, other = ([pair[place] / pair[2] for pair in found["pairs"]] for place in (0, 1))
     ratio = ratio_of(own, other, CONFIDENCE)
     return {
@@ -168,7 +170,7 @@ def _middle(values: list[float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=list(BATCH_SIZES), default=list(BATCH_SIZES))
-    parser.add_argument("--seconds", type=float, default=110.0, help="of each network, both loops together")
+    parser.add_argument("--seconds", type=float, default=100.0, help="of each network, both loops together; 10 more to start")
     parser.add_argument("--no-record", action="store_true", help="print the figures, write no claim")
     options = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != "1":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.errors import HotloopError, PlanError, TrainingError
+from hotloop.errors import HotloopError
 from hotloop.launch import launch
 from hotloop.plan import Plan
 from hotloop.run import Run
@@ -18,7 +19,6 @@ from hotloop.training import go_on
 from hotloop.wanted import Wanted
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
 from tests.multi.test_equal import distance
-from tests.multi.test_waits import Skipping
 from tests.resuming import last_checkpoint
 
 MODES: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ class Stopping:
 def layers() -> nn.Module:
     """Layers of which each of 3 ranks can have some, or a part of each."""
     widths = (6, 12, 12, 12, 4)
-    linear = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths[:-1], widths[1:], strict=True)]
+    linear = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)]
     return nn.Sequential(*(module for block in linear for module in block)).double()
 
 
@@ -112,46 +112,4 @@ def test_other_numbers_of_ranks_continue_to_the_end_of_one_process(mode: Any, tm
         return
     assert tuple(resumed) == STOPS
     assert saved(run) == saved(alone) == [2, 4, 6, 8, 10, 12, 14, 15]
-    assert max(distance(reached(run), reached(alone)).values()) < 1e-10
-
-
-@pytest.mark.parametrize(
-    ("axes", "says"),
-    [
-        ({"parallel": "stages", "ranks": 6}, r"the model can't be cut into 6 stages: .*; fix|use --ranks 4"),
-        ({"parallel": "stages", "ranks": 1}, "a single stage is the whole model"),
-        ({"parallel": "data", "ranks": 9}, "a batch of 8 has no part for each of 9 ranks"),
-        pytest.param({"parallel": "tensor", "ranks": 5}, "no linear layer|can be split", marks=pytest.mark.more),
-    ],
-    ids=str,
-)
-def test_a_number_of_ranks_that_a_mode_cannot_have_is_refused_and_the_run_stays(
-    axes: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    with pytest.raises(HotloopError, match="stopped here"):
-        stopping = task(callbacks=[Stopping(STOPS[0])])
-        hotloop.fit(stopping, run=run, plan=Plan(), checkpoint_every=str(EVERY), progress=False)
-    before = (run / "plan.toml").read_text()
-    with pytest.raises(PlanError, match=says) as caught:
-        continued(run, task(), axes)
-    assert len(str(caught.value).splitlines()) == 1
-    assert (run / "plan.toml").read_text() == before
-    continued(run, task(), {})
-    assert Run.open(run).final is not None
-
-
-@pytest.mark.parametrize("parallel", ["data", pytest.param("sharded", marks=pytest.mark.more)])
-@pytest.mark.parametrize("axes", [{"ranks": 3}, pytest.param({"parallel": "none"}, marks=pytest.mark.more)], ids=str)
-def test_other_ranks_continue_after_ranks_that_waited_for_each_other(
-    parallel: Any, axes: dict[str, Any], tmp_path: Path
-) -> None:
-    run, alone, marker = tmp_path / "run", tmp_path / "alone", tmp_path / "marker"
-    given = task(optimizer=lambda p: Skipping(p, marker))
-    with pytest.raises(TrainingError, match="the ranks have waited 2s for each other"):
-        plan = Plan(parallel=parallel, ranks=2)
-        hotloop.fit(given, run=run, plan=plan, checkpoint_every=str(EVERY), rank_timeout="2s", progress=False)
-    continued(run, given, axes)
-    hotloop.fit(given, run=alone, plan=Plan(), progress=False)
-    assert [event["step"] for event in Run.open(run).journal() if event["event"] == "resume"] == [4]
     assert max(distance(reached(run), reached(alone)).values()) < 1e-10
