@@ -170,7 +170,9 @@ def _middle(values: list[float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=list(BATCH_SIZES), default=list(BATCH_SIZES))
-    parser.add_argument("--seconds", type=float, default=100.0, help="of each network, both loops together; 10 more to start")
+    parser.add_argument(
+        "--seconds", type=float, default=100.0, help="of each network, both loops together; 10 more to start"
+    )
     parser.add_argument("--no-record", action="store_true", help="print the figures, write no claim")
     options = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != "1":
