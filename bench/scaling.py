@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m bench.scaling                       5 rounds, about 10 minutes of a quiet machine
     OMP_NUM_THREADS=1 python -m bench.scaling --ranks 2 4 --rounds 3 --no-record
+    OMP_NUM_THREADS=1 python -m bench.scaling --ways stages local async tensor --rounds 3 --claim scaling-more
 
 Efficiency is samples/s of N ranks over N times those of one process, each with one thread, measured in turns. The first
 epoch of each training is left out, in which the ranks get to know each other.
@@ -26,6 +27,9 @@ from hotloop.run import Run
 TASKS = Path(__file__).with_name("scaling_task.py")
 WORKLOADS = ("cnn", "mlp")
 WAYS = ("data", "sharded", "towers")
+MORE_WAYS = ("stages", "local", "async", "tensor")
+IMPOSSIBLE = {("cnn", "tensor")}
+"""The CNN has a single linear layer, and `tensor` splits pairs of them."""
 
 
 def train(workload: str, settings: list[str]) -> dict[str, Any]:
@@ -71,14 +75,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *MORE_WAYS], default=list(WAYS))
+    parser.add_argument("--claim", default="scaling", help="the name of the record")
     parser.add_argument("--no-record", action="store_true", help="print the figures, write no claim")
     options = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != "1":
         parser.error("set OMP_NUM_THREADS=1, so that one process doesn't take the cores of several ranks")
     found: dict[str, Any] = {}
     for workload in WORKLOADS:
-        for way in WAYS:
-            for ranks in options.ranks:
+        for way in options.ways:
+            for ranks in [] if (workload, way) in IMPOSSIBLE else options.ranks:
                 several = ["--set", f"parallel={way}", "--ranks", str(ranks)]
                 rows = [
                     {"one": train(workload, []), "several": train(workload, several)} for _ in range(options.rounds)
@@ -87,9 +93,10 @@ def main() -> int:
                 print(workload, way, ranks, summary(rows, ranks), file=sys.stderr, flush=True)
     print(json.dumps(found, indent=2))
     if not options.no_record:
-        command = f"OMP_NUM_THREADS=1 python -m bench.scaling --rounds {options.rounds}"
+        more = f" --ways {' '.join(options.ways)} --claim {options.claim}" if options.ways != list(WAYS) else ""
+        command = f"OMP_NUM_THREADS=1 python -m bench.scaling --rounds {options.rounds}{more}"
         figures = {"load_average": os.getloadavg(), "found": found}
-        print(write_claim("scaling", command, Plan(parallel="data"), figures), file=sys.stderr)
+        print(write_claim(options.claim, command, Plan(parallel=options.ways[0]), figures), file=sys.stderr)
     return 0
 
 

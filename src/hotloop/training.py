@@ -185,7 +185,11 @@ def go_on(
 
 
 def _able(own: Plan, axes: Mapping[str, Any] | None) -> Plan:
-    """A run's own plan; memory that the rules had it keep is not kept where nobody can be told to, with the same bits."""
+    """A run's own plan; memory that the rules had it keep is not kept where nobody can be told to, with the same bits.
+
+    The names of the stages are for the run's number of ranks; `Wanted.split_as` restores them for this number.
+    """
+    own = own if "split" in (axes or {}) else own.with_axes(split="auto")
     asked = "allocator" in (axes or {}) or allocator.in_use() is not None
     return own if asked else own.with_axes(allocator="default")
 

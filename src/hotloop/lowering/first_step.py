@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,3 +53,23 @@ def check_clipping(task: Task, parameters: Sequence[Tensor]) -> None:
         raise TaskError(
             "clip_value with complex parameters", expected="an order to cut by", fix="use clip_norm instead"
         )
+
+
+def say_means(parts: Ingredients, names: Iterable[str]) -> None:
+    """Reports, for a batch that is computed in parts, that a step's further figures are means over these parts."""
+    if not (of := _parts_of_batch(parts)):
+        return
+    parts.say(
+        f"{', '.join(names)}: means over {of}, weighted as the loss; a figure that is no mean over samples, such as a "
+        "perplexity, differs from that of the whole batch"
+    )
+
+
+def _parts_of_batch(parts: Ingredients) -> str:
+    """Returns the name of the parts; empty if each batch is computed as a whole."""
+    plan = parts.plan
+    if plan.parallel == "stages" and plan.microbatches != 1:
+        return "the microbatches of each batch"
+    if not parts.world.alone and parts.joint.alone:
+        return "the ranks' rows of each batch"
+    return "the pieces of each batch" if plan.accumulation > 1 else ""

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from hotloop.errors import TaskError
 from hotloop.lowering.accumulation import accumulate
 from hotloop.lowering.attributes import functions_of
-from hotloop.lowering.first_step import check_clipping, check_loss, checking_losses
+from hotloop.lowering.first_step import check_clipping, check_loss, checking_losses, say_means
 from hotloop.lowering.ingredients import Ingredients
 from hotloop.lowering.loss_sum import sum_doubt
 from hotloop.lowering.plan_limits import check_optimizer, check_trainable
@@ -82,7 +82,7 @@ class EagerStep:
         self.draws = self._step_draws(*parts.devices)
         self._needs_closure = needs_closure(self.optimizer)
         self._sweeps = parts.plan.optimizer == "fused" and parts.device.type == "cpu" and parts.world.alone
-        self._checked = False
+        self._checked = self._has_said_means = False
         self.outer: dict[str, Tensor] = {}
         self.sums: dict[str, Any] = {}
         self.reset_sums()
@@ -308,6 +308,9 @@ class EagerStep:
         else:
             sums["loss"].add_(loss, alpha=weight)
         sums["weight"] += weight
+        if scalars and not self._has_said_means:
+            self._has_said_means = True
+            say_means(self.parts, scalars)
         for name, value in scalars.items():
             sums[name] = sums.get(name, 0.0) + weighted(value.detach().to(wide), weight)
 
