@@ -11,7 +11,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import psutil
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -33,6 +34,7 @@ from hotloop.parallel.forwarding import Forwarding
 from hotloop.parallel.joining import LAUNCHED, run_in
 from hotloop.parallel.room import FORK_BYTES, OWN_BYTES, check_room
 from hotloop.parallel.watchdog import last_place
+from hotloop.patches import patched
 from hotloop.plan import Plan
 from hotloop.probe import devices
 from hotloop.quiet import unlogged
@@ -199,9 +201,48 @@ def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals:
     gc.collect()
     gc.disable()
     try:
-        elastic_launch(config, call)()
+        with _releasing(config.nproc_per_node):
+            elastic_launch(config, call)()
     finally:
         gc.enable()
+
+
+class _Release:
+    """An event for which ranks wait after their last line, until the launcher has their results.
+
+    `multiprocessing.Event.set`, which torch 2.13 calls here, waits without end for a process that was killed in `wait`.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._read, self._write = os.pipe()
+
+    def wait(self) -> None:
+        os.close(self._write)  # so that the read ends if the launcher has ended
+        os.read(self._read, 1)
+
+    def set(self) -> None:
+        os.write(self._write, bytes(self._ranks))
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+@contextmanager
+def _releasing(ranks: int) -> Iterator[None]:
+    """Torch's agent uses `_Release` meanwhile."""
+    with closing(_Release(ranks)) as release:
+
+        def start(torchs: Callable[[MultiprocessContext], None]) -> Callable[[MultiprocessContext], None]:
+            def started(context: MultiprocessContext) -> None:
+                context._worker_finished_event = release  # type: ignore[assignment]
+                torchs(context)
+
+            return started
+
+        with patched(MultiprocessContext, "_start", start):
+            yield
 
 
 def _config(name: str, ranks: int, port: int, logs: str) -> LaunchConfig:

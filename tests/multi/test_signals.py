@@ -20,6 +20,7 @@ from hotloop.launch import launch
 from hotloop.parallel import forwarding
 from hotloop.plan import Plan
 from hotloop.taking_part import taking_part
+from tests.forked import Server
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -122,3 +123,35 @@ def test_ranks_that_hear_no_second_ctrl_c_are_killed_after_a_while(monkeypatch: 
     said: list[str] = []
     assert launch(2, stop_one_and_wait_for_it, said.append) == ("", 128 + signal.SIGINT)
     assert said[-2:] == ["the ranks haven't ended 1s after a second Ctrl-C: killing them", "stopped (SIGINT)"]
+
+
+AT_THE_END = """
+import os, signal, time
+import psutil
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from hotloop.launch import launch
+
+is_done = MultiprocessContext._is_done
+
+def signalled(context):
+    if done := is_done(context):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while any(rank.status() != psutil.STATUS_ZOMBIE for rank in map(psutil.Process, context.pids().values())):
+            time.sleep(0.05)
+    return done
+
+MultiprocessContext._is_done = signalled
+print(launch(2, lambda: None, print))
+"""
+
+
+def test_a_signal_after_all_ranks_have_returned_ends_the_launcher(tmp_path: Path, server: Server) -> None:
+    """Ranks that have returned wait until the launcher has their results, and die of a signal there."""
+    (tmp_path / "at_the_end.py").write_text(AT_THE_END)
+    process = server.start("at_the_end.py", script=True, cwd=tmp_path)
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert out.splitlines() == ["stopped (SIGTERM)", f"('', {128 + signal.SIGTERM})"]
