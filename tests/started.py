@@ -15,9 +15,12 @@ import pytest
 MARK = "HOTLOOP_CAMPAIGN"
 """The environment variable that marks a command and the processes that the command starts."""
 
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Two processes of Ray 2.60 that try for a minute to report the end of a killed cluster to this cluster, and then end."""
+
 
 def processes_of(mark: str, folder: Path) -> list[psutil.Process]:
-    """Returns the living processes with this mark, and those that work in this folder.
+    """Returns the living processes with this mark, and those that work in this folder; but not Ray's agents.
 
     Ray's workers overwrite their environment with their title, and forks show the environment of their parent process.
     """
@@ -25,7 +28,8 @@ def processes_of(mark: str, folder: Path) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             is_marked = process.environ().get(MARK) == mark or Path(process.cwd()).is_relative_to(folder)
-            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+            is_agent = " ".join(process.cmdline()).startswith(AGENTS)
+            if is_marked and not is_agent and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 

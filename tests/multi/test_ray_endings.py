@@ -1,4 +1,4 @@
-"""How a training ends whose object store of Ray is full."""
+"""How trainings end whose Ray fails: a killed command, a worker that dies before its first batch, a full object store."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hotloop.run import Run, is_run
 from tests.conftest import RunCli
-from tests.started import left_after, no_process_of_ray_is_left  # noqa: F401 - a fixture
+from tests.forked import Server
+from tests.resuming import until
+from tests.started import MARK, left_after, no_process_of_ray_is_left, processes_of  # noqa: F401 - a fixture
 
 pytest.importorskip("ray", reason="needs hotloop[ray]")
 
@@ -51,6 +54,37 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("axes", [RAY, pytest.param(ASYNC, marks=pytest.mark.more)], ids=["data", "async"])
+def test_no_process_of_ray_is_left_where_the_command_is_killed(
+    axes: tuple[str, ...], file: Path, server: Server, tmp_path: Path
+) -> None:
+    run, environment = tmp_path / "run", {**os.environ, MARK: str(tmp_path)}
+    arguments = ("train", file, *axes, "--run", run, "--epochs", "1000")
+    process = server.start(*arguments, cwd=tmp_path, env=environment)
+    try:
+        assert until(process, lambda: is_run(run) and Run.open(run).reached() > 2, pause_s=0.2)
+        assert "raylet" in {one.name() for one in processes_of(str(tmp_path), tmp_path)}
+    finally:
+        process.kill()
+    left, _ = left_after(30, str(tmp_path), tmp_path)
+    names = [" ".join(one.cmdline())[:200] for one in left]
+    for one in left:
+        one.kill()
+    assert names == []
+
+
+@pytest.mark.more
+def test_a_worker_that_dies_before_its_first_batch_is_started_again(
+    file: Path, run_cli: RunCli, tmp_path: Path
+) -> None:
+    done = run_cli("train", file, *ASYNC, "--run", tmp_path / "run", "-p", f"dies={tmp_path / 'died'}")
+    assert (tmp_path / "died").exists()
+    assert done.returncode == 0, done.stderr
+    assert [row["samples"] for row in Run.open(tmp_path / "run").epochs] == [80, 80, 80]
+    assert left_after(30, "", tmp_path)[0] == []
+
+
+@pytest.mark.more
 def test_a_full_object_store_is_told_in_one_line(file: Path, run_cli: RunCli, tmp_path: Path) -> None:
     """The parameters take 128 MB, the store has 80 MB, and no disk takes what it can't hold."""
     small = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 << 20), "RAY_local_fs_capacity_threshold": "0"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from hotloop.asynchronous.host import Host
 from hotloop.asynchronous.recipe import Recipe
-from hotloop.errors import HotloopError
+from hotloop.errors import HotloopError, TrainingError
 from hotloop.parallel.cluster import connect, explaining, ray_module
 from hotloop.parallel.crew import Answer, Look, Lost, Ready, nothing
 from hotloop.parallel.ledger import Work
@@ -85,10 +85,33 @@ class ActorCrew:
         options = self._resources(plan, workers) | {"max_restarts": -1, "scheduling_strategy": "SPREAD"}
         actor = self._ray.remote(**options)(Host)
         self._actors = [actor.remote(recipe, plan, workers) for _ in range(workers)]
-        ready = [actor.make_ready.options(max_task_retries=_START_RETRIES).remote() for actor in self._actors]
-        for answer in self._ray.get(ready):
-            if isinstance(answer, HotloopError):
-                raise answer
+        left = self._actors
+        for _ in range(_START_RETRIES + 1):
+            self._ray.get(
+                [actor.pid.options(max_task_retries=-1).remote() for actor in left]
+            )  # of actors that live again
+            answers = [actor.make_ready.remote() for actor in left]
+            left = [actor for actor, answer in zip(left, answers, strict=True) if self._is_lost(answer)]
+            if not left:
+                return
+        raise TrainingError(
+            f"{len(left)} of {workers} workers died {_START_RETRIES + 1} times before their first batch",
+            fix="look for what kills them: `ray logs` lists what they wrote",
+        )
+
+    def _is_lost(self, answer: Any) -> bool:
+        """Whether the actor died before it answered.
+
+        Raises:
+            HotloopError: the actor can't make the Task ready.
+        """
+        try:
+            found = self._ray.get(answer)
+        except self._ray.exceptions.RayActorError:
+            return True
+        if isinstance(found, HotloopError):
+            raise found
+        return False
 
     def pids(self) -> dict[int, int]:
         """The process of each worker, once all that died are back."""
