@@ -30,6 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.claim import ROOT
 from hotloop.measuring.statistics import ratio_of
 
 WARM_UP = 5
@@ -129,7 +130,7 @@ def compare_switched(script: Path, arguments: list[str], folder: Path, steps: in
 
 def _command(function: str, report: Path, steps: int, every: int, script: Path, arguments: list[str]) -> list[str]:
     code = (
-        f"import sys; from pathlib import Path; from bench.script_pairs import {function}; "
+        f"import sys; sys.path.append({str(ROOT)!r}); from pathlib import Path; from bench.script_pairs import {function}; "
         f"sys.argv = {[str(script), *arguments]!r}; {function}(Path({str(report)!r}), {steps}, {every}, {str(script)!r})"
     )
     return [sys.executable, "-P", "-c", code]  # -P: a script's folder may have a bench.py
