@@ -17,6 +17,6 @@ def share_of_run(step: Step) -> Iterator[str]:
     share = other_s / (steps_s + other_s) if steps_s else 0.0
     if share >= _LARGE:
         yield (
-            f"Other work between steps takes {percent(share)} of the time. The gains above are of a regular step, which is "
-            f"{percent(1 - share)} of the time."
+            f"Other work between steps takes {percent(share)} of the time. Gains count for regular steps, which take "
+            f"{percent(1 - share)}."
         )

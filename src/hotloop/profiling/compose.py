@@ -52,7 +52,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
     clean, instrumented = (_regular(warm(measured), kind, usual) for kind in ("clean", "instrumented"))
     step_ms = median(step.ms for step in clean or instrumented) if measured else None
     scale = step_ms / median(step.ms for step in instrumented) if instrumented and step_ms else 1.0
-    lengths = StepLengths(facts.steps, instrumented, step_ms)
+    lengths = StepLengths(facts.steps, instrumented)
     lines, functions = (
         [LineTime.model_validate(one | _scaled(one, scale)) for one in found]
         for found in (facts.lines, facts.functions)
