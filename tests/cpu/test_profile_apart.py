@@ -296,7 +296,7 @@ def test_the_bar_and_the_tables_agree_about_the_update() -> None:
     assert update_ms == pytest.approx(4.0)
     assert [one.ms for one in found.optimizers] == [pytest.approx(1.0), pytest.approx(0.6)]
     assert [group.ms for one in found.optimizers for group in one.groups] == [pytest.approx(1.0)] * 2
-    console = Console(file=io.StringIO(), width=120)
-    console.print(page(found))
-    assert "The rest of the update (zero_grad, clipping, schedules): 2.4 ms a step." in console.file.getvalue()  # type: ignore[attr-defined]
+    text = io.StringIO()
+    Console(file=text, width=120).print(page(found))
+    assert "The rest of the update (zero_grad, clipping, schedules): 2.4 ms a step." in text.getvalue()
     assert found.modules[0].update_ms == pytest.approx(update_ms)

@@ -11,7 +11,7 @@ _LARGE = 0.2
 
 
 def share_of_run(step: Step) -> Iterator[str]:
-    """A line if irregular work takes a large share of the time: remedies count for regular steps only."""
+    """Yields a line if irregular work takes a large share of the time. Gains count for regular steps only."""
     steps_s = step.profile.steps * step.ms / 1e3
     other_s = step.profile.apart.other_s
     share = other_s / (steps_s + other_s) if steps_s else 0.0

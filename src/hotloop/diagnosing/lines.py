@@ -201,7 +201,7 @@ def _draws(step: Step, line: LineTime) -> bool:
 
 
 def _calls_network(step: Step, line: LineTime) -> bool:
-    """Whether a line calls a network, as one that chooses an action: the call is no plain Python. Habits name needless calls."""
+    """Whether a line calls a network, for example to choose an action. The call is no plain Python; habits name needless calls."""
     called = {one.where for one in step.profile.lines if one.within == line.where} | {line.where}
     return any(one.module not in PLAIN for where in called for one in step.spots.get(where, []))
 
@@ -214,7 +214,7 @@ def _acting(step: Step) -> set[tuple[str, str]]:
 
 
 def _is_of_torch(step: Step, line: LineTime) -> bool:
-    """Whether a line's time goes into torch: an action needs this work anew in each call."""
+    """Whether a line's time goes into torch. Each action needs this work."""
     return line.library == "torch" or line.own_ms <= IN_PYTHON * step.worked_at(line.where, line.phase)
 
 

@@ -198,7 +198,10 @@ def _loops(step: Step, tensors: float) -> dict[str, list[OperatorTime]]:
 
 
 def _of_each(there: Sequence[OperatorTime], tensors: float) -> list[OperatorTime]:
-    """A line's operators in the update, if there is one for each tensor, beside those that torch runs for a list on a CPU."""
+    """Returns a line's operators in the update if the line runs one for each tensor.
+
+    The operators that torch itself runs for the tensors of a `_foreach_` list on a CPU don't count.
+    """
     outer = [one for one in there if not one.outer.startswith(_AT_ONCE)]
     ones = [one for one in outer if one.phase == "update" and one.within != "zero_grad"]
     if any(one.name.startswith(_AT_ONCE) for one in ones) and not any((one.line_runs or 0) >= tensors for one in ones):

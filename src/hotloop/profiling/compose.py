@@ -177,7 +177,7 @@ def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[
 
 
 def _as_in_phase(found: list[dict], update_ms: float | None, scale: float) -> list[dict]:
-    """Optimizers with the times of a clean step, together no more than the phase, which has clipping and `zero_grad`, too."""
+    """Scales the optimizers' times to a clean step. Their sum is at most the phase, which also has clipping and `zero_grad`."""
     clocked_ms = sum(one["ms"] for one in found)
     factor = min(scale, update_ms / clocked_ms) if update_ms and clocked_ms else scale
 
