@@ -30,7 +30,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.claim import ROOT
 from hotloop.measuring.statistics import ratio_of
+
+SWITCH = "EDITED"
+"""The built-in name by which a script with both forms knows which one a step has."""
 
 WARM_UP = 5
 """Pairs of steps that are left out at the start."""
@@ -47,15 +51,9 @@ def host(report: Path, updates: int, every: int, script: str) -> None:
         updates: optimizer steps of a window.
         every: optimizer steps of which one ends a step of the training; a GAN has several.
     """
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    ends = list[float]()
 
-    count, ends = 0, list[float]()
-
-    def step_ended(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count % every:
-            return
+    def step_ended() -> None:
         ends.append(time.perf_counter())
         if len(ends) > updates:
             with report.open("a") as file:
@@ -64,9 +62,7 @@ def host(report: Path, updates: int, every: int, script: str) -> None:
             os.killpg(0, signal.SIGSTOP)
 
     os.killpg(0, signal.SIGSTOP)  # until the first window
-    register_optimizer_step_post_hook(step_ended)
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    runpy.run_path(script, run_name="__main__")
+    _run(script, every, step_ended)
 
 
 def host_switched(report: Path, steps: int, every: int, script: str) -> None:
@@ -77,19 +73,12 @@ def host_switched(report: Path, steps: int, every: int, script: str) -> None:
         steps: pairs to measure, after `WARM_UP` pairs.
         every: optimizer steps of which one ends a step of the training.
     """
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    ends = list[float]()
 
-    builtins.EDITED = False  # type: ignore[attr-defined]  # the name is this module's interface to the script
-    count, ends = 0, list[float]()
-
-    def step_ended(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count % every:
-            return
+    def step_ended() -> None:
         ends.append(time.perf_counter())
         step = len(ends) - 1
-        builtins.EDITED = _is_edited(step)  # type: ignore[attr-defined]
+        setattr(builtins, SWITCH, _is_edited(step))
         if step == 2 * (steps + WARM_UP):
             times = [after - before for before, after in pairwise(ends)]
             pairs = [
@@ -99,7 +88,23 @@ def host_switched(report: Path, steps: int, every: int, script: str) -> None:
             report.write_text(json.dumps([[before, after] for (_, before), (_, after) in pairs]))
             os._exit(0)
 
-    register_optimizer_step_post_hook(step_ended)
+    setattr(builtins, SWITCH, False)
+    _run(script, every, step_ended)
+
+
+def _run(script: str, every: int, step_ended: Callable[[], None]) -> None:
+    """Runs a script as the main program and calls `step_ended` after each training step."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    count = 0
+
+    def updated(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count % every == 0:
+            step_ended()
+
+    register_optimizer_step_post_hook(updated)
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 
@@ -129,7 +134,7 @@ def compare_switched(script: Path, arguments: list[str], folder: Path, steps: in
 
 def _command(function: str, report: Path, steps: int, every: int, script: Path, arguments: list[str]) -> list[str]:
     code = (
-        f"import sys; from pathlib import Path; from bench.script_pairs import {function}; "
+        f"import sys; sys.path.append({str(ROOT)!r}); from pathlib import Path; from bench.script_pairs import {function}; "
         f"sys.argv = {[str(script), *arguments]!r}; {function}(Path({str(report)!r}), {steps}, {every}, {str(script)!r})"
     )
     return [sys.executable, "-P", "-c", code]  # -P: a script's folder may have a bench.py

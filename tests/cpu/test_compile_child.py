@@ -54,6 +54,16 @@ def test_a_child_that_is_killed_is_told() -> None:
         assert child.result(BOUND_S) == {"failure": "the compiling process died"}
 
 
+def test_a_result_that_is_cut_off_is_that_of_a_child_that_died() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b'{"ratio": 1.')
+    os.close(writing)
+    child = CompileChild.__new__(CompileChild)
+    child._reading = reading
+    assert child.result(BOUND_S) == {"failure": "the compiling process died"}
+    os.close(reading)
+
+
 def test_a_child_that_takes_too_long_ends_with_the_compilers_that_it_started(tmp_path: Path) -> None:
     note = tmp_path / "pid"
 

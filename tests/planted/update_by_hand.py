@@ -15,7 +15,7 @@ watch = Stopwatch()
 
 def updated() -> None:
     for value, velocity in zip(weights, moved, strict=True):
-        velocity.mul_(0.9).add_(value.grad)
+        velocity.mul_(0.9).add_(value.grad)  # other
         value.add_(velocity, alpha=-0.01)  # other
 
 

@@ -153,7 +153,7 @@ def test_the_update_has_one_number_on_the_page() -> None:
     assert "1.46 ms" not in page and "Optimizer.step#" not in page and "mul" in page
 
 
-@pytest.mark.parametrize(("other_s", "says"), [(1.8, "75 % of the time"), (0.1, "")])
+@pytest.mark.parametrize(("other_s", "says"), [(1.8, "75 % of the time. Gains"), (0.1, "")])
 def test_work_between_steps_has_a_line_if_it_takes_much_of_the_time(other_s: float, says: str) -> None:
     profile = seen(steps=60).model_copy(update={"apart": Apart(other_s=other_s)})
     said_of_it = [line for line in diagnose(profile).advice if "Other work between steps" in line]

@@ -221,6 +221,14 @@ def test_an_operator_that_takes_long_may_do_so_since_its_memory_comes_anew() -> 
     assert [one.cause.partition(" ")[0] for one in found] == ["memory", "aten::mul"] and not found[0].note
 
 
+@pytest.mark.parametrize(("copied_ms", "is_first"), [(1.5, False), (5.0, True)])
+def test_a_copy_that_takes_less_than_its_memory_comes_second(copied_ms: float, is_first: bool) -> None:
+    copied = operator("cat", copied_ms, where="train.py:7", phase="batch", bytes=1e6, shapes=[""])
+    first, *others = remedies(seen({"batch": copied_ms}, operators=[copied], **PAGED))
+    assert "put together" in (first if is_first else others[0]).cause
+    assert "memory is given back" in (others[0] if is_first else first).cause
+
+
 def test_a_line_that_trains_may_have_too_small_a_batch_beside() -> None:
     small = [
         operator("mul", 0.02, 2, module=f"net.{n}", where="train.py:30", phase=phase)

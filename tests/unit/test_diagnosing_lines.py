@@ -239,3 +239,18 @@ def test_a_line_that_calls_a_network_is_no_plain_python(module: str) -> None:
     lines = [*trained(), line("python", 2.0, "train.py:33"), called]
     found = remedies(seen({"python": 2.0}, lines=lines, operators=[inside]))
     assert any("plain Python" in one.cause for one in found) is not bool(module)
+
+
+@pytest.mark.parametrize(
+    ("library", "draw", "is_named"), [("torch", True, False), ("", True, True), ("torch", False, True)]
+)
+def test_what_torch_does_to_choose_an_action_is_no_cause(library: str, draw: bool, is_named: bool) -> None:
+    """Plain Python of such a function is, and so is torch's work in a function that only asks a network."""
+    given = dict(function="select_action")
+    operators = [operator("addmm", 0.1, where="net.py:46", phase="python", module="policy.0", flops=1e3, bytes=1e3)]
+    operators += [operator("multinomial", 0.1, where="act.py:58", phase="python", **given)] if draw else []
+    called = line("python", 0.01, "net.py:46", function="Policy.forward", within="act.py:56")
+    asks = line("python", 0.01, "act.py:56", **given)
+    lines = [*trained(), asks, called, line("python", 2.0, "act.py:57", library=library, **given)]
+    found = remedies(seen({"python": 2.0}, lines=lines, operators=operators))
+    assert any(one.where == "act.py:57" for one in found) is is_named

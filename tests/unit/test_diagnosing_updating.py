@@ -179,6 +179,18 @@ def test_an_update_by_hand_is_only_one_in_a_loop_if_it_goes_from_tensor_to_tenso
     assert [one.where for one in said] == ["sgd.py:3"] * bool(gain)
 
 
+def test_an_update_over_lists_that_a_comprehension_makes_is_no_loop() -> None:
+    """The comprehension runs the line for each tensor, and on a CPU torch runs an operator for each."""
+    fields = dict(phase="update", where="sgd.py:3", flops=0.0, bytes=1e2, line_runs=101.0)
+    ones = [
+        operator("_foreach_sub_", 0.5, 1, **fields),
+        operator("sub_", 1.0, 100, outer="aten::_foreach_sub_", **fields),
+    ]
+    use = adam(4.0, "", kind="by hand", where="train.py:12", groups=[])
+    found = remedies(seen({"update": 4.0}, optimizers=[use], operators=ones))
+    assert not [one for one in found if "by hand" in one.cause]
+
+
 @pytest.mark.parametrize(("made", "named"), [(1.0, True), (0.1, False)])
 def test_an_optimizer_that_is_made_in_each_step_makes_its_state_there(made: float, named: bool) -> None:
     ones = [operator(name, 1.0, phase="update", where="train.py:13") for name in ("zero_", "mul_")]

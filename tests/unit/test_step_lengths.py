@@ -14,8 +14,8 @@ def steps(kind: Kind, *calls: int) -> list[StepFact]:
     return [StepFact(kind, ms=float(many), calls=many) for many in calls]
 
 
-def lengths(timed: list[StepFact], *others: StepFact, step_ms: float = 80.0) -> StepLengths:
-    return StepLengths([*timed, *others], timed, step_ms)
+def lengths(timed: list[StepFact], *others: StepFact) -> StepLengths:
+    return StepLengths([*timed, *others], timed)
 
 
 VARYING = steps("instrumented", 60, 100, 80, 80)
@@ -26,10 +26,6 @@ def test_an_operator_of_short_steps_is_given_per_usual_step() -> None:
     found = lengths(VARYING, *steps("traced", 20, 20)).operator(OPERATOR)
     assert found["calls"] == pytest.approx(80.0) and found["ms"] == pytest.approx(16.0)
     assert found["flops"] == pytest.approx(400.0) and found["bytes"] is None
-
-
-def test_a_clean_step_that_is_longer_than_the_timed_ones_has_more_calls() -> None:
-    assert lengths(VARYING, *steps("traced", 20), step_ms=160.0).operator(OPERATOR)["ms"] == pytest.approx(32.0)
 
 
 def test_a_habit_of_short_steps_is_given_per_usual_step() -> None:

@@ -150,11 +150,13 @@ def _told(one: Remedy) -> tuple[str, str]:
 
 
 def _after(paged: Remedy, specific: Sequence[Remedy], found: Sequence[Remedy]) -> Remedy:
-    """Memory given back is a note beside what is to be mended, which may change what is allocated.
+    """Memory given back is a note beside a remedy that may change the allocations.
 
-    What only says where the time goes may do so since the memory is given back, above all an operator that takes long.
+    An operator that takes long is no such remedy, and neither is a copy that takes less time than the memory: both may take
+    long because the system gives the memory anew.
     """
-    others = [one for one in found if not one.note and operators.MUCH not in one.cause]
+    others = [one for one in found if not (one.note or operators.MUCH in one.cause)]
+    others = [one for one in others if concatenation.COPIED not in one.cause or one.gain >= paged.gain]
     beside = any(one in specific or one.gain >= _NEARLY * paged.gain for one in others)
     return paged.model_copy(update={"note": beside})
 

@@ -11,12 +11,12 @@ _LARGE = 0.2
 
 
 def share_of_run(step: Step) -> Iterator[str]:
-    """A line if irregular work takes a large share of the time: remedies count for regular steps only."""
+    """Yields a line if irregular work takes a large share of the time. Gains count for regular steps only."""
     steps_s = step.profile.steps * step.ms / 1e3
     other_s = step.profile.apart.other_s
     share = other_s / (steps_s + other_s) if steps_s else 0.0
     if share >= _LARGE:
         yield (
-            f"Other work between steps takes {percent(share)} of the time. The gains above are of a regular step, which is "
-            f"{percent(1 - share)} of the time."
+            f"Other work between steps takes {percent(share)} of the time. Gains count for regular steps, which take "
+            f"{percent(1 - share)}."
         )

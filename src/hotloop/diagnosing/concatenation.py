@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from hotloop.diagnosing.step import ASIDE, COUNTS, Step, grouped
 from hotloop.profiles import OperatorTime, Remedy
 
+COPIED = "tensors are put together in the loop, by a copy of all that they hold (torch.cat, torch.stack)"
+"""The cause of a concatenation whose result has the same size at each step."""
+
 _JOINING = ("aten::cat", "aten::stack", "aten::hstack", "aten::vstack", "aten::concat", "aten::concatenate")
 
 _MAIN_SHARE = 0.5
@@ -26,9 +29,7 @@ def joined(step: Step) -> Iterator[Remedy]:
             continue
         grows = _grows(joining)
         yield Remedy(
-            cause="a buffer that grows at each step is copied as a whole (torch.cat, torch.stack)"
-            if grows
-            else "tensors are put together in the loop, by a copy of all that they hold (torch.cat, torch.stack)",
+            cause="a buffer that grows at each step is copied as a whole (torch.cat, torch.stack)" if grows else COPIED,
             where=where,
             remedy="a tensor of its final size, made before the loop, into which each step writes its part in place: "
             "buffer[n : n + len(new)] = new; of one that drops the oldest, a position that begins anew at its end"

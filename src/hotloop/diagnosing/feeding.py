@@ -160,9 +160,9 @@ def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[Lin
 
 
 def _by_workers(step: Step, waited: float, joint: str) -> str:
-    """The most that workers win: they load during the step, and on a CPU they share its cores with the step.
+    """Returns workers as an alternative remedy, with their largest possible gain; empty if workers win next to nothing.
 
-    Empty if workers win next to nothing, as on one core.
+    Workers load during the step. On a CPU the workers and the step share the cores.
     """
     threads = step.profile.threads
     cores = threads.cores if threads else 1

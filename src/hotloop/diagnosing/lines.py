@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hotloop.diagnosing.parameters import IN_LISTS, over_parameters, reading
-from hotloop.diagnosing.parts import acts, is_known, part_of, parts, trains
+from hotloop.diagnosing.parts import acts, function_of, is_known, loop_of, part_of, parts, trains
 from hotloop.diagnosing.rounds import LOOP, is_view, rounds_of
 from hotloop.diagnosing.spread import Spread, spread
 from hotloop.diagnosing.step import (
@@ -57,11 +57,12 @@ _ARRAYS = ("numpy", "scipy", "cupy", "pandas")
 def aside(step: Step) -> Iterator[Remedy]:
     """What the loop does beside training: logging, pictures, work in NumPy or in plain Python."""
     small: Counter[str] = Counter()
-    is_training = trains(step)
+    is_training, acting = trains(step), _acting(step)
     lines = (
         line
         for line in _users(step, step.lines(*ASIDE))
         if not (_draws(step, line) or is_training(line) or _calls_network(step, line))
+        and not (function_of(line) in acting and _is_of_torch(step, line))
     )
     for ones in parts(step, lines, lambda line: line.own_ms):
         spent = sum(line.own_ms for line in ones) if is_known(step, ones) else _worked(step, ones)
@@ -200,9 +201,21 @@ def _draws(step: Step, line: LineTime) -> bool:
 
 
 def _calls_network(step: Step, line: LineTime) -> bool:
-    """Whether a line calls a network, as one that chooses an action: the call is no plain Python. Habits name needless calls."""
+    """Whether a line calls a network, for example to choose an action. The call is no plain Python; habits name needless calls."""
     called = {one.where for one in step.profile.lines if one.within == line.where} | {line.where}
     return any(one.module not in PLAIN for where in called for one in step.spots.get(where, []))
+
+
+def _acting(step: Step) -> set[tuple[str, str]]:
+    """Functions that choose an action: each call asks a network, and draws a number or reads one on the host."""
+    asking = {function_of(line) for line in step.profile.lines if _calls_network(step, line)} - loop_of(step)
+    chosen = step.operators(lambda one: bool(one.where) and (draws(one) or one.name == "aten::item"))
+    return asking & {function_of(one) for one in chosen}
+
+
+def _is_of_torch(step: Step, line: LineTime) -> bool:
+    """Whether a line's time goes into torch. Each action needs this work."""
+    return line.library == "torch" or line.own_ms <= IN_PYTHON * step.worked_at(line.where, line.phase)
 
 
 def _users(step: Step, lines: list[LineTime]) -> Iterator[LineTime]:

@@ -198,10 +198,14 @@ def _loops(step: Step, tensors: float) -> dict[str, list[OperatorTime]]:
 
 
 def _of_each(there: Sequence[OperatorTime], tensors: float) -> list[OperatorTime]:
-    """A line's operators in the update, if there is one for each tensor."""
-    ones = [one for one in there if one.phase == "update" and one.within != "zero_grad"]
+    """Returns a line's operators in the update if the line runs one for each tensor.
+
+    The operators that torch itself runs for the tensors of a `_foreach_` list on a CPU don't count.
+    """
+    outer = [one for one in there if not one.outer.startswith(_AT_ONCE)]
+    ones = [one for one in outer if one.phase == "update" and one.within != "zero_grad"]
     if any(one.name.startswith(_AT_ONCE) for one in ones) and not any((one.line_runs or 0) >= tensors for one in ones):
-        return []  # on a CPU torch itself takes these apart
+        return []
     calls = (sum(one.calls for one in same) for same in grouped(ones, lambda one: one.name).values())
     return ones if max(calls, default=0.0) >= tensors else []
 

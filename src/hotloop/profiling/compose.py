@@ -52,7 +52,7 @@ def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
     clean, instrumented = (_regular(warm(measured), kind, usual) for kind in ("clean", "instrumented"))
     step_ms = median(step.ms for step in clean or instrumented) if measured else None
     scale = step_ms / median(step.ms for step in instrumented) if instrumented and step_ms else 1.0
-    lengths = StepLengths(facts.steps, instrumented, step_ms)
+    lengths = StepLengths(facts.steps, instrumented)
     lines, functions = (
         [LineTime.model_validate(one | _scaled(one, scale)) for one in found]
         for found in (facts.lines, facts.functions)
@@ -177,7 +177,7 @@ def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[
 
 
 def _as_in_phase(found: list[dict], update_ms: float | None, scale: float) -> list[dict]:
-    """Optimizers with the times of a clean step, together no more than the phase, which has clipping and `zero_grad`, too."""
+    """Scales the optimizers' times to a clean step. Their sum is at most the phase, which also has clipping and `zero_grad`."""
     clocked_ms = sum(one["ms"] for one in found)
     factor = min(scale, update_ms / clocked_ms) if update_ms and clocked_ms else scale
 

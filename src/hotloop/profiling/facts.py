@@ -24,7 +24,7 @@ class StepFact:
         cpu_ms, system_ms: CPU time of the process, and of that the time that the system worked for it.
         pages: of memory that the system gave; 0 where the process can't be told to keep them.
         memory: bytes that the process, or the device, holds at its end; 0 where it wasn't watched closely.
-        calls: of networks; 0 where they weren't watched.
+        calls: the number of calls of networks; 0 in clean steps.
     """
 
     kind: Kind

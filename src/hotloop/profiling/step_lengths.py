@@ -24,15 +24,12 @@ class StepLengths:
 
     Args:
         steps: all recorded steps.
-        timed: the steps whose times count, with phases.
-        step_ms: the time of a clean step.
+        timed: the steps with phases, whose length is the usual one.
     """
 
-    def __init__(self, steps: Sequence[StepFact], timed: Sequence[StepFact], step_ms: float | None) -> None:
-        self._steps, self._usual = steps, 0.0
+    def __init__(self, steps: Sequence[StepFact], timed: Sequence[StepFact]) -> None:
         calls = [step.calls for step in timed]
-        if calls and step_ms and len(set(calls)) > 1:
-            self._usual = middle_mean(calls) * step_ms / middle_mean([step.ms for step in timed])
+        self._steps, self._usual = steps, middle_mean(calls) if len(set(calls)) > 1 else 0.0
 
     def operator(self, record: dict) -> dict:
         """An operator of the traced steps, per usual step. The update runs once in a step of any length."""
