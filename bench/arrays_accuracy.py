@@ -28,8 +28,10 @@ from torch import nn
 
 import hotloop
 from bench.claim import write_claim
-from hotloop.arrays import Conv, Dense, MaxPool, Network
-from hotloop.data import fashion_mnist
+from hotloop.arrays.conv import Conv, MaxPool
+from hotloop.arrays.dense import Dense
+from hotloop.arrays.network import Network
+from hotloop.data.builtin import fashion_mnist
 from hotloop.plan import BASELINE, Plan
 
 LIMIT = 0.5

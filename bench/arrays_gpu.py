@@ -20,7 +20,10 @@ import numpy as np
 import scipy.stats
 
 from bench.claim import write_claim
-from hotloop.arrays import Conv, Dense, MaxPool, Network, ReLU
+from hotloop.arrays.activations import ReLU
+from hotloop.arrays.conv import Conv, MaxPool
+from hotloop.arrays.dense import Dense
+from hotloop.arrays.network import Network
 from hotloop.plan import Plan
 
 LIMIT = 10.0

@@ -26,8 +26,9 @@ import numpy as np
 import scipy.stats
 
 from bench.claim import write_claim
-from hotloop.arrays import Conv, Dense, MaxPool, Network
-from hotloop.arrays.images import Window
+from hotloop.arrays.conv import Conv, MaxPool, Window
+from hotloop.arrays.dense import Dense
+from hotloop.arrays.network import Network
 from hotloop.plan import Plan
 
 BATCH, IMAGES = 8, 55_000

@@ -32,14 +32,14 @@ from bench.speed.journal import Journal, Row
 from bench.speed.table import rows as table
 from bench.speed.workloads import HOME
 from bench.zoo import FIRST, NAMES
-from hotloop.amounts import milliseconds
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.format import milliseconds
+from hotloop.core.hardware import machine
+from hotloop.core.records.race import MARGIN, Verdict
 from hotloop.errors import HotloopError
-from hotloop.files import write_atomic
-from hotloop.measuring.statistics import LEAST_PAIRS
 from hotloop.plan import BASELINE, Plan
-from hotloop.probe import machine
 from hotloop.report.progress import duration
-from hotloop.verdicts import MARGIN, Verdict
+from hotloop.tuning.races.statistics import LEAST_PAIRS
 
 STEPS = 50_000
 """Of the run that plans are chosen for."""
@@ -64,8 +64,8 @@ def searched(name: str, seconds: float) -> Verdict:
 def raced(name: str, seconds: float, plan: Plan) -> Verdict:
     """The baseline, what `auto` takes for itself, and the plan that was found; among its notes is what `auto` says."""
     from bench.zoo import task
-    from hotloop import contests
-    from hotloop.taskfile import Loaded
+    from hotloop.task_file import Loaded
+    from hotloop.tuning import race as contests
 
     rivals: list[Any] = ["baseline", RULES, *([plan] if plan != BASELINE else [])]
     contest, said = contests.Contest(rivals, "baseline", ["cpu"]), list[str]()

@@ -31,11 +31,11 @@ from bench.claim import circumstances, write_claim
 from bench.speed.table import rows as table
 from bench.without_torchvision import imported_timm
 from bench.zoo import CLASSES, adamw, of_logits, of_text
-from hotloop.alarm import at_most
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.hardware import machine
+from hotloop.core.processes.signals import at_most
 from hotloop.errors import HotloopError, blame
-from hotloop.files import write_atomic
 from hotloop.plan import Plan
-from hotloop.probe import machine
 
 Row = dict[str, Any]
 
@@ -173,7 +173,7 @@ def tried(family: str, name: str, make: Callable[[], nn.Module]) -> Row:
 
 def _capture(model: nn.Module, data: Any, step: Any) -> None:
     import hotloop
-    from hotloop.lowering.capture import capture
+    from hotloop.lowering.compile.capture import capture
 
     batch_size = _SAMPLES // 2
     task = hotloop.Task(model=lambda: model, step=step, optimizer=adamw, data=data, batch_size=batch_size, epochs=1)

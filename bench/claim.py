@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import hotloop
-from hotloop.files import write_atomic
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.hardware import machine
+from hotloop.core.hardware.devices import devices
+from hotloop.core.hardware.limits import told
 from hotloop.plan import Plan
-from hotloop.probe import devices, machine
-from hotloop.probe.limits import told
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = ROOT / "claims"

@@ -31,9 +31,9 @@ from torch import nn
 import hotloop
 from bench.claim import write_claim
 from bench.ddp_networks import BATCH_SIZES, arrays, network, optimizer
-from hotloop.measuring.statistics import ratio_of
+from hotloop.core.random.rng import seed_for
 from hotloop.plan import Plan
-from hotloop.rng import seed_for
+from hotloop.tuning.races.statistics import ratio_of
 
 PLAN = Plan(parallel="data", ranks=2, device="cpu")
 LIMIT = 1.03

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from hotloop.lowering import Program, compiled, lower
-from hotloop.lowering.capture import Captured
-from hotloop.lowering.ingredients import Ingredients
+from hotloop.core.random.rng import generator_for
+from hotloop.lowering.build import lower
+from hotloop.lowering.compile.capture import Captured
+from hotloop.lowering.context import Ingredients
+from hotloop.lowering.program import Program
+from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
-from hotloop.rng import generator_for
 from hotloop.task import Task
 
 Change = Callable[[Any], Any]
@@ -63,17 +65,20 @@ class Graphs:
 
     def program(self, change: Callable[[GraphModule], GraphModule] = lambda graph: graph) -> Program:
         """A Program whose graph is changed, or the honest one."""
-        real = compiled.Capture.twice
+        real = compiled_step.Capture.twice
 
-        def capture_once(capture: compiled.Capture, batch: Any) -> Captured:
+        def capture_once(capture: compiled_step.Capture, batch: Any) -> Captured:
             self._captured = self._captured or real(capture, batch)
             return self._captured
 
-        def built(captured: Captured, parts: Ingredients) -> compiled.Runner:
+        def built(captured: Captured, parts: Ingredients) -> compiled_step.Runner:
             graph = change(copy.deepcopy(captured.graph))
             return lambda flat: graph(*flat)
 
-        with mock.patch.object(compiled.Capture, "twice", capture_once), mock.patch.object(compiled, "built", built):
+        with (
+            mock.patch.object(compiled_step.Capture, "twice", capture_once),
+            mock.patch.object(compiled_step, "built", built),
+        ):
             return lower(self.task, Plan(compile=self.how, accumulation=self.accumulation))
 
 

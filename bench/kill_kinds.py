@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.claim import write_claim
 from hotloop.plan import BASELINE
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.forked import Server
 from tests.resuming import INSTANTS, Training, disagreements
 

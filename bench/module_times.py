@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from bench.claim import write_claim
 from hotloop.plan import BASELINE
-from hotloop.profiling.modules import ModuleClock
+from hotloop.profiler.timers.modules import ModuleClock
 
 BATCHES = (8, 128)
 CLOCKS = {"wall": time.perf_counter_ns, "cpu": time.thread_time_ns}

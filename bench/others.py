@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.claim import CLAIMS, write_claim
-from hotloop.amounts import milliseconds
+from hotloop.core.format import milliseconds
 from hotloop.plan import BASELINE
-from hotloop.profiling.host import GRACE_S
+from hotloop.profiler.script import GRACE_S
 
 _CLAIM = "profile-others"
 _ATTRIBUTED = 0.95

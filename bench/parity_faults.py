@@ -26,11 +26,12 @@ from bench.claim import write_claim
 from bench.graph_mutations import Graphs, Mutation
 from bench.step_faults import planted
 from bench.yardstick import Effect, Yardstick
-from hotloop.lowering import Program, lower
-from hotloop.parity import prove_programs
+from hotloop.core.records.race import TRUSTED, Parity
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
+from hotloop.parity.proof import prove_programs
 from hotloop.plan import BASELINE, Plan
-from hotloop.report.page import styled
-from hotloop.verdicts import TRUSTED, Parity
+from hotloop.report.html import styled
 from tests.cpu.more_families import MORE_FAMILIES, another_family
 
 WAYS = {"eager": 12, "accumulated": 2, "forward": 5, "step": 6}

@@ -22,17 +22,18 @@ from unittest import mock
 import torch
 
 from bench.claim import write_claim
-from hotloop import parity
+from hotloop.core.records.race import TRUSTED, Parity
 from hotloop.errors import PlanError
-from hotloop.lowering import Program, lower
-from hotloop.parity import judging
-from hotloop.parity.accounts import Account, Evidence
-from hotloop.parity.collecting import ratio
-from hotloop.parity.draws import Pieces
-from hotloop.parity.running import Freely
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
+from hotloop.parity import proof
+from hotloop.parity import verdict as judging
+from hotloop.parity.evidence import Account, Evidence
+from hotloop.parity.free_run import Freely
+from hotloop.parity.shared_rng import Pieces
+from hotloop.parity.step_collector import ratio
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
-from hotloop.verdicts import TRUSTED, Parity
 from tests.cpu.more_families import FIXED_ON, MORE_FAMILIES, another_family
 
 DRAWS = ("vae", "batchnorm", "encoder")
@@ -109,8 +110,8 @@ def proofs(name: str, seed: int, plans: list[dict[str, Any]]) -> Iterator[dict[s
         return judged(account, evidence, free, **options)
 
     began = time.monotonic()
-    with mock.patch.object(parity, "judged", noting), mock.patch.object(parity, "_proven", beside_all):
-        verdicts: list[Parity] = parity.prove_programs(task, programs)
+    with mock.patch.object(proof, "judged", noting), mock.patch.object(proof, "_proven", beside_all):
+        verdicts: list[Parity] = proof.prove_programs(task, programs)
     for program in programs:
         program.close()
     for verdict in verdicts:
@@ -122,10 +123,10 @@ def proofs(name: str, seed: int, plans: list[dict[str, Any]]) -> Iterator[dict[s
 
 
 def beside_all(
-    task: Task, programs: Sequence[Program], pieces: Pieces | None, progress: parity.Progress
+    task: Task, programs: Sequence[Program], pieces: Pieces | None, progress: proof.Progress
 ) -> list[Parity]:
     """The limits are about all harmless baselines; a proof first tries whether a plan passes beside one."""
-    return parity._compared(task, programs, pieces, progress, brief=False)
+    return proof._compared(task, programs, pieces, progress, brief=False)
 
 
 def lowered(task: Task, plans: list[Plan]) -> Iterator[Program]:

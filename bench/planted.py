@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 from bench.claim import write_claim
-from hotloop.inspecting import inspected_script
+from hotloop.core.records.profile import Profile
 from hotloop.plan import BASELINE
-from hotloop.profiles import Profile
+from hotloop.profiler.profile import inspected_script
 from tests.planted.cases import CASES, is_there, script
 
 VARIANTS = ("clean", "decoy", "plant", "other")

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bench.claim import write_claim
-from hotloop.measuring.statistics import ratio_of
 from hotloop.plan import BASELINE
-from hotloop.profiling.compiled import Compilations
-from hotloop.profiling.observing import observers
-from hotloop.profiling.phases import HostClock, Instant
-from hotloop.profiling.sites import Sites
-from hotloop.profiling.stretch import warm
-from hotloop.profiling.watcher import Watch
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.light_mode import warm
+from hotloop.profiler.base.phases import HostClock, Instant
+from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.session import Watch
+from hotloop.profiler.trace.inductor_kernels import Compilations
+from hotloop.tuning.races.statistics import ratio_of
 
 LIMIT = 1.05
 CONFIDENCE = 0.95

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import hotloop
 from bench.claim import write_claim
-from hotloop.lowering.step import EagerStep
+from hotloop.core.records.race import Timing, Verdict
+from hotloop.lowering.eager_step import EagerStep
 from hotloop.plan import BASELINE
-from hotloop.verdicts import Timing, Verdict
 
 SLOWER = 0.1
 NEEDED = 0.95

@@ -40,9 +40,9 @@ import psutil
 
 import hotloop
 from bench.claim import write_claim
-from hotloop.asynchronous.processes import ProcessCrew
 from hotloop.errors import HotloopError
-from hotloop.run import Run
+from hotloop.lowering.parameter_server.workers.process_pool import ProcessCrew
+from hotloop.training.run import Run
 from tests.multi import test_asynchronous as workers
 from tests.multi import test_faults as ranks
 from tests.resuming import disagreements

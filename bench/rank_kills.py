@@ -39,7 +39,7 @@ from typing import Any
 import psutil
 
 from bench.claim import write_claim
-from hotloop.run import Run, is_run
+from hotloop.training.run import Run, is_run
 from tests.resuming import disagreements
 from tests.started import MARK, left_after, processes_of
 

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 import hotloop
 from bench.claim import write_claim
+from hotloop.core.hardware.devices import check_device
+from hotloop.core.records.race import Timing
 from hotloop.errors import DeviceError
-from hotloop.lowering import lower
+from hotloop.lowering.build import lower
 from hotloop.lowering.rewrites import ALL, ON_GPU, REWRITES
-from hotloop.measuring import Entrant, measure
-from hotloop.parity import prove
+from hotloop.parity.proof import prove
 from hotloop.plan import Plan
-from hotloop.probe import check_device
-from hotloop.verdicts import Timing
+from hotloop.tuning.races.measure import Entrant, measure
 
 _CLASSES = 10
 PLANS = {

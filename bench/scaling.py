@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.claim import write_claim
 from hotloop.plan import Plan
-from hotloop.run import Run
+from hotloop.training.run import Run
 
 TASKS = Path(__file__).with_name("scaling_task.py")
 WORKLOADS = ("cnn", "mlp")

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.claim import ROOT
-from hotloop.measuring.statistics import ratio_of
+from hotloop.tuning.races.statistics import ratio_of
 
 SWITCH = "EDITED"
 """The built-in name by which a script with both forms knows which one a step has."""

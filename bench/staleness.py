@@ -30,14 +30,14 @@ from torch import nn
 
 import hotloop
 from bench.claim import CLAIMS, write_claim
-from hotloop.asynchronous.simulation import Uneven, crew_of, simulated
-from hotloop.checkpoint import Checkpoint, Checkpoints
 from hotloop.errors import NonFiniteError
-from hotloop.evaluation import evaluate
-from hotloop.lowering.served import ServedProgram
-from hotloop.parallel.server import Policy
+from hotloop.lowering.evaluation import evaluate
+from hotloop.lowering.parameter_server.server import Policy
+from hotloop.lowering.parameter_server.server_program import ServedProgram
+from hotloop.lowering.parameter_server.workers.simulation import Uneven, crew_of, simulated
 from hotloop.plan import BASELINE
-from hotloop.report.page import styled
+from hotloop.report.html import styled
+from hotloop.training.checkpoint import Checkpoint, Checkpoints
 
 WORKERS = 30
 RATE, MOMENTUM, BATCH = 0.02, 0.9, 16

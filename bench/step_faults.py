@@ -8,7 +8,7 @@ from collections.abc import Callable
 from bench.faults import batches, gradients, model, pieces, update
 from bench.faults.planting import Planted
 from bench.graph_mutations import Mutation
-from hotloop.lowering import Program
+from hotloop.lowering.program import Program
 
 FAULTS: dict[str, Callable[[Program, random.Random], Planted]] = (
     gradients.FAULTS | update.FAULTS | model.FAULTS | batches.FAULTS

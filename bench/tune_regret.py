@@ -26,10 +26,10 @@ from typing import Any
 
 import hotloop
 from bench.claim import write_claim
-from hotloop import contests
 from hotloop.plan import BASELINE, Plan
-from hotloop.rivals import Contest
-from hotloop.taskfile import Loaded, load_task
+from hotloop.task_file import Loaded, load_task
+from hotloop.tuning import race
+from hotloop.tuning.contenders import Contest
 
 TASKS = Path(__file__).with_name("regret_tasks.py")
 WORKLOADS = ("cnn", "mlp", "rows")
@@ -138,7 +138,7 @@ def best_fixed(workload: str, epochs: int, seconds: float) -> list[dict[str, Any
     """The two that finish this run first, compilation included."""
     task = load_task(f"{TASKS}:{workload}", {"epochs": epochs}).task
     plans = [Plan(device="cpu", **axes) for axes in FIXED]
-    verdict = contests.raced(Loaded(task, None, {}), Contest(["baseline", *plans]), prove=None, racing_s=seconds)
+    verdict = race.raced(Loaded(task, None, {}), Contest(["baseline", *plans]), prove=None, racing_s=seconds)
     raced = [timing for timing in verdict.plans if timing.run_s is not None and timing.name != verdict.baseline]
     raced.sort(key=lambda timing: timing.run_s or 0.0)
     for timing in raced:

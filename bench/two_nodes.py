@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.claim import write_claim
 from hotloop.plan import Plan
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.resuming import disagreements
 
 PLAN = Plan(parallel="data")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotloop.lowering import Program
-from hotloop.state import State, leaves
+from hotloop.core.state import State, leaves
+from hotloop.lowering.program import Program
 
 Key = tuple[str, str]
 

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.arrays import Conv, Dense, MaxPool, Network, ReLU
+from hotloop.arrays.activations import ReLU
+from hotloop.arrays.conv import Conv, MaxPool
+from hotloop.arrays.dense import Dense
+from hotloop.arrays.network import Network
 
 
 def model() -> nn.Module:

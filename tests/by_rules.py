@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hotloop.core.hardware import machine
 from hotloop.plan import Plan
-from hotloop.probe import allocator
 
-KEPT = {"allocator": "keep"} if allocator.in_use() else {}
+KEPT = {"allocator": "keep"} if machine.in_use() else {}
 """Only glibc can be told to keep memory."""
 
 FUSED = {"optimizer": "fused", **KEPT}

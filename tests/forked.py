@@ -217,7 +217,7 @@ def run_script(args: list[str]) -> None:
     """A script, watched where `hotloop profile` starts it; torch is there already, so its import begins nothing."""
     import torch
 
-    from hotloop.profiling.child import watch
+    from hotloop.profiler.script_child import watch
 
     sys.path[0], sys.argv[:] = str(Path(args[0]).parent), args
     if threads := os.environ.get("OMP_NUM_THREADS"):

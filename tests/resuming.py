@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 
-from hotloop.checkpoint import Checkpoint
-from hotloop.run import Run, is_run
-from hotloop.state import differences
+from hotloop.core.state import differences
+from hotloop.training.checkpoint import Checkpoint
+from hotloop.training.run import Run, is_run
 from tests.forked import Process, Server
 
 EVERYTHING = Path(__file__).with_name("everything.py")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.faults.planting import Planted, a_factor, around, each
-from hotloop.data.tree import map_tensors
-from hotloop.lowering import Program
+from hotloop.data.batch_tree import map_tensors
+from hotloop.lowering.program import Program
 
 # ---------------------------------------------------------------- draws
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bench.faults.planting import Planted, a_factor, a_parameter, around, each
 from bench.graph_mutations import magnitude
-from hotloop.lowering import Program
-from hotloop.rng import generator_for
+from hotloop.core.random.rng import generator_for
+from hotloop.lowering.program import Program
 
 
 def zero_grad_skipped(program: Program, draws: random.Random) -> Planted:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from bench.faults.planting import Planted, a_factor, around, each
 from bench.graph_mutations import magnitude
-from hotloop.data.tree import map_tensors
-from hotloop.lowering import Program
+from hotloop.data.batch_tree import map_tensors
+from hotloop.lowering.program import Program
 
 
 def norm_not_updated(program: Program, draws: random.Random) -> Planted:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from bench.faults.planting import Planted, around, each
-from hotloop.lowering import Program
+from hotloop.lowering.program import Program
 
 
 def not_divided(program: Program, draws: random.Random) -> Planted:

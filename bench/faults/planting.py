@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from bench.graph_mutations import magnitude
-from hotloop.lowering import Program
+from hotloop.lowering.program import Program
 
 Planted = tuple[str, float | None] | None
 """Where, and how large; None where the Task has no place for such a fault."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.faults.planting import Planted, a_factor, a_parameter, around, each
-from hotloop.lowering import Program
+from hotloop.lowering.program import Program
 
 
 def stale_rate(program: Program, draws: random.Random) -> Planted:

@@ -26,8 +26,8 @@ from bench.gpu.record import Record, fitting, known_results, new_folder, read
 from bench.gpu.setting import CLAIMS, ROOT, Setting
 from bench.gpu.table import listing, results, shown
 from bench.gpu.visit import Visit
+from hotloop.core.files.atomic_files import check_writable
 from hotloop.errors import DeviceError, HotloopError
-from hotloop.files import check_writable
 
 BUDGET_S = 480.0
 HOME = ROOT / ".bench" / "gpu"

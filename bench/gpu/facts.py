@@ -76,7 +76,8 @@ def found_here(device: str | None) -> dict[str, Any]:
 
     from bench.claim import circumstances
     from bench.gpu.source import source
-    from hotloop.probe import devices, machine
+    from hotloop.core.hardware import machine
+    from hotloop.core.hardware.devices import devices
 
     names = devices()
     kinds = {name.partition(":")[0] for name in names}

@@ -12,10 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import hotloop
-from hotloop.lowering import Program, lower
-from hotloop.measuring.clocks import synchronise
-from hotloop.measuring.statistics import ratio_of
-from hotloop.wanted import Wanted
+from hotloop.core.plan_request import Wanted
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
+from hotloop.tuning.races.runner import synchronise
+from hotloop.tuning.races.statistics import ratio_of
 
 Steps = Callable[[int], None]
 """Calls so many training steps; the device may still compute them."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from bench.gpu.facts import Facts
 from bench.gpu.processes import Ended
+from hotloop.core.files.atomic_files import write_atomic
 from hotloop.errors import HotloopError
-from hotloop.files import write_atomic
 
 COLUMNS = ("network", "parameters", "batch", "device", "plan", "step_ms", "windows")
 """Of `steps.csv`; `step_ms` is the median over so many windows."""

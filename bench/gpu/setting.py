@@ -71,7 +71,7 @@ class Setting:
 
 
 def _has_bf16() -> bool:
-    from hotloop.probe import machine
+    from hotloop.core.hardware import machine
 
     return "bf16" in machine.cpu_precisions(machine.processor().vectors)
 

@@ -15,10 +15,10 @@ from bench.peers.on_torch import judged
 from bench.speed.job import Evaluate, Job, main
 from bench.speed.lanes import UNSEARCHED, axes_of, base_of
 from bench.speed.marks import Marks
-from hotloop.seeking import remembered_or_tuned
-from hotloop.taskfile import Loaded, load_task
-from hotloop.training import start
-from hotloop.wanted import Wanted
+from hotloop.core.plan_request import Wanted
+from hotloop.task_file import Loaded, load_task
+from hotloop.training.start import start
+from hotloop.tuning.tune import remembered_or_tuned
 
 
 class Counting:

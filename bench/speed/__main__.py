@@ -60,10 +60,11 @@ from bench.speed.table import markdown, targets_table
 from bench.speed.targets import Target, targets
 from bench.speed.whole import lanes_of, whole_runs, whole_table, whole_targets
 from bench.speed.workloads import HOME, WORKLOADS
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.hardware import machine
+from hotloop.core.hardware.devices import check_device
+from hotloop.core.plan_request import Wanted
 from hotloop.errors import DeviceError, HotloopError, PlanError
-from hotloop.files import write_atomic
-from hotloop.probe import check_device, machine
-from hotloop.wanted import Wanted
 
 FULL_SESSIONS = 5
 FULL_BUDGET = 3.0

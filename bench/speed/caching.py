@@ -12,8 +12,8 @@ from typing import Any
 
 from bench.claim import sources
 from bench.speed.lanes import versions_of_peers
-from hotloop.files import write_atomic
-from hotloop.probe import machine
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.hardware import machine
 
 _FILLED = "filled.json"
 """A file that says with what this cache was begun, and of the start that went through with it."""

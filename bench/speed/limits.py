@@ -6,7 +6,8 @@ from typing import Any
 
 from bench.speed.data import data_bytes
 from bench.speed.workloads import Workload
-from hotloop.counting import Counts, least_ms, limits_of
+from hotloop.profiler.costs.op_cost import Counts
+from hotloop.profiler.costs.roofline import least_ms, limits_of
 
 _STATE_BYTES = 24
 """Of a parameter: it and both of Adam's moments, float32, read once and written once."""
@@ -39,7 +40,8 @@ def work_of(workload: Workload) -> Counts:
 def limit_of(workload: Workload, name: str) -> dict[str, Any]:
     """FLOPs and bytes of a step, and milliseconds that the measured limits of the device of that name allow for them, in fp32
     and in bf16; bytes of the data set."""
-    from hotloop.probe import check_device, probe
+    from hotloop.core.hardware.devices import check_device
+    from hotloop.core.hardware.probe import probe
 
     name = str(check_device(name))
     device = probe(name).device(name)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.speed.summary import Summary
-from hotloop.files import write_atomic
+from hotloop.core.files.atomic_files import write_atomic
 
 
 def draw(found: Summary, path: Path) -> None:
     """Writes a page; the script that draws it is fetched when it is looked at."""
     import plotly.graph_objects as go
 
-    from hotloop.report.page import styled
+    from hotloop.report.html import styled
 
     figure = go.Figure()
     for name in dict.fromkeys(line.name for lines in found.lines.values() for line in lines if line.ratio):

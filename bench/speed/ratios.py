@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench.speed.journal import Row
 from bench.speed.turns import step_times
-from hotloop.measuring.statistics import Ratio, ratio_of
+from hotloop.tuning.races.statistics import Ratio, ratio_of
 
 CONFIDENCE = 0.95
 

@@ -9,9 +9,9 @@ from bench.speed.lanes import TUTORIAL
 from bench.speed.summary import Line, Summary
 from bench.speed.table import ratio_text, rows
 from bench.speed.workloads import WORKLOADS
-from hotloop.amounts import milliseconds
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.format import milliseconds
 from hotloop.errors import HotloopError
-from hotloop.files import write_atomic
 
 BEGIN, END = "<!-- figures of make bench -->", "<!-- end of the figures -->"
 

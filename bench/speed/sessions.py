@@ -21,8 +21,8 @@ from bench.speed.searching import search
 from bench.speed.timetable import Timetable
 from bench.speed.turns import Session, grouped, in_turns
 from bench.speed.workloads import HOME, Workload
-from hotloop.measuring.load import Used, cores_of_others
-from hotloop.probe import machine
+from hotloop.core.hardware import machine
+from hotloop.tuning.races.system_load import Used, cores_of_others
 
 Tell = Callable[[str], None]
 

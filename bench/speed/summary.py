@@ -12,7 +12,7 @@ from bench.speed.lanes import OURS, TUTORIAL, library
 from bench.speed.ratios import Mean, geometric_mean, ratio
 from bench.speed.turns import step_times
 from bench.speed.workloads import WORKLOADS
-from hotloop.measuring.statistics import Ratio
+from hotloop.tuning.races.statistics import Ratio
 
 RUN_S = 120.0
 """A run is compared that takes the tutorial's loop so long."""

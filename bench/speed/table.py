@@ -11,8 +11,8 @@ from bench.speed.ratios import Mean
 from bench.speed.summary import RUN_S, Line, Summary
 from bench.speed.targets import Target
 from bench.speed.workloads import WORKLOADS
-from hotloop.amounts import digits, milliseconds
-from hotloop.measuring.statistics import Ratio
+from hotloop.core.format import digits, milliseconds
+from hotloop.tuning.races.statistics import Ratio
 
 _HEAD = (
     "peer",

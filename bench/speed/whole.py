@@ -20,7 +20,7 @@ from bench.speed.table import ratio_text, rows
 from bench.speed.targets import RUN_GOALS, SMALL, Target, mean_of
 from bench.speed.turns import Session, in_turns, step_times
 from bench.speed.workloads import Workload
-from hotloop.measuring.statistics import Ratio, ratio_of
+from hotloop.tuning.races.statistics import Ratio, ratio_of
 
 Tell = Callable[[str], None]
 

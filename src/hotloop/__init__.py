@@ -15,8 +15,8 @@ _HOME = {
     "Task": "hotloop.task",
     "Parameters": "hotloop.task",
     "Plan": "hotloop.plan",
-    "Run": "hotloop.run",
-    "View": "hotloop.view",
+    "Run": "hotloop.training.run",
+    "View": "hotloop.core.callback",
     "HotloopError": "hotloop.errors",
     "fit": "hotloop.api",
     "evaluate": "hotloop.api",
@@ -25,12 +25,12 @@ _HOME = {
     "load_model": "hotloop.api",
     "devices": "hotloop.api",
     "choose_plan": "hotloop.api",
-    "lower": "hotloop.lowering",
-    "check": "hotloop.proving",
-    "race": "hotloop.contests",
-    "tune": "hotloop.seeking",
-    "profile": "hotloop.inspecting",
-    "explain": "hotloop.explaining",
+    "lower": "hotloop.lowering.build",
+    "check": "hotloop.tuning.check",
+    "race": "hotloop.tuning.race",
+    "tune": "hotloop.tuning.tune",
+    "profile": "hotloop.profiler.profile",
+    "explain": "hotloop.explainer.explain",
 }
 # No module has the name of a public function: importing the module would hide the function.
 _MODULES = ("arrays", "data", "errors")
@@ -63,17 +63,17 @@ __all__ = [
 if TYPE_CHECKING:
     from hotloop import arrays, data, errors
     from hotloop.api import choose_plan, devices, evaluate, export, fit, load_model, predict
-    from hotloop.contests import race
+    from hotloop.core.callback import View
     from hotloop.errors import HotloopError
-    from hotloop.explaining import explain
-    from hotloop.inspecting import profile
-    from hotloop.lowering import lower
+    from hotloop.explainer.explain import explain
+    from hotloop.lowering.build import lower
     from hotloop.plan import Plan
-    from hotloop.proving import check
-    from hotloop.run import Run
-    from hotloop.seeking import tune
+    from hotloop.profiler.profile import profile
     from hotloop.task import Parameters, Task
-    from hotloop.view import View
+    from hotloop.training.run import Run
+    from hotloop.tuning.check import check
+    from hotloop.tuning.race import race
+    from hotloop.tuning.tune import tune
 
 
 def __getattr__(name: str) -> Any:
@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
         if isinstance(value, FunctionType):
-            value = import_module("hotloop.argument_names").naming_arguments(value)
+            value = import_module("hotloop.core.argument_names").naming_arguments(value)
         globals()[name] = value  # pickle requires the same object at each access
         return value
     raise AttributeError(f"module 'hotloop' has no attribute {name!r}")

@@ -11,32 +11,33 @@ import numpy as np
 import torch
 from torch import nn
 
-from hotloop.answers import evaluate_weights
-from hotloop.argument_names import name_arguments
-from hotloop.choosing import Foreseen, placed
+from hotloop.core.argument_names import name_arguments
+from hotloop.core.callback import Callback
+from hotloop.core.feasibility.forecast import Foreseen
+from hotloop.core.hardware.devices import check_device, placed
+from hotloop.core.hardware.probe import probe
+from hotloop.core.hardware.versions import versions
+from hotloop.core.plan_request import Wanted
+from hotloop.core.records.hardware import Hardware
+from hotloop.core.records.training import Evaluation, Exported
+from hotloop.core.reporter import Say
+from hotloop.core.terminal import Terminal
+from hotloop.distributed.fork_safety import check_cuda
+from hotloop.distributed.join import to_start
+from hotloop.distributed.launch import launch, ranks_of
 from hotloop.errors import PlanError, RunError, TaskError, kind
-from hotloop.exporting import export_weights
-from hotloop.hardware import Hardware
-from hotloop.inference import Progress, Weights, choose_weights, trained_model
-from hotloop.inference import predict as answers_to
-from hotloop.launch import launch, ranks_of
-from hotloop.lowering import lower
-from hotloop.lowering.telling import Say
-from hotloop.parallel.forking import check_cuda
+from hotloop.inference.evaluate import evaluate_weights
+from hotloop.inference.export import export_weights
+from hotloop.inference.predict import Progress, Weights, choose_weights, trained_model
+from hotloop.inference.predict import predict as answers_to
+from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.probe import check_device, probe
-from hotloop.records import Evaluation, Exported
-from hotloop.remembering import foreseen_by_memory
 from hotloop.report.progress import Display, summary
-from hotloop.run import Following, Run
-from hotloop.setting import versions
-from hotloop.taking_part import to_start
 from hotloop.task import Task, overridden
-from hotloop.taskfile import Loaded
-from hotloop.terminal import Terminal
-from hotloop.training import go_on, start, task_of
-from hotloop.view import Callback
-from hotloop.wanted import Wanted
+from hotloop.task_file import Loaded
+from hotloop.training.run import Following, Run
+from hotloop.training.start import go_on, start, task_of
+from hotloop.tuning.auto.recall import foreseen_by_memory
 
 
 def fit(

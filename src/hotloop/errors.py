@@ -24,6 +24,7 @@ expected, what to do about it.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
@@ -32,19 +33,43 @@ import subprocess
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hotloop.texts import printable
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tab and newline, marks that reverse text direction, and surrogates of invalid UTF-8."""
+
+_LONGEST = 160
+"""Largest number of characters of a value in a message."""
+
+
+def printable(text: str) -> str:
+    """Returns the text with escapes such as `\\x1b` in place of control characters."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Returns `did you mean 'epochs'?` for a name that resembles a known name; empty for other names."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def shortened(value: object) -> str:
+    """Returns a value's `repr`, or a path, shortened for a message."""
+    text = repr(value) if not isinstance(value, os.PathLike) else os.fspath(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+
 
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in ')
+
 _NO_MEMORY = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|DefaultCPUAllocator: not enough memory|std::bad_alloc"
     r"|_ALLOC_FAILED|Invalid buffer size",
     re.IGNORECASE,
 )
+
 _PASSING = re.compile(
     "No space left on device|Disk quota exceeded|Killed|terminated abruptly"
     r"|fatal error: \S+ (No such file or directory|file not found)|cannot find -l|library not found for -l|cannot execute"
@@ -52,10 +77,12 @@ _PASSING = re.compile(
 """What compilers say of a full disk, of a process of theirs that was killed, or of parts of theirs that aren't installed."""
 
 _DISK_FULL = re.compile("No space left on device|Disk quota exceeded")
+
 _ROOM_BYTES = 16e6
 """A disk with less room than this is full, as far as a compiler goes."""
 
 _SIGKILL = 9
+
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parent))
 
 

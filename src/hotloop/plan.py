@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
-from hotloop.errors import PlanError
-from hotloop.texts import meant, shortened
+from hotloop.errors import PlanError, meant, shortened
 
 Steps = Annotated[int, Field(ge=2)]
 """In one replay."""

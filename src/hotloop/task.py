@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hotloop.copies import copied
+from hotloop.core.random.generators import OwnedGenerators
+from hotloop.core.random.rng import Streams
+from hotloop.core.task_parts.keras import call_arguments, default_device, restart_names
+from hotloop.core.task_parts.loss_info import Objective
+from hotloop.core.task_parts.model_copy import copied
+from hotloop.core.task_parts.named_optimizers import NamedOptimizers, checked_optimizer
+from hotloop.core.task_parts.schedules import checked_schedule
+from hotloop.core.task_parts.yielded_losses import evaluated, scalars_of
 from hotloop.data.augment import Draws
-from hotloop.data.roles import Roles, assign_roles
+from hotloop.data.batch_tree import inputs_of
 from hotloop.data.row_count import count_rows
-from hotloop.data.tree import inputs_of
+from hotloop.data.splits import Roles, assign_roles
 from hotloop.errors import DataError, TaskError, calling, kind
-from hotloop.foreign import call_arguments, default_device, restart_names
-from hotloop.generators import OwnedGenerators
-from hotloop.named_optimizers import NamedOptimizers, checked_optimizer
-from hotloop.objective import Objective
-from hotloop.rng import Streams
-from hotloop.schedules import checked_schedule
-from hotloop.task_fields import check_fields, check_names, unregistered
-from hotloop.turns import evaluated, scalars_of
+from hotloop.task_checks import check_fields, check_names, unregistered
 
 
 class Computed(NamedTuple):

@@ -1,51 +1,5 @@
-"""What callbacks, progress bars and pictures see of a training under way: a value, read-only."""
+"""The public path of the types that callbacks name."""
 
-from __future__ import annotations
+from hotloop.core.callback import Callback, Event, View
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
-
-from hotloop.records import EpochRecord
-
-Event = Literal["start", "progress", "epoch", "checkpoint", "stop", "final"]
-
-
-@dataclass(frozen=True)
-class View:
-    """One moment of a training.
-
-    Attributes:
-        event: what just happened.
-        run: the run's folder.
-        epoch: the present epoch, from 0; `epochs` in all.
-        step: steps done since the beginning; `batch` of `batches` in this epoch (None: a stream, not known yet).
-        loss: mean training loss since the last moment; None before the first step.
-        samples_per_s: of the present epoch so far; 0 before the first step.
-        remaining_s: expected time to the end of the last epoch; None while unknown.
-        learning_rate: of the first parameter group.
-        history: the epochs done.
-        reason: why training stopped, at `stop`.
-        final: figures on the test data, at `final`.
-    """
-
-    event: Event
-    run: Path
-    epoch: int
-    epochs: int
-    step: int
-    batch: int
-    batches: int | None
-    loss: float | None
-    samples_per_s: float
-    remaining_s: float | None
-    learning_rate: float
-    history: tuple[EpochRecord, ...]
-    reason: str = ""
-    final: dict | None = None
-
-
-Callback = Callable[[View], None]
-"""Called with each moment. One that changes nothing of what is trained may say so by an attribute, `read_only = True`:
-then a compiled step isn't traced again at each epoch to see whether it did."""
+__all__ = ["Callback", "Event", "View"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hotloop.lowering.handwritten import ArraysStep
+from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
 from tests.cli.in_process import SMALL, Hotloop, commands
 
 CPU = ("--device", "cpu")
@@ -15,9 +15,9 @@ CPU = ("--device", "cpu")
 
 @pytest.fixture
 def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    monkeypatch.setattr("hotloop.kept.folder", lambda: tmp_path / "kept")
-    monkeypatch.setattr("hotloop.measuring.racing.WARM_S", 0.01)
-    monkeypatch.setattr("hotloop.measuring.rounds._WINDOW_S", {"cpu": 0.0005})
+    monkeypatch.setattr("hotloop.tuning.search.race_cache.folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr("hotloop.tuning.races.measure.WARM_S", 0.01)
+    monkeypatch.setattr("hotloop.tuning.races.rounds._WINDOW_S", {"cpu": 0.0005})
     (tmp_path / "task.py").write_text(
         f"{SMALL}task = make(epochs=4)\n"
         "class Mine(nn.Linear): pass\n"

@@ -9,8 +9,8 @@ from typing import get_args
 
 import pytest
 
-from hotloop.lowering.step import EagerStep
-from hotloop.verdicts import Parity, ParityClass
+from hotloop.core.records.race import Parity, ParityClass
+from hotloop.lowering.eager_step import EagerStep
 from tests.by_rules import BY_RULES
 from tests.cli.in_process import SMALL, Hotloop, commands
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hotloop.hardware import Hardware
+from hotloop.core.records.hardware import Hardware
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     (folder / "digits_of_a_test.py").write_text(DIGITS)
     from hotloop import api
-    from hotloop.taskfile import load_task
+    from hotloop.task_file import load_task
 
     api.start(
         load_task(str(folder / "digits_of_a_test.py"), {"width": "9"}), run=folder / "run", axes={"device": "cpu"}

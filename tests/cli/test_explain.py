@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hotloop import explaining
-from hotloop.explanations import Explanation
+from hotloop.core.records.explanation import Explanation
+from hotloop.explainer import explain
 from tests.cli.in_process import SMALL, Hotloop, commands
 
 
@@ -48,13 +48,13 @@ def test_in_words(hotloop: Hotloop) -> None:
 
 
 def test_a_wrong_equation_is_shown_and_fails(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
-    formula = explaining.FORMULAS["linear"]
+    formula = explain.FORMULAS["linear"]
 
     def wrong(call):
         worked = formula(call)
         return replace(worked, backward=[replace(worked.backward[1], value=lambda: 2 * worked.backward[1].value())])
 
-    monkeypatch.setattr(explaining, "FORMULAS", {**explaining.FORMULAS, "linear": wrong})
+    monkeypatch.setattr(explain, "FORMULAS", {**explain.FORMULAS, "linear": wrong})
     done = hotloop("explain", "task.py")
     assert done.code == 1
     assert "WRONG: dW of the model (Linear)" in " ".join(done.err.split())

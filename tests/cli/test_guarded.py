@@ -10,10 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hotloop.cli.common import AsJson, guarded, print_json
+from hotloop.cli.options import AsJson, guarded, print_json
+from hotloop.core.processes.signals import Terminated
+from hotloop.distributed.process_group import LAUNCHED
 from hotloop.errors import DataError, DiskError
-from hotloop.interrupts import Terminated
-from hotloop.parallel.joining import LAUNCHED
 
 DATA_ERROR = DataError("x has 10 rows and y has 9", expected="the same number", fix="pip install hotloop[onnx]")
 
@@ -76,7 +76,7 @@ def test_numbers_that_json_has_not_become_null(capsys) -> None:
 
 REAL_PROCESS = """
 import os, signal, sys, typer
-from hotloop.cli.common import AsJson, guarded, print_json
+from hotloop.cli.options import AsJson, guarded, print_json
 
 @guarded
 def command(what: str, as_json: AsJson = False) -> None:

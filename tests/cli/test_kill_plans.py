@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hotloop.cli import build
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.cpu.test_plans import assert_equal_within_rounding
 from tests.forked import Server
 from tests.resuming import CAPTURABLE, Training, disagreements, last_checkpoint

@@ -20,14 +20,14 @@ import psutil
 import pytest
 import torch
 
+from hotloop.core.format import seconds
+from hotloop.core.plan_request import Wanted
+from hotloop.core.processes.signals import Interrupts, handled
+from hotloop.core.terminal import Bar, Terminal
 from hotloop.errors import DataError, PlanError
-from hotloop.handlers import handled
-from hotloop.interrupts import Interrupts
-from hotloop.npy import read_arrays
-from hotloop.pacing import Cadence, seconds
+from hotloop.inference.npy import read_arrays
 from hotloop.plan import Plan
-from hotloop.terminal import Bar, Terminal
-from hotloop.wanted import Wanted
+from hotloop.training.cadence import Cadence
 from tests.cli.in_process import SMALL, Hotloop, commands
 from tests.cli.task_files import put
 

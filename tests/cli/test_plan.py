@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from hotloop.kept import remember
+from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.records.race import Timing, Verdict
 from hotloop.plan import Plan
-from hotloop.remembering import fingerprinted
-from hotloop.run import Run
-from hotloop.setting import machine_name, speed_versions
-from hotloop.taskfile import load_task
-from hotloop.verdicts import Timing, Verdict
+from hotloop.task_file import load_task
+from hotloop.training.run import Run
+from hotloop.tuning.auto.recall import fingerprinted
+from hotloop.tuning.search.race_cache import remember
 from tests.by_rules import BY_RULES, FUSED, KEPT
 from tests.cli.in_process import SMALL, Hotloop, commands
 from tests.conftest import RunCli
@@ -314,7 +314,7 @@ def test_plan_says_what_is_raced_and_proven_before_it_runs(
     task: Path, tmp_path: Path, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pooch.os_cache", lambda name: tmp_path / "cache")
-    monkeypatch.setattr("hotloop.probe.machine.compiler", lambda: "/usr/bin/g++")
+    monkeypatch.setattr("hotloop.core.hardware.machine.compiler", lambda: "/usr/bin/g++")
     long = ("plan", task, *CPU, "--epochs", "9999")
     done, document = hotloop(*long), hotloop(*long, "--json").document
     assert f"auto runs: {BY_RULES.brief()}\n" in done.err

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hotloop import inspecting
-from hotloop.profiles import Profile
+from hotloop.core.records.profile import Profile
+from hotloop.profiler import profile
 from tests.cli.in_process import SMALL, Hotloop, commands
 from tests.unit.made_profiles import made
 
@@ -44,7 +44,7 @@ def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     stand_in = Asked()
     for name in ("inspected", "inspected_script", "tried"):
-        monkeypatch.setattr(inspecting, name, stand_in.of(name))
+        monkeypatch.setattr(profile, name, stand_in.of(name))
     return stand_in
 
 

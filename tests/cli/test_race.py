@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from hotloop.measuring.statistics import ENOUGH_PAIRS
+from hotloop.core.records.race import Parity
 from hotloop.plan import Plan
-from hotloop.verdicts import Parity
+from hotloop.tuning.races.statistics import ENOUGH_PAIRS
 from tests.cli.in_process import SMALL, Hotloop, commands
 from tests.conftest import RunCli
 
 
 @pytest.fixture
 def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
-    monkeypatch.setattr("hotloop.kept.folder", lambda: tmp_path / "kept")
-    monkeypatch.setattr("hotloop.measuring.racing.WARM_S", 0.01)
-    monkeypatch.setattr("hotloop.measuring.rounds._WINDOW_S", {"cpu": 0.0005})
+    monkeypatch.setattr("hotloop.tuning.search.race_cache.folder", lambda: tmp_path / "kept")
+    monkeypatch.setattr("hotloop.tuning.races.measure.WARM_S", 0.01)
+    monkeypatch.setattr("hotloop.tuning.races.rounds._WINDOW_S", {"cpu": 0.0005})
     # So many pairs and no more, on a busy machine too: what they come to is for tests of races.
-    monkeypatch.setattr("hotloop.measuring.rounds.settled", lambda ratio: ratio.pairs >= ENOUGH_PAIRS)
+    monkeypatch.setattr("hotloop.tuning.races.rounds.settled", lambda ratio: ratio.pairs >= ENOUGH_PAIRS)
     with commands(tmp_path, monkeypatch, capfd) as run:
         yield run
 
@@ -50,7 +50,7 @@ def proves(patch: pytest.MonkeyPatch, **parity: Any) -> list[Plan]:
         asked.extend(plans)
         return [Parity(plan=plan.brief(), parity=parity[plan.optimizer], reason="planted", states=16) for plan in plans]
 
-    patch.setattr("hotloop.contests.PROVE", prove)
+    patch.setattr("hotloop.tuning.race.PROVE", prove)
     return asked
 
 
@@ -197,7 +197,7 @@ def test_times_are_kept_though_the_proof_is_stopped(task: Path, hotloop: Hotloop
     def stopped(*given: Any) -> list[Parity]:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hotloop.contests.PROVE", stopped)
+    monkeypatch.setattr("hotloop.tuning.race.PROVE", stopped)
     assert hotloop("race", task, *SHORT).code == 130
     kept = [json.loads(path.read_text())["timing"] for path in (tmp_path / "kept").rglob("*.json")]
     assert sorted((one["name"], one["parity"]) for one in kept) == [("auto", None), ("baseline", None)]
@@ -207,7 +207,7 @@ def test_where_the_proof_itself_fails_what_was_raced_is_shown(task: Path, hotloo
     def failing(*given: Any) -> list[Parity]:
         raise ValueError("planted")
 
-    monkeypatch.setattr("hotloop.contests.PROVE", failing)
+    monkeypatch.setattr("hotloop.tuning.race.PROVE", failing)
     done = hotloop("race", task, "--plans", "baseline,auto", "--set", "threads=1", *SHORT, "--json")
     assert done.code == 0, done.err
     _, auto = done.document["plans"]

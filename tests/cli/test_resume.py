@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hotloop.cli import build
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.conftest import RunCli
 from tests.forked import Process, Server
 from tests.resuming import EVERYTHING, Training, disagreements, last_checkpoint, until

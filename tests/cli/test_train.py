@@ -159,7 +159,7 @@ def test_the_run_folder_is_complete(hotloop: Hotloop, tmp_path: Path) -> None:
 
 def test_runs_of_the_same_second_do_not_meet(hotloop: Hotloop, tmp_path: Path, monkeypatch) -> None:
     put(tmp_path, "task = make()")
-    monkeypatch.setattr("hotloop.training.time.strftime", lambda form: "20260101-000000")
+    monkeypatch.setattr("hotloop.training.start.time.strftime", lambda form: "20260101-000000")
     runs = [hotloop("train", "task.py", "--device", "cpu", "--json").document["run"] for _ in range(3)]
     assert runs == [f"runs/task-20260101-000000{ending}" for ending in ("", "-2", "-3")]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.cli.in_process import Hotloop, commands
 
 HEAD = """

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import hotloop as library
+from hotloop.core.files.source_files import digest_of
 from hotloop.errors import RunError
-from hotloop.run import Run
-from hotloop.sources import digest_of
-from hotloop.taskfile import files_of
+from hotloop.task_file import files_of
+from hotloop.training.run import Run
 from tests.cli.in_process import Hotloop, commands
 from tests.cli.task_files import put
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from hotloop import seeking
+from hotloop.core.records.race import Verdict
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.tuning import held, search
-from hotloop.verdicts import Verdict
+from hotloop.training.run import Run
+from hotloop.tuning import tune
+from hotloop.tuning.search import program_pool, search
 from tests.cli.in_process import SMALL, Hotloop, commands
 
 CPU = ("--device", "cpu")
@@ -54,7 +54,7 @@ def hotloop(tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotloop]:
     monkeypatch.setattr(search, "measure", partial(search.measure, clock=clock))
     monkeypatch.setattr(search, "Runner", partial(search.Runner, clock=clock))
     monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=clock))
-    monkeypatch.setattr("hotloop.probe.allocator._is_glibcs", lambda: False)  # nor does it know what memory costs
+    monkeypatch.setattr("hotloop.core.hardware.machine._is_glibcs", lambda: False)  # nor does it know what memory costs
     monkeypatch.setattr(search, "compiled_changes", lambda *given: [])  # compiling has tests of its own
     (tmp_path / "task.py").write_text(
         f"""{SMALL}
@@ -120,14 +120,14 @@ def test_training_may_look_for_its_plan_first(hotloop: Hotloop, tmp_path: Path) 
 
 def test_the_time_of_a_search_counts_for_stop_after(hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search keeps to a third of it, and what it takes all the same is time that the run doesn't have."""
-    real, limit_s = seeking.remembered_or_tuned, 1.0
+    real, limit_s = tune.remembered_or_tuned, 1.0
 
     def slow(*given: Any, **options: Any) -> Any:
         found = real(*given, **options)
         time.sleep(max(0.0, options["until"] - time.monotonic()))
         return found
 
-    monkeypatch.setattr(seeking, "remembered_or_tuned", slow)
+    monkeypatch.setattr(tune, "remembered_or_tuned", slow)
     done = hotloop("train", "task.py", *CPU, *LONG, "--stop-after", f"{limit_s}s", "--tune", "--run", "late")
     assert done.code == 0
     assert "a race and a proof take about" in done.err and "of the third of the time until stop-after" in done.err
@@ -144,7 +144,7 @@ BEFORE = {
 
 @pytest.mark.parametrize("option", BEFORE)
 def test_a_wrong_option_shows_before_a_search(option: str, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeking, "remembered_or_tuned", lambda *given, **options: pytest.fail("a search was made"))
+    monkeypatch.setattr(tune, "remembered_or_tuned", lambda *given, **options: pytest.fail("a search was made"))
     given, says = BEFORE[option]
     done = hotloop("train", "task.py", *CPU, *LONG, "--tune", *given)
     assert done.code == 1 and says in done.err and done.err.count("\n") == 1
@@ -181,7 +181,7 @@ def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked
     name: str, hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failure, retried = FAILURES[name]
-    lowered, tried = held.lower, []
+    lowered, tried = program_pool.lower, []
 
     def lower(task: Any, plan: Plan) -> Any:
         tried.append(plan.brief())
@@ -189,7 +189,7 @@ def test_what_failed_is_kept_and_not_tried_again_unless_memory_was_all_it_lacked
             raise failure
         return lowered(task, plan)
 
-    monkeypatch.setattr(held, "lower", lower)
+    monkeypatch.setattr(program_pool, "lower", lower)
     first = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s", "--json")
     assert first.code == 0
     assert any("fused" in name for name in tried)
@@ -206,7 +206,7 @@ def test_what_was_raced_before_the_proof_ended_is_kept(
     def prove(*given: Any, **axes: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hotloop.seeking.prove_programs", prove)
+    monkeypatch.setattr("hotloop.tuning.tune.prove_programs", prove)
     assert hotloop("tune", "task.py", *CPU, "--time-limit", "30s").code == 130
     kept = [json.loads(path.read_text())["timing"] for path in (tmp_path / "cache").rglob("*.json")]
     assert any(one["verdict"] == "faster" for one in kept) and not any(one["parity"] for one in kept)
@@ -215,14 +215,14 @@ def test_what_was_raced_before_the_proof_ended_is_kept(
 def test_a_plan_that_was_set_and_can_t_be_run_is_told_each_time(
     hotloop: Hotloop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lowered = held.lower
+    lowered = program_pool.lower
 
     def lower(task: Any, plan: Plan) -> Any:
         if plan.threads == 1:
             raise PlanError("threads=1 is planted")
         return lowered(task, plan)
 
-    monkeypatch.setattr(held, "lower", lower)
+    monkeypatch.setattr(program_pool, "lower", lower)
     for _ in range(2):
         done = hotloop("tune", "task.py", *CPU, "--set", "threads=1", "--time-limit", "30s")
         assert done.code == 1 and "threads=1, as you set it, can't be run: threads=1 is planted" in done.err

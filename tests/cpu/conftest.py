@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from torch.optim import Optimizer
 
-from hotloop.lowering import inductor, packages
+from hotloop.core.hardware import machine
+from hotloop.lowering.compile import inductor_patches, package_cache
 from hotloop.lowering.rewrites import mm_by_onednn
-from hotloop.probe import allocator
-from hotloop.profiling import optimizers
-from hotloop.tuning import candidates
+from hotloop.profiler.hooks import optimizer_hooks
+from hotloop.tuning.search import candidates
 from tests.cpu.killing import KILLED_AT, train
 
 
@@ -22,14 +22,14 @@ def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a search tries and what it finds to rewrite is the same here, whoever has made processor and C library."""
     monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: False)
     monkeypatch.setattr(candidates, "mkl_is_slow", lambda processor: False)
-    monkeypatch.setattr(allocator, "_is_glibcs", lambda: False)
+    monkeypatch.setattr(machine, "_is_glibcs", lambda: False)
 
 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What this test compiles, some of it wrongly and on purpose, no cache has before, and none has later."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for module in (inductor, packages):
+    for module in (inductor_patches, package_cache):
         monkeypatch.setattr(module, "MENDED", 0)
 
 
@@ -39,7 +39,7 @@ def own_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     real = gc.get_objects
     others = [one for one in real() if issubclass(type(one), Optimizer)]
     known = set(map(id, others))
-    monkeypatch.setattr(optimizers.gc, "get_objects", lambda: [one for one in real() if id(one) not in known])
+    monkeypatch.setattr(optimizer_hooks.gc, "get_objects", lambda: [one for one in real() if id(one) not in known])
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from hotloop.data.feed import Treatment, open_feed
-from hotloop.data.roles import Roles, assign_roles
+from hotloop.data.feeds.feed import Treatment, open_feed
+from hotloop.data.splits import Roles, assign_roles
 
 X = torch.arange(40.0).reshape(20, 2)
 Y = torch.arange(20) % 3

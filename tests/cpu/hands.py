@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotloop.profiles import ModuleTime
-from hotloop.profiling.modules import ModuleClock
+from hotloop.core.records.profile import ModuleTime
+from hotloop.profiler.timers.modules import ModuleClock
 
 
 class Hands:

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.lowering import Program
-from hotloop.lowering import allocator as axis
+from hotloop.lowering.program import Program
+from hotloop.lowering.transforms import allocator as axis
 from hotloop.plan import Plan
 from tests.cpu.programs import advance
 

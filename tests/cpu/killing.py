@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import hotloop
-from hotloop.pacing import Pace
-from hotloop.run import Run
-from hotloop.view import View
+from hotloop.core.callback import View
+from hotloop.training.cadence import Pace
+from hotloop.training.run import Run
 from tests.everything import task
 
 EPOCHS, EVERY, KILLED_AT = 3, 5, 22  # of 39 steps; 22 is in the second epoch, the checkpoint before it at 20

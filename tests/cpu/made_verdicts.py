@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hotloop.core.records.race import Timing, Verdict
 from hotloop.plan import Plan
-from hotloop.verdicts import Timing, Verdict
 
 VERSIONS = {"hotloop": "1", "torch": "2", "python": "3"}
 FUSED, COMPILED, WRONG = Plan(optimizer="fused"), Plan(compile="step"), Plan(precision="bf16")

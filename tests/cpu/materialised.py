@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import hotloop
-from hotloop.data.materialise import Reading, materialise
+from hotloop.core.state import State
+from hotloop.data.feeds.in_memory import Reading, materialise
 from hotloop.data.order import Order
-from hotloop.data.source import Samples, Table
+from hotloop.data.sources import Samples, Table
 from hotloop.plan import Plan
-from hotloop.state import State
 from tests.cpu.programs import advance, labelled
 
 X, Y = labelled()

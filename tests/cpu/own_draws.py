@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import hotloop
-from hotloop.lowering import Program
+from hotloop.core.state import State
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.state import State
 from tests.cpu.programs import advance
 
 SAMPLES, FEATURES = 24, 4

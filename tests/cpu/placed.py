@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.evaluation import evaluate
+from hotloop.core.state import State, leaves
+from hotloop.lowering.evaluation import evaluate
 from hotloop.plan import Plan
-from hotloop.state import State, leaves
 from tests.cpu.programs import a_task, advance, labelled
 
 STEPS = 20

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.state import State, differences
+from hotloop.core.state import State, differences
 from tests.cpu.programs import labelled, last_state
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotloop.lowering import Program
+from hotloop.lowering.program import Program
 
 
 def around(holder: Any, name: str, make: Callable[[Callable], Callable]) -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop import choosing, rules, settling, weighing
+from hotloop.core.plan_request import Wanted
 from hotloop.plan import Plan
-from hotloop.tuning import budget
-from hotloop.wanted import Wanted
+from hotloop.tuning import rules
+from hotloop.tuning.auto import auto
+from hotloop.tuning.search import auto_search, budget, payoff
 from tests.cpu.pretended_races import Races, proving
 from tests.cpu.programs import a_task, labelled
 
@@ -53,13 +54,13 @@ def pretend_to_compile(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         plans.append(plan)
         return hotloop.lower(task, plan.with_axes(compile="none", rewrites="none"))
 
-    monkeypatch.setattr(choosing, "lower", pretend)
-    monkeypatch.setattr(settling, "lower", pretend)
-    monkeypatch.setattr(weighing, "_DOUBT", 0.0)  # what a compilation takes doesn't count
+    monkeypatch.setattr(auto, "lower", pretend)
+    monkeypatch.setattr(auto_search, "lower", pretend)
+    monkeypatch.setattr(payoff, "_DOUBT", 0.0)  # what a compilation takes doesn't count
     monkeypatch.setattr(budget, "PROVING_STEPS", 0)
     monkeypatch.setattr(budget, "PROVING_COPIES", 0)
-    monkeypatch.setattr(weighing, "PROVING_STEPS", 0)
-    monkeypatch.setattr(weighing, "_RACING_STEPS", 0)
+    monkeypatch.setattr(payoff, "PROVING_STEPS", 0)
+    monkeypatch.setattr(payoff, "_RACING_STEPS", 0)
     return plans
 
 
@@ -67,8 +68,8 @@ def finding(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes up what races and proofs find."""
 
     def find(parity: str = "bitwise", **speeds: float) -> None:
-        monkeypatch.setattr(settling, "measure", Races(**speeds))
-        monkeypatch.setattr(settling, "prove_programs", lambda task, programs: proving(parity)(programs))
+        monkeypatch.setattr(auto_search, "measure", Races(**speeds))
+        monkeypatch.setattr(auto_search, "prove_programs", lambda task, programs: proving(parity)(programs))
 
     return find
 

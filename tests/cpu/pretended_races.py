@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from hotloop.choosing import known, placed
-from hotloop.hardware import Hardware
-from hotloop.measuring import Entrant
-from hotloop.measuring.racing import Measured
-from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
-from hotloop.measuring.statistics import answer
+from hotloop.core.hardware.devices import placed
+from hotloop.core.records.hardware import Hardware
+from hotloop.core.records.race import Parity, Timing
+from hotloop.core.records.training import TaskFacts
 from hotloop.plan import Plan
-from hotloop.records import TaskFacts
-from hotloop.tuning import held
-from hotloop.tuning import search as module
-from hotloop.tuning.bounds import Makeup
-from hotloop.tuning.search import Search
-from hotloop.verdicts import Parity, Timing
+from hotloop.tuning.auto.auto import known
+from hotloop.tuning.races.measure import Entrant, Measured
+from hotloop.tuning.races.rounds import Lane, Limits, ratio, run_rounds
+from hotloop.tuning.races.statistics import answer
+from hotloop.tuning.search import program_pool
+from hotloop.tuning.search import search as module
+from hotloop.tuning.search.search import Search
+from hotloop.tuning.search.step_profile import Makeup
 from tests.cpu.families import family
 from tests.cpu.test_race_rounds import Machine
 from tests.cpu.test_race_rounds import Plan as Windows
@@ -96,9 +96,9 @@ def proving(parity: str = "bitwise") -> Any:
 
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled plans are lowered as they are without."""
-    lowered = held.lower
+    lowered = program_pool.lower
     monkeypatch.setattr(
-        held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 import hotloop
-from hotloop.checkpoint import Checkpoint, decode, encode
-from hotloop.lowering import Program
+from hotloop.core.state import State, differences
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.state import State, differences
+from hotloop.training.checkpoint import Checkpoint, decode, encode
 
 
 def labelled(samples: int = 24, features: int = 6, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop.lowering.recorder import Work
+from hotloop.lowering.steps.cuda_graph import Work
 
 UNSEEDED = 5
 """What is drawn without a seed follows from no step."""

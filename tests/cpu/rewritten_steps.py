@@ -12,11 +12,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.data.tree import tensors
+from hotloop.data.batch_tree import tensors
 from hotloop.errors import PlanError
-from hotloop.lowering.capture import Captured, capture, step_tensors
+from hotloop.lowering.compile.capture import Captured, capture
+from hotloop.lowering.compile.inputs import step_tensors
 from hotloop.lowering.rewrites import rewrite
-from hotloop.lowering.rewrites.walking import straightened
+from hotloop.lowering.rewrites.fx_nodes import straightened
 from tests.cpu.programs import a_task
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.checkpoint import Checkpoints
+from hotloop.core.files.atomic_files import write_atomic
 from hotloop.errors import DiskError, RunError, blame, told
-from hotloop.files import write_atomic
-from hotloop.inference import Weights
-from hotloop.run import Run
+from hotloop.inference.predict import Weights
+from hotloop.training.checkpoint import Checkpoints
+from hotloop.training.run import Run
 from tests.cpu.killing import EPOCHS, train
 from tests.everything import task
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hotloop.data.ahead import moved, one_ahead
-from hotloop.data.feed import Treatment, open_feed
+from hotloop.data.feeds.feed import Treatment, open_feed
+from hotloop.data.feeds.prefetch import moved, one_ahead
 from hotloop.data.order import Order
-from hotloop.data.source import Samples, Source, Table
+from hotloop.data.sources import Samples, Source, Table
 from hotloop.errors import DataError
 
 META = torch.device("meta")

@@ -13,26 +13,26 @@ from typing import Any
 import pytest
 
 import hotloop
+from hotloop.core.hardware import machine
+from hotloop.core.hardware.versions import speed_versions
+from hotloop.core.state import differences
 from hotloop.errors import PlanError
-from hotloop.kept import _DEPENDS_ON
-from hotloop.lowering import allocator as axis
-from hotloop.measuring.runner import Runner
+from hotloop.lowering.transforms import allocator as axis
 from hotloop.plan import Plan
-from hotloop.probe import allocator
-from hotloop.setting import speed_versions
-from hotloop.state import differences
+from hotloop.tuning.races.runner import Runner
+from hotloop.tuning.search.race_cache import _DEPENDS_ON
 from tests.cpu.keeping import KEEP, a_task
 from tests.cpu.programs import advance
 
-pytestmark = pytest.mark.skipif(allocator.in_use() is None, reason="memory here isn't glibc's to keep")
+pytestmark = pytest.mark.skipif(machine.in_use() is None, reason="memory here isn't glibc's to keep")
 
-IS_GLIBCS = allocator._is_glibcs
+IS_GLIBCS = machine._is_glibcs
 
 
 @pytest.fixture(autouse=True)
 def this_machine(any_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real C library, which other tests go without."""
-    monkeypatch.setattr(allocator, "_is_glibcs", IS_GLIBCS)
+    monkeypatch.setattr(machine, "_is_glibcs", IS_GLIBCS)
 
 
 def counted(*without: int) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_whatever_ends_a_compilation_lets_go(monkeypatch: pytest.MonkeyPatch) ->
         assert axis.keeps()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hotloop.lowering.order.Program.prepare", interrupted)
+    monkeypatch.setattr("hotloop.lowering.build.Program.prepare", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hotloop.lower(a_task(), KEEP.with_axes(compile="step"))
     assert not axis.keeps()
@@ -109,7 +109,7 @@ def test_a_run_goes_on_where_nobody_can_be_told(
 ) -> None:
     """And says so; unless it is asked for."""
     hotloop.fit(a_task(epochs=1), run=tmp_path / "run", progress=False)
-    monkeypatch.setattr(allocator, "_is_glibcs", lambda: False)
+    monkeypatch.setattr(machine, "_is_glibcs", lambda: False)
     longer = a_task(epochs=2)
     with pytest.raises(PlanError, match="only glibc"):
         hotloop.fit(longer, run=tmp_path / "run", resume=True, plan=KEEP, progress=False)
@@ -119,7 +119,7 @@ def test_a_run_goes_on_where_nobody_can_be_told(
 
 def test_what_is_remembered_is_of_the_allocator_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed_versions()["allocator"] == "glibc"
-    monkeypatch.setattr(allocator, "_is_glibcs", lambda: False)
+    monkeypatch.setattr(machine, "_is_glibcs", lambda: False)
     assert "allocator" not in speed_versions() and "allocator" in _DEPENDS_ON
 
 
@@ -135,7 +135,7 @@ def test_the_result_has_the_same_bits() -> None:
 
 def asked(command: str, **environment: str) -> str:
     """What a process of its own says of its allocator."""
-    code = f"from hotloop.probe import allocator\n{command}"
+    code = f"from hotloop.core.hardware import allocator\n{command}"
     found = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
     )
@@ -165,7 +165,7 @@ def test_another_allocator_that_is_preloaded_is_not_told(tmp_path: Path) -> None
 
 
 def test_what_can_not_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator, "_is_glibcs", lambda: False)
+    monkeypatch.setattr(machine, "_is_glibcs", lambda: False)
     with pytest.raises(PlanError, match=r"allocator=keep can't be run here: only glibc .* Use allocator=default"):
         hotloop.lower(a_task(), KEEP)
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.arrays import layers
+from hotloop.arrays import dense
+from hotloop.core.state import State, differences
 from hotloop.errors import DataError, HotloopError, PlanError, TaskError
-from hotloop.lowering.handwritten import ArraysStep
-from hotloop.parity import prove_plans
+from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
+from hotloop.parity.proof import prove_plans
 from hotloop.plan import BASELINE, Plan
-from hotloop.state import State, differences
 from tests.cpu.families import CLASSES, family
 from tests.cpu.killing import train
 from tests.cpu.programs import a_task, advance, labelled, through_file
@@ -199,8 +199,8 @@ def test_the_trained_weights_are_in_the_torch_model(tmp_path: Path) -> None:
 def test_check_finds_it_equal_and_sees_a_sign_turned_round(monkeypatch: pytest.MonkeyPatch) -> None:
     task = family("cnn")
     assert [one.parity for one in prove_plans(task, [ARRAYS])] == ["fp32-equivalent"]
-    right = layers.BatchNorm.backward
-    monkeypatch.setattr(layers.BatchNorm, "backward", lambda self, dy: -right(self, dy))
+    right = dense.BatchNorm.backward
+    monkeypatch.setattr(dense.BatchNorm, "backward", lambda self, dy: -right(self, dy))
     assert [one.parity for one in prove_plans(task, [ARRAYS])] == ["broken"]
 
 

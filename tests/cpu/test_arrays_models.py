@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.arrays import Graph
+from hotloop.arrays.graph import Graph
 from hotloop.errors import PlanError, TaskError
-from hotloop.lowering import handwritten
-from hotloop.lowering.tracing import traced
+from hotloop.lowering.arrays_engine import arrays_step
+from hotloop.lowering.arrays_engine.graph_trace import traced
 from hotloop.plan import BASELINE, Plan
 from tests.cpu.programs import a_task, advance
 from tests.cpu.written_out import TOLERANCE
@@ -240,7 +240,7 @@ def test_gradients_that_are_not_added_up_at_a_fork_are_seen(monkeypatch: pytest.
 
 
 def test_gradients_that_are_not_added_up_over_uses_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handwritten, "reduce", lambda add, values: values[-1])
+    monkeypatch.setattr(arrays_step, "reduce", lambda add, values: values[-1])
     assert {"gradient of words.weight", "gradient of again.weight"} <= set(disagreements("tied"))
     assert "gradient of out.bias" in disagreements("forked")
 

@@ -14,7 +14,7 @@ from torch import nn
 import hotloop
 from hotloop import arrays as a
 from hotloop.errors import TaskError
-from hotloop.lowering.tracing import traced
+from hotloop.lowering.arrays_engine.graph_trace import traced
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task, advance
 from tests.cpu.written_out import NAMESPACES, TOLERANCE, host
@@ -74,7 +74,7 @@ def test_the_model_says_what_the_network_says(name: str, space: str) -> None:
 
 def test_a_weight_that_is_not_taken_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = trained("images")
-    monkeypatch.setattr("hotloop.arrays.returning._with_weights", lambda module, layer: module.double())
+    monkeypatch.setattr("hotloop.arrays.to_torch._with_weights", lambda module, layer: module.double())
     with torch.no_grad():
         assert np.abs(net.to_torch()(torch.tensor(x)).numpy() - net.predict(x)).max() > 1e-3
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.asynchronous.simulation import Exponential, Steady, Uneven, simulated
+from hotloop.core.state import differences
 from hotloop.errors import NonFiniteError, PlanError, TrainingError
-from hotloop.lowering import lower
+from hotloop.lowering.build import lower
+from hotloop.lowering.parameter_server.scheduler import Ledger
+from hotloop.lowering.parameter_server.server import Policy, Server
+from hotloop.lowering.parameter_server.workers.simulation import Exponential, Steady, Uneven, simulated
 from hotloop.lowering.program import Program
-from hotloop.parallel.ledger import Ledger
-from hotloop.parallel.server import Policy, Server
 from hotloop.plan import Plan
-from hotloop.state import differences
 
 SAMPLES, BATCH = 103, 8
 BATCHES = math.ceil(SAMPLES / BATCH)
@@ -242,7 +242,7 @@ FAULTS: dict[str, tuple[type, str, Any, Callable[[], None]]] = {
 
 
 def _live(server: Server) -> Any:
-    from hotloop.parallel.server import Weights
+    from hotloop.lowering.parameter_server.server import Weights
 
     return Weights(server.version, list(server.model.parameters()), list(server.model.buffers()))
 
@@ -318,10 +318,10 @@ def test_a_program_of_ones_own_has_no_workers() -> None:
     ids=str,
 )
 def test_what_does_not_go_together_is_refused(axes: dict[str, Any]) -> None:
-    from hotloop.feasible import violations
-    from hotloop.lowering.facts import facts_of
-    from hotloop.lowering.ingredients import Ingredients
-    from hotloop.probe import here
+    from hotloop.core.feasibility.violations import violations
+    from hotloop.core.hardware.probe import here
+    from hotloop.lowering.context import Ingredients
+    from hotloop.lowering.task_facts import facts_of
 
     plan = Plan(**{"parallel": "async", "ranks": 2, **axes})
     found = violations(plan, facts_of(Ingredients.of(task(), Plan())), here("cpu"))

@@ -12,9 +12,9 @@ from scipy import stats
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hotloop.core.random.rng import seed_for
 from hotloop.data.augment import Draws, compose, random_crop, random_erase, random_flip
 from hotloop.errors import DataError
-from hotloop.rng import seed_for
 
 # All draws follow from fixed seeds, so a p-value is the same in every run. A sound generator gets below this
 # once in a thousand tests, a flawed one far below in most.

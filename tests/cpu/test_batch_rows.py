@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import hotloop
 from hotloop.data.row_count import SecondDimension, count_rows
 from hotloop.plan import BASELINE, Plan
-from hotloop.taskfile import Loaded
-from hotloop.training import start
+from hotloop.task_file import Loaded
+from hotloop.training.start import start
 
 DRAWS = torch.Generator().manual_seed(0)
 X, Y = torch.randn(12, 4, generator=DRAWS), torch.randn(12, 1, generator=DRAWS)

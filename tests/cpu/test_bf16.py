@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import hotloop
-from hotloop.parity import prove, prove_programs
+from hotloop.core.hardware.probe import here
+from hotloop.core.state import differences
+from hotloop.parity.proof import prove, prove_programs
 from hotloop.plan import Plan
-from hotloop.probe import here
-from hotloop.state import differences
 from tests.cpu.families import FAMILIES, family
 from tests.cpu.programs import advance, through_file
 

@@ -15,12 +15,12 @@ from torch.fx import Interpreter, Node
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.data.tree import flatten
-from hotloop.lowering import capture as capturing
-from hotloop.lowering import inductor
-from hotloop.lowering.capture import Captured, capture
-from hotloop.lowering.fallbacks import strides
-from hotloop.parity import prove
+from hotloop.data.batch_tree import flatten
+from hotloop.lowering.compile import capture as capturing
+from hotloop.lowering.compile import inductor_patches
+from hotloop.lowering.compile.capture import Captured, capture
+from hotloop.lowering.compile.output_strides import strides
+from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP
 from tests.cpu.programs import advance, seeing
@@ -192,5 +192,5 @@ def test_a_compiled_step_goes_by_it(name: str, plan: Plan) -> None:
 @pytest.mark.more
 def test_a_package_for_another_layout_is_seen_to_be_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """It doesn't ask how what it gets from a library lies in memory; in ConvNeXt such a branch begins with a millionth."""
-    monkeypatch.setattr(inductor, "laid_as_computed", nullcontext)  # which mends it, too
+    monkeypatch.setattr(inductor_patches, "laid_as_computed", nullcontext)  # which mends it, too
     assert prove(seeing(lambda: Patches(1e-3), seed=1), PACKAGE).parity == "broken"

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import hotloop
-from hotloop.checkpoint import Best, Checkpoint, Checkpoints, decode, encode, load
+from hotloop.core.records.training import EpochRecord
+from hotloop.core.state import Position, State, differences, host_copy
 from hotloop.errors import CheckpointError, DiskError
-from hotloop.pacing import Pace
-from hotloop.records import EpochRecord
-from hotloop.run import Run
-from hotloop.state import Position, State, differences, host_copy
+from hotloop.training.cadence import Pace
+from hotloop.training.checkpoint import Best, Checkpoint, Checkpoints, decode, encode, load
+from hotloop.training.run import Run
 from tests.everything import task
 from tests.resuming import last_checkpoint
 

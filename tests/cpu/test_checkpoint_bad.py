@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import hotloop
-from hotloop.checkpoint import Checkpoints, load
+from hotloop.core.state import differences
 from hotloop.errors import CheckpointError
-from hotloop.state import differences
+from hotloop.training.checkpoint import Checkpoints, load
 from tests.cpu.test_checkpoint import holding, trained_in
 from tests.everything import task
 

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import probe
-from hotloop.choosing import consider, known, lowered, placed
+from hotloop.core.hardware import probe
+from hotloop.core.hardware.devices import placed
+from hotloop.core.plan_request import Wanted
+from hotloop.core.records.hardware import Device
+from hotloop.core.records.training import TaskFacts
 from hotloop.errors import DeviceError, MemoryExhausted, PlanError
-from hotloop.hardware import Device
-from hotloop.lowering import order, residency
-from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering import build
+from hotloop.lowering.context import Ingredients
+from hotloop.lowering.transforms import residency
 from hotloop.plan import BASELINE, Plan
-from hotloop.records import TaskFacts
-from hotloop.wanted import Wanted
+from hotloop.tuning.auto.auto import consider, known, lowered
 from tests.cpu.pretended_compiling import AUTO, CPU, Samples
 from tests.cpu.programs import a_task, labelled
 
@@ -99,7 +101,7 @@ def test_lower_refuses_what_cannot_be_run() -> None:
 
 
 def test_the_baseline_is_lowered_without_a_look_at_the_machine(monkeypatch) -> None:
-    monkeypatch.setattr(order, "here", lambda name: pytest.fail("it looked"))
+    monkeypatch.setattr(build, "here", lambda name: pytest.fail("it looked"))
     hotloop.lower(a_task(), Plan(device="cpu", workers=0))
 
 
@@ -109,7 +111,7 @@ def test_auto_gives_up_what_cannot_be_lowered_and_says_so_once(monkeypatch) -> N
             raise PlanError(f"optimizer={parts.plan.optimizer} met a planted fault")
         return parts
 
-    monkeypatch.setattr(order, "TRANSFORMS", (*order.TRANSFORMS, no_fused))
+    monkeypatch.setattr(build, "TRANSFORMS", (*build.TRANSFORMS, no_fused))
     said: list[str] = []
     assert lowered(a_task(), AUTO, said.append).parts.plan == BASELINE
     assert said == ["auto passes over optimizer=fused: optimizer=fused met a planted fault", "auto: baseline"]
@@ -123,7 +125,7 @@ def test_auto_gives_up_what_there_is_no_memory_for(monkeypatch) -> None:
             raise torch.OutOfMemoryError("planted: no room")
         return parts
 
-    monkeypatch.setattr(order, "TRANSFORMS", (*order.TRANSFORMS, no_room))
+    monkeypatch.setattr(build, "TRANSFORMS", (*build.TRANSFORMS, no_room))
     said: list[str] = []
     assert lowered(a_task(), AUTO, said.append).parts.plan == BASELINE
     assert len(said) == 2 and said[0].startswith("auto passes over optimizer=fused: ") and "planted" in said[0]
@@ -160,7 +162,7 @@ def test_auto_passes_on_what_the_baseline_cannot_do_either(monkeypatch) -> None:
     def nothing(parts: Ingredients) -> Ingredients:
         raise PlanError(f"planted under {parts.plan.brief()}")
 
-    monkeypatch.setattr(order, "TRANSFORMS", (nothing,))
+    monkeypatch.setattr(build, "TRANSFORMS", (nothing,))
     with pytest.raises(PlanError, match="planted under baseline"):
         lowered(a_task(), AUTO)
 
@@ -179,8 +181,8 @@ def test_what_is_considered_leaves_the_callers_generators_alone() -> None:
 
 
 def test_a_plan_without_a_device_goes_to_the_accelerator(monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.choosing.devices", lambda: ["cpu", "cuda:0"])
-    monkeypatch.setattr("hotloop.choosing.check_device", lambda name: name)
+    monkeypatch.setattr("hotloop.core.hardware.devices.devices", lambda: ["cpu", "cuda:0"])
+    monkeypatch.setattr("hotloop.core.hardware.devices.check_device", lambda name: name)
     assert placed(Plan(threads=2)) == Plan(device="cuda:0", threads=2)
     assert placed(Plan().with_axes(threads=2)) == placed(Plan(threads=2))
     assert placed(Plan(device="cpu", threads=2)) == Plan(device="cpu", threads=2)
@@ -212,7 +214,7 @@ def test_here_measures_nothing_and_asks_no_accelerator_but_the_one_meant(monkeyp
     monkeypatch.setattr(probe, "devices", lambda: ["cpu", "cuda:0", "cuda:1"])
     monkeypatch.setattr(probe.machine, "describe", noting)
     monkeypatch.setattr(probe.machine, "nvidia", lambda: pytest.fail("nvidia-smi takes its time"))
-    monkeypatch.setattr(probe.speed, "measure", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(probe.benchmarks, "measure", lambda *args: pytest.fail("measured"))
     found = probe.here("cuda:1")
     assert looked == ["cpu", "cuda:1"] and [one.name for one in found.devices] == ["cpu", "cuda:0", "cuda:1"]
     assert found.devices[1].precisions == () and found.devices[2].model == "made up"

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import settling, weighing
-from hotloop.choosing import consider, lowered
-from hotloop.parity import prove_programs
+from hotloop.core.hardware.probe import here
+from hotloop.core.plan_request import Wanted
+from hotloop.core.records.race import TRUSTED, Timing, Verdict
+from hotloop.core.state import differences
+from hotloop.parity.proof import prove_programs
 from hotloop.plan import BASELINE, Plan
-from hotloop.probe import here
-from hotloop.state import differences
-from hotloop.verdicts import TRUSTED, Timing, Verdict
-from hotloop.wanted import Wanted
+from hotloop.tuning.auto.auto import consider, lowered
+from hotloop.tuning.search import auto_search, payoff
 from tests.cpu.pretended_compiling import (
     AS_USUAL,
     AUTO,
@@ -62,8 +62,8 @@ def test_batches_are_made_as_the_baseline_makes_them(pretended) -> None:
 
     task = a_task(data=Slow(), batch_size=5, epochs=1000)
     program = hotloop.lower(task, Plan(device="cpu", residency="host"))
-    hope = weighing.hoped(program, 100_000, way="package", rewrites=False)
-    assert isinstance(hope, weighing.Hope) and hope.load_s >= 5 * 2e-3
+    hope = payoff.hoped(program, 100_000, way="package", rewrites=False)
+    assert isinstance(hope, payoff.Hope) and hope.load_s >= 5 * 2e-3
 
 
 def test_batches_of_several_shapes_are_not_compiled_for(long, pretended) -> None:
@@ -114,7 +114,7 @@ def test_where_memory_may_be_too_small_for_the_baseline_nothing_runs_beside_it(
 
 
 def test_a_baseline_that_fails_shows_before_anything_is_compiled(long, pretended, monkeypatch) -> None:
-    plain = settling.lower
+    plain = auto_search.lower
 
     def failing(task: Any, plan: Plan, *told: Any) -> Any:
         program = plain(task, plan, *told)
@@ -122,7 +122,7 @@ def test_a_baseline_that_fails_shows_before_anything_is_compiled(long, pretended
             monkeypatch.setattr(program, "advance", lambda steps: torch.empty(1 << 50))
         return program
 
-    monkeypatch.setattr(settling, "lower", failing)
+    monkeypatch.setattr(auto_search, "lower", failing)
     said: list[str] = []
     assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
     assert {plan.compile for plan in pretended} == {"none"}
@@ -131,7 +131,7 @@ def test_a_baseline_that_fails_shows_before_anything_is_compiled(long, pretended
 
 def test_a_proof_has_the_memory_of_all_plans_but_one(long, pretended, found, monkeypatch) -> None:
     found(compile__package=2.0, rewrites__all=1.5)
-    made, held, plain = list[weakref.ref[Any]](), list[int](), settling.lower
+    made, held, plain = list[weakref.ref[Any]](), list[int](), auto_search.lower
     classes = iter(["broken", "bitwise"])
 
     def noted(task: Any, plan: Plan, *told: Any) -> Any:
@@ -143,8 +143,8 @@ def test_a_proof_has_the_memory_of_all_plans_but_one(long, pretended, found, mon
         held.append(sum(one() is not None for one in made))
         return proving(next(classes))(programs)
 
-    monkeypatch.setattr(settling, "lower", noted)
-    monkeypatch.setattr(settling, "prove_programs", proves)
+    monkeypatch.setattr(auto_search, "lower", noted)
+    monkeypatch.setattr(auto_search, "prove_programs", proves)
     lowered(images(), AS_USUAL)
     assert held == [1, 1] and pretended[-1] == Plan(compile="package")
 
@@ -197,16 +197,16 @@ def test_what_was_found_before_is_not_tried_again(name: str, long, pretended, fo
     found(compile__package=2.0)
     before, why = BEFORE[name]
     said: list[str] = []
-    lowered(a_task(), AUTO, said.append, memory=weighing.Memory([before]))
+    lowered(a_task(), AUTO, said.append, memory=payoff.Memory([before]))
     assert (Plan(compile="package") in pretended) is not bool(why)
     assert (f"auto passes over compile=package: {why}" in said) is bool(why)
 
 
 def test_what_was_raced_before_is_compiled_where_the_run_pays_for_its_proof() -> None:
-    memory = weighing.Memory([raced_before(parity=None)])
+    memory = payoff.Memory([raced_before(parity=None)])
     why = {steps: memory.against(Plan(compile="package"), Plan(), TRUSTED, steps) for steps in (500, 501, None)}
     assert why == {500: "it was raced before, and its proof takes longer than it saves", 501: "", None: ""}
-    looking = weighing.Memory([raced_before(parity=None, step_ms=5.0, looking_ms=4.0)])  # of the baseline's 10 ms
+    looking = payoff.Memory([raced_before(parity=None, step_ms=5.0, looking_ms=4.0)])  # of the baseline's 10 ms
     assert [bool(looking.against(Plan(compile="package"), Plan(), TRUSTED, steps)) for steps in (501, 2600)] == [
         True,
         False,
@@ -216,10 +216,10 @@ def test_what_was_raced_before_is_compiled_where_the_run_pays_for_its_proof() ->
 def test_a_compiled_step_is_proven_and_remembered_and_begins_with_what_has_run_no_step(found, monkeypatch) -> None:
     """All but the times of the race is real: the compiler, the proof, and what is kept of them."""
     found(compile__package=2.0)
-    monkeypatch.setattr(settling, "prove_programs", prove_programs)
-    monkeypatch.setattr(weighing, "_DOUBT", 0.0)  # what a compilation takes doesn't count
+    monkeypatch.setattr(auto_search, "prove_programs", prove_programs)
+    monkeypatch.setattr(payoff, "_DOUBT", 0.0)  # what a compilation takes doesn't count
     task, verdicts = a_task(epochs=10_000), list[Verdict]()
-    program = lowered(task, AUTO, memory=weighing.Memory(keep=verdicts.append))
+    program = lowered(task, AUTO, memory=payoff.Memory(keep=verdicts.append))
     assert program.parts.plan == Plan(compile="package")
     assert differences(program.state(), hotloop.lower(task, Plan()).state()) == []
     [verdict] = verdicts

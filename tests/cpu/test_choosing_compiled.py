@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import kept, settling, weighing
-from hotloop.choosing import consider, lowered
+from hotloop.core.plan_request import Wanted
+from hotloop.core.records.race import Timing, Verdict
+from hotloop.core.state import differences
 from hotloop.errors import DiskError, PlanError, RoomError
-from hotloop.parity import needs
+from hotloop.parity import proof
 from hotloop.plan import BASELINE, Plan
-from hotloop.state import differences
-from hotloop.verdicts import Timing, Verdict
-from hotloop.wanted import Wanted
+from hotloop.tuning.auto.auto import consider, lowered
+from hotloop.tuning.search import auto_search, payoff, race_cache
 from tests.cpu.pretended_compiling import (
     AS_USUAL,
     AUTO,
@@ -107,10 +107,12 @@ def test_a_compiled_step_stays_if_it_is_faster_and_proven(name: str, long, prete
 
 def test_what_pairs_do_not_show_is_told_with_its_interval() -> None:
     given = Timing(name="a", plan={}, windows=9, ratio=1.17, ratio_low=0.95, ratio_high=1.19, verdict="no difference")
-    assert settling._figures(given, 1.02).endswith("which 9 pairs don't show (0.95 to 1.19)")
-    assert settling._figures(given, 1.2) == "it's 1.17 times as fast as the baseline"
+    assert auto_search._figures(given, 1.02).endswith("which 9 pairs don't show (0.95 to 1.19)")
+    assert auto_search._figures(given, 1.2) == "it's 1.17 times as fast as the baseline"
     few = given.model_copy(update={"ratio_low": None, "ratio_high": None, "windows": 1})
-    assert settling._figures(few, 1.02) == "it's 1.17 times as fast as the baseline, with too few pairs to be sure (1)"
+    assert (
+        auto_search._figures(few, 1.02) == "it's 1.17 times as fast as the baseline, with too few pairs to be sure (1)"
+    )
 
 
 @pytest.mark.parametrize(("parity", "speed"), [("bitwise", 0.8), ("broken", 2.0)], ids=["slower", "broken"])
@@ -119,7 +121,7 @@ def test_an_eager_plan_that_its_own_race_finds_slower_than_the_baseline_is_not_t
 ) -> None:
     found(parity, compile__package=speed, optimizer__fused=0.9)
     said, verdicts = list[str](), list[Verdict]()
-    assert lowered(a_task(), AUTO, said.append, memory=weighing.Memory(keep=verdicts.append)).parts.plan == BASELINE
+    assert lowered(a_task(), AUTO, said.append, memory=payoff.Memory(keep=verdicts.append)).parts.plan == BASELINE
     assert said[-2:] == [
         "auto passes over optimizer=fused: it's 0.90 times as fast as the baseline",
         "auto: baseline",
@@ -135,7 +137,7 @@ def test_an_eager_plan_with_what_the_user_set_stays_beside_a_baseline_without_it
 
 def test_a_compiled_step_that_fails_when_it_is_run_is_passed_over(long, pretended, monkeypatch) -> None:
     """The race is real, so there is one eager plan alone: of two it might find either the faster."""
-    plain = settling.lower
+    plain = auto_search.lower
 
     def failing(task: Any, plan: Plan, *told: Any) -> Any:
         program = plain(task, plan, *told)
@@ -143,7 +145,7 @@ def test_a_compiled_step_that_fails_when_it_is_run_is_passed_over(long, pretende
             monkeypatch.setattr(program, "advance", lambda steps: 1 / 0)
         return program
 
-    monkeypatch.setattr(settling, "lower", failing)
+    monkeypatch.setattr(auto_search, "lower", failing)
     said: list[str] = []
     wanted = Wanted(Plan(device="cpu", optimizer="default"), auto=True)
     assert lowered(a_task(epochs=1000), wanted, said.append).parts.plan == BASELINE
@@ -152,14 +154,14 @@ def test_a_compiled_step_that_fails_when_it_is_run_is_passed_over(long, pretende
 
 def test_a_compiler_that_fails_is_passed_over(long, pretended, found, monkeypatch) -> None:
     found()
-    plain = settling.lower
+    plain = auto_search.lower
 
     def failing(task: Any, plan: Plan, *told: Any) -> Any:
         if plan.compile != "none":
             raise AssertionError("of the compiler's own")
         return plain(task, plan, *told)
 
-    monkeypatch.setattr(settling, "lower", failing)
+    monkeypatch.setattr(auto_search, "lower", failing)
     said: list[str] = []
     assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
     assert "auto passes over compile=package: AssertionError: of the compiler's own" in said[-2]
@@ -186,21 +188,21 @@ LASTING: dict[str, tuple[Exception, bool]] = {
 def test_a_failure_to_compile_that_may_pass_is_not_remembered(
     name: str, long, pretended, tmp_path, monkeypatch
 ) -> None:
-    (error, lasting), plain, verdicts = LASTING[name], settling.lower, list[Verdict]()
+    (error, lasting), plain, verdicts = LASTING[name], auto_search.lower, list[Verdict]()
 
     def failing(task: Any, plan: Plan, *told: Any) -> Any:
         if plan.rewrites != "none":
             raise error
         return plain(task, plan, *told)
 
-    monkeypatch.setattr(settling, "lower", failing)
-    monkeypatch.setattr(settling, "measure", Races(compile__package=2.0))
-    monkeypatch.setattr(settling, "prove_programs", lambda task, programs: proving()(programs))
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
-    lowered(images(), AS_USUAL, memory=weighing.Memory(keep=verdicts.append))
+    monkeypatch.setattr(auto_search, "lower", failing)
+    monkeypatch.setattr(auto_search, "measure", Races(compile__package=2.0))
+    monkeypatch.setattr(auto_search, "prove_programs", lambda task, programs: proving()(programs))
+    monkeypatch.setattr(race_cache, "folder", lambda: tmp_path)
+    lowered(images(), AS_USUAL, memory=payoff.Memory(keep=verdicts.append))
     [verdict] = verdicts
-    kept.remember(verdict)
-    found = kept.recall(verdict.fingerprint, verdict.machine, verdict.versions)[0]
+    race_cache.remember(verdict)
+    found = race_cache.recall(verdict.fingerprint, verdict.machine, verdict.versions)[0]
     failed = [one.timing.plan for one in found if one.timing.failure]
     assert failed == ([REWRITTEN.model_dump()] if lasting else []) and len(found) - len(failed) == 3
 
@@ -210,10 +212,10 @@ def test_what_was_raced_is_remembered_where_ctrl_c_ends_the_proof(long, pretende
         raise KeyboardInterrupt
 
     found(compile__package=2.0)
-    monkeypatch.setattr(settling, "prove_programs", stopped)
+    monkeypatch.setattr(auto_search, "prove_programs", stopped)
     verdicts: list[Verdict] = []
     with pytest.raises(KeyboardInterrupt):
-        lowered(images(), AUTO, memory=weighing.Memory(keep=verdicts.append))
+        lowered(images(), AUTO, memory=payoff.Memory(keep=verdicts.append))
     [verdict] = verdicts
     assert verdict.plan(REWRITTEN.brief()).verdict == "faster" and verdict.plan(REWRITTEN.brief()).parity is None
 
@@ -224,16 +226,16 @@ def test_where_nothing_can_be_compiled_that_is_remembered(long, tmp_path, monkey
             return super().forward(x) if x.sum() > 0 else super().forward(-x)
 
     task, said, verdicts = a_task(model=lambda: Branching(6, 3)), list[str](), list[Verdict]()
-    monkeypatch.setattr(weighing.Hope, "compilations", 2)
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
-    assert lowered(task, AUTO, said.append, memory=weighing.Memory(keep=verdicts.append)).parts.plan.compile == "none"
+    monkeypatch.setattr(payoff.Hope, "compilations", 2)
+    monkeypatch.setattr(race_cache, "folder", lambda: tmp_path)
+    assert lowered(task, AUTO, said.append, memory=payoff.Memory(keep=verdicts.append)).parts.plan.compile == "none"
     (passed_over,) = (line for line in said if line.startswith("auto passes over compile=package: the step can't"))
     [verdict] = verdicts
-    kept.remember(verdict)
-    before = [one.timing for one in kept.recall(verdict.fingerprint, verdict.machine, verdict.versions)[0]]
+    race_cache.remember(verdict)
+    before = [one.timing for one in race_cache.recall(verdict.fingerprint, verdict.machine, verdict.versions)[0]]
     assert {one.name for one in before} == {"compile=package", "compile=forward optimizer=fused"}
     said.clear()
-    lowered(task, AUTO, said.append, memory=weighing.Memory(before))
+    lowered(task, AUTO, said.append, memory=payoff.Memory(before))
     failure = passed_over.partition(": ")[2]
     assert said == [
         f"auto passes over compile=package: it failed before ({failure})",
@@ -248,25 +250,25 @@ def test_a_step_whose_update_can_t_be_captured_is_compiled_without_it_where_that
 ) -> None:
     """RAdam branches on its count; the capture that refuses it is real."""
     found(compile__forward=2.0)
-    pretend, by, verdicts, said = settling.lower, weighing.Hope.by, list[Verdict](), list[str]()
+    pretend, by, verdicts, said = auto_search.lower, payoff.Hope.by, list[Verdict](), list[str]()
     real = lambda task, plan, *told: (hotloop.lower if plan.compile == "package" else pretend)(task, plan, *told)  # noqa: E731
-    monkeypatch.setattr(settling, "lower", real)
+    monkeypatch.setattr(auto_search, "lower", real)
     gains = {"package": 2.0, "forward": gain or None}
-    monkeypatch.setattr(weighing.Hope, "by", lambda hope, way, **how: replace(by(hope, way, **how), gain=gains[way]))
+    monkeypatch.setattr(payoff.Hope, "by", lambda hope, way, **how: replace(by(hope, way, **how), gain=gains[way]))
     task = a_task(optimizer=lambda parameters: torch.optim.RAdam(parameters))
-    lowered(task, AUTO, said.append, memory=weighing.Memory(keep=verdicts.append))
+    lowered(task, AUTO, said.append, memory=payoff.Memory(keep=verdicts.append))
     assert any(line.startswith("auto passes over compile=package: the step can't be captured") for line in said)
     assert pretended[-1] == (Plan(compile="forward") if gain else BASELINE)
 
     # It is known the next time that the whole step can't be, also where nothing is known of the rest.
     failed = [one for one in verdicts[0].plans if one.failure]
-    lowered(task, AUTO, said.append, memory=weighing.Memory(failed))
+    lowered(task, AUTO, said.append, memory=payoff.Memory(failed))
     assert pretended[-1] == (Plan(compile="forward") if gain else BASELINE)
     assert any(line.startswith("auto passes over compile=package: it failed before") for line in said)
 
 
 def test_without_memory_for_plans_side_by_side_nothing_is_compiled(long, pretended, monkeypatch) -> None:
-    monkeypatch.setattr(settling, "plans_at_once", lambda facts, device: 2)
+    monkeypatch.setattr(auto_search, "plans_at_once", lambda facts, device: 2)
     said: list[str] = []
     assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
     assert {plan.compile for plan in pretended} == {"none"}
@@ -274,7 +276,7 @@ def test_without_memory_for_plans_side_by_side_nothing_is_compiled(long, pretend
 
 
 def test_without_memory_for_a_proof_nothing_is_compiled(long, pretended, monkeypatch) -> None:
-    monkeypatch.setattr(needs, "room_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(proof, "room_bytes", lambda device: 1 << 10)
     said: list[str] = []
     assert lowered(a_task(), AUTO, said.append).parts.plan == Plan(optimizer="fused")
     assert {plan.compile for plan in pretended} == {"none"}
@@ -283,16 +285,16 @@ def test_without_memory_for_a_proof_nothing_is_compiled(long, pretended, monkeyp
 
 def test_no_plan_is_left_out_for_one_that_is_not_proven(long, pretended, monkeypatch) -> None:
     """Nor is the eager plan found slower than the baseline for being slower than a compiled one."""
-    monkeypatch.setattr(settling, "measure", Rounds(compile__package=1.3, rewrites__all=1.4, optimizer__fused=0.99))
+    monkeypatch.setattr(auto_search, "measure", Rounds(compile__package=1.3, rewrites__all=1.4, optimizer__fused=0.99))
     classes, verdicts = iter(["broken", "bitwise"]), list[Verdict]()
-    monkeypatch.setattr(settling, "prove_programs", lambda task, programs: proving(next(classes))(programs))
-    lowered(images(), AS_USUAL, memory=weighing.Memory(keep=verdicts.append))
+    monkeypatch.setattr(auto_search, "prove_programs", lambda task, programs: proving(next(classes))(programs))
+    lowered(images(), AS_USUAL, memory=payoff.Memory(keep=verdicts.append))
     assert pretended[-1] == Plan(compile="package")
     assert not verdicts[0].plan("optimizer=fused").left_out
 
 
 def test_a_plan_that_loses_at_once_is_said_to_be_left_out(long, pretended, monkeypatch) -> None:
-    monkeypatch.setattr(settling, "measure", Rounds(compile__package=0.8))
+    monkeypatch.setattr(auto_search, "measure", Rounds(compile__package=0.8))
     said: list[str] = []
     lowered(a_task(), AUTO, said.append)
     why = "it was left out after 4 pairs, since it's 0.80 times as fast as the baseline"

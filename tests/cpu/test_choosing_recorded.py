@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 import hotloop
-from hotloop import choosing, cuda_rules, settling, weighing
-from hotloop.choosing import Foreseen, lowered
+from hotloop.core.feasibility.forecast import Choice, Foreseen
 from hotloop.errors import PlanError
 from hotloop.plan import Plan
-from hotloop.report.plans import document, page
-from hotloop.rules import Choice
+from hotloop.report.plan import document, page
+from hotloop.tuning import cuda_rules
+from hotloop.tuning.auto import auto
+from hotloop.tuning.auto.auto import lowered
+from hotloop.tuning.search import auto_search, payoff
 from tests.cpu.pretended_compiling import AUTO, finding, images, make_any_run_long, pretend_to_compile
 from tests.unit.machines import A_GPU
 
@@ -26,7 +28,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Plans that were compiled or recorded, in that order; those for CUDA run on the CPU as they are without."""
     make_any_run_long(monkeypatch)
     pretend_to_compile(monkeypatch)
-    monkeypatch.setattr(choosing, "_ways", lambda *given: [COMPILED[0], RECORDED[0], COMPILED[1], RECORDED[1]])
+    monkeypatch.setattr(auto, "_ways", lambda *given: [COMPILED[0], RECORDED[0], COMPILED[1], RECORDED[1]])
     found = list[Plan]()
 
     def pretend(task: Any, plan: Plan, *told: Any) -> Any:
@@ -34,8 +36,8 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
             found.append(plan)
         return hotloop.lower(task, plan.with_axes(compile="none", rewrites="none", graphs="none"))
 
-    monkeypatch.setattr(choosing, "lower", pretend)
-    monkeypatch.setattr(settling, "lower", pretend)
+    monkeypatch.setattr(auto, "lower", pretend)
+    monkeypatch.setattr(auto_search, "lower", pretend)
     return found
 
 
@@ -53,7 +55,7 @@ def test_one_is_recorded_beside_as_many_as_may_be_compiled(
     most: int, expected: list[Plan], tried: list[Plan], found: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found(graphs__step=2.0)
-    monkeypatch.setattr(weighing.Hope, "compilations", most)
+    monkeypatch.setattr(payoff.Hope, "compilations", most)
     said = list[str]()
     lowered(images(), AUTO, said.append).close()
     assert without_repeats(tried) == expected
@@ -64,7 +66,7 @@ def test_one_is_recorded_where_no_compilation_pays(
     tried: list[Plan], found: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found(graphs__step=2.0)
-    monkeypatch.setattr(weighing.Hope, "compilations", property(lambda hope: int(hope.doing == "recording")))
+    monkeypatch.setattr(payoff.Hope, "compilations", property(lambda hope: int(hope.doing == "recording")))
     said = list[str]()
     lowered(images(), AUTO, said.append).close()
     assert without_repeats(tried) == RECORDED[:1]
@@ -76,14 +78,14 @@ def test_the_next_form_of_the_update_is_recorded_where_the_first_cannot_be(
 ) -> None:
     """As with a schedule of momentum, which a fused update can't take from the device."""
     found(graphs__step=2.0)
-    plain = settling.lower
+    plain = auto_search.lower
 
     def refusing(task: Any, plan: Plan, *told: Any) -> Any:
         if plan.graphs != "none" and (plan.optimizer == "fused" or plan.compile != "none"):
             raise PlanError("the schedule changes momentum")
         return plain(task, plan, *told)
 
-    monkeypatch.setattr(settling, "lower", refusing)
+    monkeypatch.setattr(auto_search, "lower", refusing)
     program = lowered(images(), AUTO)
     assert without_repeats(tried) == RECORDED[1:]
     program.close()
@@ -92,7 +94,7 @@ def test_the_next_form_of_the_update_is_recorded_where_the_first_cannot_be(
 def test_the_page_gives_each_reason_once() -> None:
     eager = Plan(device="cuda:0")
     ways = [eager.with_axes(graphs="step", compile="step"), eager.with_axes(graphs="step")]
-    facts = choosing.known(images(), Plan(device="cpu"))[0]
+    facts = auto.known(images(), Plan(device="cpu"))[0]
     choices = [Choice(way, cuda_rules.reasons(way, eager, facts)) for way in ways]
     told = Foreseen(None, Choice(eager, ()), choices, [], [], [], A_GPU)
     text = "\n".join(str(part) for part in page(told).renderables)  # type: ignore[attr-defined]

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 import hotloop
-from hotloop.choosing import known
-from hotloop.feasible import violations
-from hotloop.lowering import Program, accumulation
-from hotloop.lowering.accumulation import Means, pieces_of
+from hotloop.core.feasibility.violations import violations
+from hotloop.core.state import State, differences
+from hotloop.lowering.program import Program
+from hotloop.lowering.transforms import accumulation
+from hotloop.lowering.transforms.accumulation import Means, pieces_of
 from hotloop.plan import BASELINE, Plan
-from hotloop.state import State, differences
+from hotloop.tuning.auto.auto import known
 from tests.cpu.families import FAMILIES, family
 from tests.cpu.programs import a_task, advance, through_file
 from tests.cpu.test_plans import IMAGES, STEPS, assert_equal_within_rounding
@@ -59,7 +60,7 @@ def rows(**choices: tuple[Any, ...]) -> list[dict[str, Any]]:
 
 
 def can_be_run(row: Row) -> bool:
-    """What the documentation says, written down once more: `feasible.py` must say the same."""
+    """What the documentation says, written down once more: `core/feasibility/violations.py` must say the same."""
     if row["layout"] == "channels_last" and row["family"] not in IMAGES:
         return False
     pieces = row["accumulation"] > 1

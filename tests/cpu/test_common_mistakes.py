@@ -12,13 +12,12 @@ from plotly.offline import get_plotlyjs
 from torch import nn
 
 import hotloop
-from hotloop import kept
-from hotloop.errors import HotloopError, PlanError, TaskError
+from hotloop.core.records.race import Timing
+from hotloop.errors import HotloopError, PlanError, TaskError, meant
 from hotloop.plan import Plan
-from hotloop.report.page import CONFIG, write_page
-from hotloop.run import Run
-from hotloop.texts import meant
-from hotloop.verdicts import Timing
+from hotloop.report.html import CONFIG, write_page
+from hotloop.training.run import Run
+from hotloop.tuning.search import race_cache
 from tests.cpu.killing import at_step, train
 from tests.cpu.programs import a_task, trained
 
@@ -77,10 +76,10 @@ def test_typos_name_what_is_meant() -> None:
 
 def test_a_verdict_without_an_interval_is_not_remembered() -> None:
     dropped = Timing(name="fused", plan={"optimizer": "fused"}, ratio=0.4, verdict="slower", left_out=True)
-    assert not kept._tells(kept._with_interval(dropped))
+    assert not race_cache._tells(race_cache._with_interval(dropped))
     known = dropped.model_copy(update={"ratio_low": 0.3, "ratio_high": 0.5})
-    assert kept._tells(kept._with_interval(known))
-    assert kept._with_interval(known).verdict == "slower"
+    assert race_cache._tells(race_cache._with_interval(known))
+    assert race_cache._with_interval(known).verdict == "slower"
 
 
 def test_no_page_has_an_outside_address(tmp_path: Path) -> None:

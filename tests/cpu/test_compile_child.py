@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.busy_machine import busy_line
-from hotloop.compile_child import CompileChild
-from hotloop.profiles import Threads
-from hotloop.profiling.compile_race import CallRecorder, RecordedCall, race_compiled
-from hotloop.profiling.host import profile_script
-from hotloop.profiling.usage import Cores
+from hotloop.core.processes.compile_process import CompileChild
+from hotloop.core.records.profile import Threads
+from hotloop.profiler.busy_machine import busy_line
+from hotloop.profiler.compile_race import CallRecorder, RecordedCall, race_compiled
+from hotloop.profiler.hooks.resources import Cores
+from hotloop.profiler.script import profile_script
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 

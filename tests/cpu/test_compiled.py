@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import weighing
 from hotloop.errors import PlanError
-from hotloop.lowering import compiled, symbols
-from hotloop.lowering.capture import Captured, capture
+from hotloop.lowering.compile import symbolic_numbers
+from hotloop.lowering.compile.capture import Captured, capture
+from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
+from hotloop.tuning.search import payoff
 from tests.cpu.eager_or_refused import STEP, Layer, assert_trains_as_eagerly, refusal
 from tests.cpu.programs import a_task, advance, labelled, state_after, through_file
 from tests.cpu.test_graphs import on_a_stand_in  # noqa: F401  a fixture, for all tests here
@@ -71,7 +72,7 @@ def test_batches_with_several_keys_are_not_alike(kind: str) -> None:
     program = hotloop.lower(
         a_task(step=by_key, data=torch.utils.data.DataLoader(batches, batch_size=None), batch_size=None)
     )
-    assert not weighing._alike(program)
+    assert not payoff._alike(program)
 
 
 def mixed(model: nn.Module, batch: Any) -> Tensor:
@@ -256,7 +257,7 @@ def test_equal_gradients_that_a_compiler_makes_one_are_clipped_once_for_each(mon
 
         return run
 
-    monkeypatch.setattr(compiled, "_compiled", sharing)
+    monkeypatch.setattr(compiled_step, "_compiled", sharing)
     task = a_task(model=partial(Summed, False), clip_norm=0.1)
     program = hotloop.lower(task, Plan(compile="forward"))
     advance(program, 7)
@@ -310,10 +311,10 @@ def test_powers_that_nobody_asks_about_are_captured_as_torch_does(
     power = torch.SymFloat.__pow__
     batch = tuple(value[:5] for value in labelled())
     codes, taken = [], []
-    unasked = symbols._unasked
-    monkeypatch.setattr(symbols, "_unasked", lambda asking: taken.append(asking) or unasked(asking))
-    for ask in (symbols.unasked_powers, nullcontext):
-        monkeypatch.setattr(symbols, "unasked_powers", ask)
+    unasked = symbolic_numbers._unasked
+    monkeypatch.setattr(symbolic_numbers, "_unasked", lambda asking: taken.append(asking) or unasked(asking))
+    for ask in (symbolic_numbers.unasked_powers, nullcontext):
+        monkeypatch.setattr(symbolic_numbers, "unasked_powers", ask)
         program = hotloop.lower(a_task(optimizer=optimizer), Plan())
         advance(program, 1)
         codes.append(capture(program._step, batch, 5, {}, whole=True).graph.code)

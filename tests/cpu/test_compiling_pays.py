@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.lowering import lower
+from hotloop.core.random.rng import generator_states
+from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.rng import generator_states
-from hotloop.tuning import bounds
-from hotloop.tuning import search as module
-from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.budget import Budget
-from hotloop.tuning.compiling import Chance, chances, compile_s, compiling_gains, trace_s
+from hotloop.tuning.search import search as module
+from hotloop.tuning.search import step_profile
+from hotloop.tuning.search.budget import Budget
+from hotloop.tuning.search.compile_payoff import Chance, chances, compile_s, compiling_gains, trace_s
+from hotloop.tuning.search.step_profile import Makeup, makeup
 from tests.cpu.families import family
 from tests.cpu.pretended_races import HALF, STEP_MS, Races, searching
 from tests.cpu.programs import a_task
@@ -161,9 +161,9 @@ def test_a_convolution_counts_as_rewritten_where_its_result_is_pooled(
 ) -> None:
     """Forward and backward, whatever they take."""
     seconds = iter(range(10_000))
-    monkeypatch.setattr(bounds.time, "perf_counter", lambda: float(next(seconds)))  # each operation takes one
+    monkeypatch.setattr(step_profile.time, "perf_counter", lambda: float(next(seconds)))  # each operation takes one
     layers = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), *behind)
-    with bounds._Timing(rewrites=True) as seen:
+    with step_profile._Timing(rewrites=True) as seen:
         layers(torch.zeros(2, 1, 8, 8)).sum().backward()
     assert sum(seen._convolved_s.values()) == 2
     assert seen.library_s + seen.other_s == seen.count
@@ -186,8 +186,8 @@ def test_convolutions_that_are_faster_with_channels_last_count_as_written_in_par
 ) -> None:
     """Forward and backward, each by as much as compiled steps of three networks were found to save there."""
     seconds = iter(range(10_000))
-    monkeypatch.setattr(bounds.time, "perf_counter", lambda: float(next(seconds)))  # each operation takes one
-    with bounds._Timing(rewrites=False) as seen:
+    monkeypatch.setattr(step_profile.time, "perf_counter", lambda: float(next(seconds)))  # each operation takes one
+    with step_profile._Timing(rewrites=False) as seen:
         layer(image.requires_grad_()).sum().backward()
     others = seen.count - 2
     assert seen.library_s + seen.other_s == pytest.approx(seen.count)

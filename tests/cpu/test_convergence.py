@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from hotloop.convergence import compared, converges
 from hotloop.errors import PlanError
-from hotloop.lowering.step import EagerStep
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.parity.convergence import compared, converges
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task, labelled
 

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from hotloop.counting import Counts, operator_counts
+from hotloop.profiler.costs.op_cost import Counts
+from hotloop.profiler.costs.operator_cost import operator_counts
 
 COUNTED_BY_TORCH = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
 
@@ -181,9 +182,9 @@ def test_bytes_are_what_goes_in_and_comes_out(name: str) -> None:
 
 
 def test_a_planted_wrong_formula_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotloop.counting import operators
+    from hotloop.profiler.costs import operator_cost
 
-    monkeypatch.setattr(operators, "FORMULAS", {**operators.FORMULAS, "mm": operators.FORMULAS["dot"]})
+    monkeypatch.setattr(operator_cost, "FORMULAS", {**operator_cost.FORMULAS, "mm": operator_cost.FORMULAS["dot"]})
     with pytest.raises(AssertionError):
         test_products_cost_what_torch_counts("linear over time")
 

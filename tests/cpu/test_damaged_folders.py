@@ -14,9 +14,9 @@ import pytest
 import safetensors.torch
 
 import hotloop
-from hotloop.checkpoint import Checkpoints
 from hotloop.errors import HotloopError
-from hotloop.run import Run
+from hotloop.training.checkpoint import Checkpoints
+from hotloop.training.run import Run
 from tests.cpu.killing import EPOCHS, train
 from tests.everything import task
 from tests.resuming import disagreements

@@ -16,9 +16,9 @@ import pooch
 import pytest
 import torch
 
-from hotloop.data import download
 from hotloop.data.builtin import FASHION_MNIST, IdxSet, fashion_mnist, load
 from hotloop.data.bundle import Bundle
+from hotloop.data.downloads import download
 from hotloop.errors import DataError, DiskError
 from tests.cpu.idx_files import NAMES, assert_says, put, small_files
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotloop
-from hotloop.lowering import inductor, mended
-from hotloop.lowering.layout import DrawsInOrder
-from hotloop.lowering.mended import mend
+from hotloop.lowering.compile import decompositions, inductor_patches
+from hotloop.lowering.compile.decompositions import mend
+from hotloop.lowering.transforms.layout import DrawsInOrder
 from hotloop.plan import Plan
 from tests.cpu.programs import seeing
 
@@ -61,12 +61,12 @@ def test_a_mended_graph_draws_the_same(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["into a transposed", "by channels"])
 def test_chances_that_stay_as_they_are_are_seen(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    turned = mended._turned
+    turned = decompositions._turned
 
     def careless(graph: Any, node: Any, value: Tensor, order: list[int]) -> Any:
         return turned(graph, node, value, order) if "empty" in node.name or node.name.startswith("t") else node
 
-    monkeypatch.setattr(mended, "_turned", careless)
+    monkeypatch.setattr(decompositions, "_turned", careless)
     found, expected = drawn(case)
     assert not torch.equal(found, expected)
 
@@ -144,6 +144,6 @@ def test_noise_on_what_convolutions_give_is_that_of_the_eager_step(
     mends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not mends:
-        monkeypatch.setattr(inductor, "drawn_as_laid", as_it_likes)
+        monkeypatch.setattr(inductor_patches, "drawn_as_laid", as_it_likes)
     found, expected = weights(Plan(compile="package")), weights(Plan())
     assert (float((found - expected).abs().max()) < 1e-4) == mends

@@ -13,7 +13,7 @@ import torch
 
 import hotloop
 from hotloop.errors import TaskError
-from hotloop.taskfile import load_task
+from hotloop.task_file import load_task
 from tests.conftest import RunCli
 from tests.cpu.programs import advance, assert_resumes
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
-from hotloop import explaining
-from hotloop.explaining import explain, written
-from hotloop.explaining.checking import _largest_difference
-from hotloop.explaining.terms import Call, Worked
-from hotloop.explanations import Explanation, Layer
+from hotloop.core.records.explanation import Explanation, Layer
+from hotloop.explainer import explain as explaining
+from hotloop.explainer import explain as written
+from hotloop.explainer.autograd_check import _largest_difference
+from hotloop.explainer.explain import explain
+from hotloop.explainer.layers.equation import Call, Worked
 
 R = random.Random(0)
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.core.records.training import Exported
 from hotloop.errors import ExportError
-from hotloop.records import Exported
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.cpu.programs import a_task, labelled, trained
 
 ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
@@ -384,7 +384,7 @@ def test_an_unknown_format(digits, tmp_path, name) -> None:
 
 
 def test_onnx_that_is_not_installed_is_named_with_the_command(digits, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.formats.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("hotloop.inference.export_formats.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ExportError, match=r'onnx.*pip install "hotloop\[onnx\]"'):
         hotloop.export(digits, tmp_path / "model.onnx")
 

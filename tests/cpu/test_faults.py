@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from hotloop.core.random.rng import Streams
+from hotloop.core.state import State
 from hotloop.data.order import Order
-from hotloop.loop import _Loop
-from hotloop.lowering import Program
-from hotloop.rng import Streams
-from hotloop.run import Run
-from hotloop.state import State
+from hotloop.lowering.program import Program
+from hotloop.training.loop import _Loop
+from hotloop.training.run import Run
 from tests.cpu.killing import EPOCHS, KILLED_AT, train
 from tests.everything import task
 from tests.resuming import disagreements

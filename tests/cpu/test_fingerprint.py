@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.records import SourceRecord
-from hotloop.remembering import fingerprinted
-from hotloop.setting import machine_name
+from hotloop.core.hardware.versions import machine_name
+from hotloop.core.records.training import SourceRecord
 from hotloop.task import Task
-from hotloop.taskfile import Loaded, load_task
+from hotloop.task_file import Loaded, load_task
+from hotloop.tuning.auto.recall import fingerprinted
 from tests.cpu.programs import a_task, labelled
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotloop.errors import HotloopError
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.cpu.killing import EPOCHS
 from tests.cpu.programs import a_task
 from tests.resuming import disagreements
@@ -28,24 +28,24 @@ USED_AS_IT_IS = ("run.json", "plan.toml")
 
 def trained(path: Path, said: list[str], stop: int | None = None) -> None:
     """Trains a small Task to its end, or goes on with it; or is killed after a step."""
-    from hotloop import training
-    from hotloop.pacing import Pace
-    from hotloop.taskfile import Loaded
+    from hotloop.task_file import Loaded
+    from hotloop.training import start
+    from hotloop.training.cadence import Pace
     from tests.cpu.killing import Killed, at_step, kill
 
     task = a_task(epochs=EPOCHS, validation=0.2)
     callbacks = [at_step(stop, kill)] if stop else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pace, "steps", lambda self: 1)
-        patch.setattr("hotloop.report.curves.draw_curves", lambda view: None)
-        patch.setattr("hotloop.training.draw_curves", lambda view: None)
-        patch.setattr("hotloop.report.tensorboard.installed", lambda: False)
+        patch.setattr("hotloop.report.learning_curves.draw_curves", lambda view: None)
+        patch.setattr("hotloop.training.start.draw_curves", lambda view: None)
+        patch.setattr("hotloop.training.tensorboard.installed", lambda: False)
         common = dict(axes={"device": "cpu"}, callbacks=callbacks, say=said.append)
         try:
             if path.exists():
-                training.go_on(path, task=task, **common)
+                start.go_on(path, task=task, **common)
             else:
-                training.start(Loaded(task, None, {}), run=path, checkpoint_every="3", **common)
+                start.start(Loaded(task, None, {}), run=path, checkpoint_every="3", **common)
         except Killed:
             pass
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.choosing import known
+from hotloop.core.feasibility.violations import violations
 from hotloop.errors import PlanError
-from hotloop.feasible import violations
-from hotloop.lowering import update
-from hotloop.lowering.ingredients import Ingredients
-from hotloop.lowering.update import gapless
+from hotloop.lowering.context import Ingredients
+from hotloop.lowering.transforms import optimizer as update
+from hotloop.lowering.transforms.optimizer import gapless
 from hotloop.plan import Plan
+from hotloop.tuning.auto.auto import known
 from tests.cpu.programs import a_task, advance, labelled
 
 CPU, FUSED = Plan(device="cpu"), Plan(device="cpu", optimizer="fused")

@@ -16,11 +16,11 @@ from torch.optim import SGD, Adam, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
 
 import hotloop
-from hotloop import choosing
+from hotloop.core.plan_request import Wanted
+from hotloop.core.state import differences
 from hotloop.errors import CheckpointError, HotloopError, PlanError, TaskError
 from hotloop.plan import Plan
-from hotloop.state import differences
-from hotloop.wanted import Wanted
+from hotloop.tuning.auto import auto
 from tests.cpu.programs import advance, assert_resumes, last_state, state_after, through_file, trained
 
 SAMPLES, BATCH = 40, 8
@@ -347,7 +347,7 @@ def test_what_takes_one_update_in_a_step_is_refused(axes: dict[str, Any]) -> Non
 
 def test_bf16_casts_anew_after_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may have no bf16 instructions, without which the plan is refused."""
-    monkeypatch.setattr("hotloop.lowering.order.check", lambda *args: None)
+    monkeypatch.setattr("hotloop.lowering.build.check", lambda *args: None)
     step = lambda model, batch: alternate(model, batch)  # noqa: E731
     program = hotloop.lower(task(step, model=lambda: Pair(norm=False)), Plan(precision="bf16"))
     advance(program, 7)
@@ -362,7 +362,7 @@ def test_bf16_casts_anew_after_each_update(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_auto_trains_eagerly_and_says_why(tmp_path: Path) -> None:
     said: list[str] = []
-    program = choosing.lowered(task(epochs=1000), Wanted.of("auto", {}), said.append)
+    program = auto.lowered(task(epochs=1000), Wanted.of("auto", {}), said.append)
     program.close()
     assert program.parts.plan.compile == "none"
     assert any("the optimizers 'd', 'g' in turn" in line for line in said)
@@ -405,7 +405,7 @@ def test_the_generator_predicts_and_is_exported(tmp_path: Path) -> None:
 
 
 def test_explain_says_that_it_follows_one_loss() -> None:
-    from hotloop.explaining import explain
+    from hotloop.explainer.explain import explain
 
     with pytest.raises(TaskError, match="losses for several optimizers"):
         explain(task())

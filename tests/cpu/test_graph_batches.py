@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.errors import PlanError
-from hotloop.lowering import graphs
-from hotloop.lowering.graphs import GraphedStep
+from hotloop.lowering.steps import cuda_graph
+from hotloop.lowering.steps.cuda_graph import GraphedStep
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task, advance
 from tests.cpu.recording import FakeRecorder, RecallingRecorder
@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("plan", [Plan(graphs="step"), TWO], ids=changed)
 @pytest.mark.parametrize("case", CASES)
 def test_whatever_a_batch_is_and_counts(case: str, plan: Plan, compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "Recorder", RecallingRecorder if compiled == "step" else FakeRecorder)
+    monkeypatch.setattr(cuda_graph, "Recorder", RecallingRecorder if compiled == "step" else FakeRecorder)
     fields = {"batch_size": 4, "schedule": None, **CASES[case]}
     states = []
     for one in (plan.with_axes(compile=compiled), Plan()):

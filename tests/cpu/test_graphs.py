@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.core.random.rng import StepDraws
+from hotloop.core.state import State, differences
 from hotloop.errors import PlanError
-from hotloop.lowering import Program, accumulation, graphs
-from hotloop.lowering.by_cudnn import check_draws, check_recurrent
-from hotloop.lowering.graphs import GraphedStep
+from hotloop.lowering.compile.compiled_rng import check_draws, check_recurrent
+from hotloop.lowering.program import Program
+from hotloop.lowering.steps import cuda_graph
+from hotloop.lowering.steps.cuda_graph import GraphedStep
+from hotloop.lowering.transforms import accumulation
 from hotloop.plan import Plan
-from hotloop.rng import StepDraws
-from hotloop.state import State, differences
 from tests.cpu.families import BATCH, family
 from tests.cpu.programs import a_task, advance, through_file
 from tests.cpu.recording import FakeRecorder, RecallingRecorder
@@ -37,8 +39,8 @@ RUNS += [("mlp", Plan(graphs="step", optimizer="forloop")), ("mlp", Plan(graphs=
 @pytest.fixture(autouse=True)
 def on_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on this CPU, and optimizers that believe that it keeps their counts on the device, as CUDA does."""
-    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
-    monkeypatch.setattr(graphs, "Recorder", FakeRecorder)
+    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
+    monkeypatch.setattr(cuda_graph, "Recorder", FakeRecorder)
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
             monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **options: ["cpu"])
@@ -173,7 +175,7 @@ def test_a_loop_of_one_s_own_keeps_its_losses() -> None:
 
 
 def test_a_compiled_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "Recorder", RecallingRecorder)
+    monkeypatch.setattr(cuda_graph, "Recorder", RecallingRecorder)
     program = hotloop.lower(family("mlp"), Plan(graphs="step", compile="step"))
     assert_equal_within_rounding(after(program, STEPS), baseline("mlp"))
     assert len(replays(program)) == STEPS - 1 - STEPS // 4
@@ -212,12 +214,12 @@ def test_numbers_of_the_first_step_for_all_of_a_replay_are_seen(monkeypatch: pyt
 
 
 def test_a_batch_that_is_not_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs.Batches, "fill", lambda self, batches: None)
+    monkeypatch.setattr(cuda_graph.Batches, "fill", lambda self, batches: None)
     assert seen()
 
 
 def test_rows_that_are_not_cut_anew_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs.Batches, "cut", lambda self, columns, rows: self.batches)
+    monkeypatch.setattr(cuda_graph.Batches, "cut", lambda self, columns, rows: self.batches)
     assert seen() and seen(Plan(graphs="step"))
 
 
@@ -245,15 +247,15 @@ def test_state_that_is_not_moved_to_where_the_graph_works_is_seen(monkeypatch: p
 
 
 def test_a_number_that_is_not_lifted_is_refused_when_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "counts_samples", lambda parts: False)  # the graph adds nothing up
-    monkeypatch.setattr(graphs, "lift", lambda captured, *adding: captured)
+    monkeypatch.setattr(cuda_graph, "counts_samples", lambda parts: False)  # the graph adds nothing up
+    monkeypatch.setattr(cuda_graph, "lift", lambda captured, *adding: captured)
     with pytest.raises(PlanError, match=r"can't be recorded as a CUDA graph.*graphs=none"):
         hotloop.lower(family("mlp"), Plan(graphs="step"))
 
 
 def test_a_piece_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = accumulation.pieces_of
-    monkeypatch.setattr("hotloop.lowering.batch_checks.check_accumulation", lambda *args: None)
+    monkeypatch.setattr("hotloop.lowering.checks.batch_rows.check_accumulation", lambda *args: None)
     monkeypatch.setattr(accumulation, "pieces_of", lambda *args: list(whole(*args))[1:])
     state = after(hotloop.lower(family("mlp"), Plan(graphs="step", accumulation=3)), STEPS)
     with pytest.raises(AssertionError):
@@ -323,7 +325,7 @@ def test_recurrent_layers_of_cudnn_are_refused_by_name_where_it_computes_them() 
 
 def test_a_compiler_that_takes_no_lists_of_parameters_gets_them_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    build = graphs.built
+    build = cuda_graph.built
 
     def choosy(captured: Any, parts: Any) -> Any:
         asked.append(captured.graph.code.count("_foreach"))
@@ -331,8 +333,8 @@ def test_a_compiler_that_takes_no_lists_of_parameters_gets_them_one_by_one(monke
             raise PlanError("the captured step can't be compiled")
         return build(captured, parts)
 
-    monkeypatch.setattr(graphs, "Recorder", RecallingRecorder)
-    monkeypatch.setattr(graphs, "built", choosy)
+    monkeypatch.setattr(cuda_graph, "Recorder", RecallingRecorder)
+    monkeypatch.setattr(cuda_graph, "built", choosy)
     program = hotloop.lower(family("mlp"), Plan(graphs="step", compile="step"))
     assert len(asked) == 2 and asked[0] > asked[1]  # the average of weights is one over lists either way
     assert_equal_within_rounding(after(program, STEPS), baseline("mlp"))

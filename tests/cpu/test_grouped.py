@@ -11,15 +11,15 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.counting import operator_counts
+from hotloop.core.state import differences
 from hotloop.errors import PlanError
-from hotloop.lowering import grouped
-from hotloop.lowering.grouped import multiply_groups, traceable_groups
-from hotloop.lowering.pieces import Objective, Traced
-from hotloop.lowering.trial import rehearse
-from hotloop.parity import prove
+from hotloop.lowering import grouped_mm
+from hotloop.lowering.grouped_mm import multiply_groups, traceable_groups
+from hotloop.lowering.pipeline.graph_split import Objective, Traced
+from hotloop.lowering.pipeline.piece_costs import rehearse
+from hotloop.parity.proof import prove
 from hotloop.plan import Plan
-from hotloop.state import differences
+from hotloop.profiler.costs.operator_cost import operator_counts
 from tests.cpu.programs import a_task, advance, labelled, state_after
 
 STEP, PACKAGE = Plan(compile="step"), Plan(compile="package")
@@ -112,7 +112,7 @@ def test_a_truth_with_the_wrong_experts_is_seen(monkeypatch: pytest.MonkeyPatch)
     def turned(left: Tensor, right: Tensor, **how: Tensor) -> Tensor:
         return multiply_groups(left, right.flip(0) if right.ndim == 3 else right, **how)
 
-    monkeypatch.setattr(grouped, "multiply_groups", turned)
+    monkeypatch.setattr(grouped_mm, "multiply_groups", turned)
     assert prove(experts(), STEP).parity not in ("fp32-equivalent", "bitwise")
 
 

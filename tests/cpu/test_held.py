@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from hotloop.errors import PlanError
-from hotloop.lowering import lower
+from hotloop.lowering.build import lower
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
-from hotloop.tuning.held import Held
+from hotloop.tuning.search.program_pool import Held
 from tests.cpu.programs import a_task
 
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 import hotloop
-from hotloop.lowering import attributes
-from hotloop.lowering.attributes import found_in
+from hotloop.core.state import differences
+from hotloop.lowering.object_state import attributes
+from hotloop.lowering.object_state.attributes import found_in
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.state import differences
+from hotloop.training.run import Run
 from tests.cpu.plain_loops import difference_of_resumed, fitted
 from tests.cpu.programs import a_task, advance, labelled, through_file
 

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hotloop
-from hotloop import rules, weighing
-from hotloop.choosing import lowered
+from hotloop.core.plan_request import Wanted
 from hotloop.errors import PlanError, TaskError
-from hotloop.lowering import Program, graphs
-from hotloop.lowering.hooked import hooked_optimizer
-from hotloop.lowering.shared import look
+from hotloop.lowering.program import Program
+from hotloop.lowering.steps import cuda_graph
+from hotloop.lowering.steps.data_parallel import look
+from hotloop.lowering.transforms.optimizer import hooked_optimizer
 from hotloop.plan import Plan
-from hotloop.wanted import Wanted
+from hotloop.tuning import rules
+from hotloop.tuning.auto.auto import lowered
+from hotloop.tuning.search import payoff
 from tests.cpu.programs import a_task, advance, state_after
 from tests.cpu.recording import FakeRecorder
 from tests.cpu.test_hyper import uncompiled  # noqa: F401  a fixture
@@ -31,8 +33,8 @@ WHOLE = [Plan(compile="step"), Plan(compile="package"), GRAPHS]
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs on this CPU."""
-    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
-    monkeypatch.setattr(graphs, "Recorder", FakeRecorder)
+    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
+    monkeypatch.setattr(cuda_graph, "Recorder", FakeRecorder)
 
 
 # --- gradients
@@ -206,8 +208,8 @@ def test_auto_goes_on_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     """Every run has steps enough, and a compilation takes nothing."""
     monkeypatch.setattr(rules, "COMPILED_FROM_STEPS", 1)
     for name in ("_DOUBT", "_RACING_STEPS"):
-        monkeypatch.setattr(weighing, name, 0)
-    monkeypatch.setattr(weighing, "proving_s", lambda *_: 0.0)
+        monkeypatch.setattr(payoff, name, 0)
+    monkeypatch.setattr(payoff, "proving_s", lambda *_: 0.0)
     said: list[str] = []
     program = lowered(with_clamps(AROUND["after"][0]), Wanted(Plan(device="cpu"), auto=True), said.append)
     assert program.parts.plan.compile == "none"

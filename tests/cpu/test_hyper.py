@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.lowering import compiled
-from hotloop.lowering.capture import Captured
+from hotloop.lowering.compile.capture import Captured
+from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task, advance
 from tests.cpu.test_graphs import on_a_stand_in  # noqa: F401  a fixture, for all tests here
@@ -51,7 +51,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(captured: Captured, *others: Any) -> Callable[[list[torch.Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 
-    monkeypatch.setattr(compiled, "_compiled", run)
+    monkeypatch.setattr(compiled_step, "_compiled", run)
 
 
 @pytest.mark.usefixtures("uncompiled")

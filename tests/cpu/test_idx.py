@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotloop.data.idx import read_idx
+from hotloop.data.downloads.idx_files import read_idx
 from hotloop.errors import DataError
 from tests.cpu.idx_files import CODES, assert_says, idx_bytes
 

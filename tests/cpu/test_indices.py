@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.core.state import differences
 from hotloop.errors import DataError
-from hotloop.lowering import Program, compiled
-from hotloop.lowering.capture import Captured
-from hotloop.lowering.indices import Bounds, Indices
+from hotloop.lowering.compile.capture import Captured
+from hotloop.lowering.compile.runtime_checks import Bounds, Indices
+from hotloop.lowering.program import Program
+from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
-from hotloop.state import differences
 from tests.conftest import RunCli
 from tests.cpu.programs import a_task, trained
 from tests.cpu.test_trouble import Loaded
@@ -133,7 +134,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(captured: Captured, *others: Any) -> Callable[[list[Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 
-    monkeypatch.setattr(compiled, "_compiled", run)
+    monkeypatch.setattr(compiled_step, "_compiled", run)
 
 
 def batch(value: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.errors import DataError, RunError
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.cpu.programs import a_task, trained
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import hotloop
-from hotloop.answers import Answers, as_pictures
 from hotloop.errors import DataError
+from hotloop.inference.evaluate import Answers, as_pictures
 from hotloop.task import Computed
 from tests.cpu.programs import a_task, labelled, trained
 

@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop import inspecting
+from hotloop.core.hardware.benchmarks import BUSY
+from hotloop.core.hardware.probe import here, probe
+from hotloop.core.plan_request import Wanted
+from hotloop.core.records.hardware import Figure, Speed
+from hotloop.core.records.profile import GroupTime, OperatorTime, OptimizerUse, Profile, Threads
+from hotloop.core.records.race import Timing, Verdict
 from hotloop.errors import PlanError, TimeOverError
-from hotloop.hardware import Figure, Speed
-from hotloop.measuring.crowding import crowding
 from hotloop.plan import BASELINE, Plan
-from hotloop.probe import here, probe
-from hotloop.probe.speed import BUSY
-from hotloop.profiles import GroupTime, OperatorTime, OptimizerUse, Profile, Threads
-from hotloop.taskfile import Loaded
-from hotloop.verdicts import Timing, Verdict
-from hotloop.wanted import Wanted
+from hotloop.profiler import profile as inspecting
+from hotloop.task_file import Loaded
+from hotloop.tuning.races.system_load import crowding
 
 
 def task(**fields: Any) -> hotloop.Task:
@@ -138,8 +138,8 @@ def test_nothing_is_raced_where_no_plan_could_help(monkeypatch) -> None:
 
 
 def test_a_real_race_fills_in_what_was_won(monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.measuring.racing.WARM_S", 0.01)
-    monkeypatch.setattr("hotloop.measuring.rounds._WINDOW_S", {"cpu": 0.0005})
+    monkeypatch.setattr("hotloop.tuning.races.measure.WARM_S", 0.01)
+    monkeypatch.setattr("hotloop.tuning.races.rounds._WINDOW_S", {"cpu": 0.0005})
     plain = inspecting._diagnosed(seen(), lambda doing, share: None)
     found = inspecting.tried(Loaded(task(), None, {}), plain, BASELINE, time_limit="60s", prove=None)
     assert found.remedies[0].won is not None and len(found.remedies[0].won) == 3
@@ -195,7 +195,7 @@ def test_a_race_that_a_time_limit_ends_keeps_the_profile(monkeypatch) -> None:
     ],
 )
 def test_a_busy_machine_is_said_first(threads: Threads | None, says: str, monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.busy_machine.crowding", lambda many, few: 1.0)
+    monkeypatch.setattr("hotloop.profiler.busy_machine.crowding", lambda many, few: 1.0)
     watched_as(monkeypatch, overhead(threads=threads))
     found = hotloop.profile(task(), progress=False)
     assert says in found.busy and bool(found.busy) is bool(says)
@@ -213,7 +213,7 @@ def test_limits_measured_under_load_are_marked_and_nothing_is_judged_by_them(mon
 
 
 def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.busy_machine.crowding", lambda threads, cores: 4.0)
+    monkeypatch.setattr("hotloop.profiler.busy_machine.crowding", lambda threads, cores: 4.0)
     watched_as(monkeypatch, seen(threads=Threads(torch=16, cores=2, busy=1.0, others=0.0), optimizers=[]))
     [remedy] = hotloop.profile(task(), progress=False).remedies
     assert "too many threads" in remedy.cause and remedy.gain == pytest.approx(0.75)
@@ -231,7 +231,7 @@ def test_threads_beyond_the_cores_are_measured(monkeypatch) -> None:
     ids=["they wait", "they hardly do", "nobody else", "one thread"],
 )
 def test_programs_that_hold_cores_are_told(used: Threads, slower: float, told: list[str], monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.busy_machine.crowding", lambda threads, cores: slower)
+    monkeypatch.setattr("hotloop.profiler.busy_machine.crowding", lambda threads, cores: slower)
     watched_as(monkeypatch, seen(threads=used, optimizers=[]))
     found = hotloop.profile(task(), progress=False)
     notes = [note for note in found.notes if "other programs kept" in note]
@@ -248,7 +248,7 @@ def test_a_script_that_never_trained_needs_no_limits(monkeypatch, measured) -> N
 
 @pytest.mark.parametrize(("seconds", "slower"), [({1: 3.0, 2: 2.0, 16: 8.0}, 4.0), ({1: 1.0, 2: 4.0, 16: 3.0}, 3.0)])
 def test_crowded_threads_are_held_against_the_better_of_enough_and_one(monkeypatch, seconds, slower) -> None:
-    monkeypatch.setattr("hotloop.measuring.crowding._seconds", lambda inputs, threads: seconds[threads])
+    monkeypatch.setattr("hotloop.tuning.races.system_load._seconds", lambda inputs, threads: seconds[threads])
     assert crowding(16, 2) == slower
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hotloop
 from hotloop.errors import DataError, TaskError
-from hotloop.lowering import lower
+from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from tests.cpu.given_data import roles
 

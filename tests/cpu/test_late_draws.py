@@ -15,10 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import DataLoader
 
 import hotloop
-from hotloop.lowering import compiled
-from hotloop.lowering.drawing import draws_nothing
+from hotloop.core.random.rng import StepDraws
+from hotloop.lowering.compile.compiled_rng import draws_nothing
+from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
-from hotloop.rng import StepDraws
 from tests.cpu.killing import Killed, at_step, events, kill
 from tests.cpu.programs import a_task, labelled
 from tests.resuming import disagreements
@@ -154,7 +154,7 @@ MAY_DRAW: dict[str, tuple[dict[str, Any], bool]] = {
 def test_a_compiled_step_that_draws_nothing_leaves_torchs_generator_alone(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(compiled, "_compiled", lambda captured, *others: lambda flat: captured.graph(*flat))
+    monkeypatch.setattr(compiled_step, "_compiled", lambda captured, *others: lambda flat: captured.graph(*flat))
     fields, draws = MAY_DRAW[name]
     program = hotloop.lower(a_task(**fields), Plan(compile="step"))
     program.advance(1)  # eagerly, for the optimizer's state

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 import hotloop
 from hotloop.errors import PartsDifferError
-from hotloop.lowering import batch_checks, later_batches, lower
-from hotloop.lowering.exact import lower_exactly
-from hotloop.lowering.later_batches import LaterBatches, padding_of
+from hotloop.lowering.build import lower
+from hotloop.lowering.checks import batch_rows, later_batches
+from hotloop.lowering.checks.later_batches import LaterBatches, padding_of
+from hotloop.parity.float64 import lower_exactly
 from hotloop.plan import BASELINE, Plan
 
 DRAWS = torch.Generator().manual_seed(1)
@@ -145,8 +146,8 @@ def test_checking_later_batches_draws_nothing_and_trains_nothing(monkeypatch: py
         return weights(program.model), torch.get_rng_state()
 
     compared: list[int] = []
-    real = batch_checks.check_accumulation
-    monkeypatch.setattr(batch_checks, "check_accumulation", lambda *given: (compared.append(1), real(*given)))
+    real = batch_rows.check_accumulation
+    monkeypatch.setattr(batch_rows, "check_accumulation", lambda *given: (compared.append(1), real(*given)))
     checked = after()
     assert len(compared) >= 2
     monkeypatch.setattr(LaterBatches, "is_due", lambda *_: False)

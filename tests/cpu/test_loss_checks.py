@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 import hotloop
 from hotloop.errors import HotloopError, TaskError
-from hotloop.evaluation import evaluate
-from hotloop.lowering import lower, step
+from hotloop.lowering import eager_step
+from hotloop.lowering.build import lower
+from hotloop.lowering.evaluation import evaluate
 from hotloop.plan import BASELINE, Plan
 
 DRAWS = torch.Generator().manual_seed(0)
@@ -192,7 +193,7 @@ def test_a_loss_is_tried_on_a_copy_with_the_draws_put_back(monkeypatch: pytest.M
         return ""
 
     seen, draws = after_a_step()
-    monkeypatch.setattr(step, "sum_doubt", untried)
+    monkeypatch.setattr(eager_step, "sum_doubt", untried)
     without, as_before = after_a_step()
     assert tried == [1]
     assert seen == without and len(seen) == 1

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.core.random.rng import Streams
+from hotloop.core.state import State, differences
 from hotloop.errors import TaskError
-from hotloop.rng import Streams
-from hotloop.state import State, differences
 from tests.cpu.drawing import Drawing, network
 from tests.cpu.programs import a_task, advance, labelled, last_state, state_after, through_file, trained
 

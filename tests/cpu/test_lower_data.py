@@ -25,10 +25,10 @@ from torch.utils.data import (
 )
 
 import hotloop
-from hotloop.data.tree import to_device
+from hotloop.core.state import State, differences
+from hotloop.data.batch_tree import to_device
 from hotloop.errors import DataError, TaskError
-from hotloop.lowering.facts import facts_of
-from hotloop.state import State, differences
+from hotloop.lowering.task_facts import facts_of
 from tests.cpu.drawing import Drawing, network
 from tests.cpu.programs import a_task, advance, assert_resumes, labelled, state_after
 

@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import hotloop
-from hotloop.data.feed import Treatment, open_feed
-from hotloop.data.source import Samples
+from hotloop.core import reporter
+from hotloop.core.random.rng import generator_states
+from hotloop.core.state import State
+from hotloop.core.state import differences as all_differences
+from hotloop.data.feeds.feed import Treatment, open_feed
+from hotloop.data.sources import Samples
 from hotloop.errors import PlanError
-from hotloop.lowering import residency, telling
-from hotloop.lowering.facts import facts_of
-from hotloop.lowering.ingredients import Ingredients, placed
+from hotloop.lowering.context import Ingredients, placed
+from hotloop.lowering.task_facts import facts_of
+from hotloop.lowering.transforms import residency
 from hotloop.plan import Plan
-from hotloop.rng import generator_states
-from hotloop.state import State
-from hotloop.state import differences as all_differences
 from tests.cpu.killing import train
 from tests.cpu.materialised import Arrays, Named, Pairs, after, named_step, reading
 from tests.cpu.programs import a_task, advance, labelled, last_state
@@ -144,7 +145,7 @@ def test_progress_is_told_while_reading() -> None:
 
 
 def test_long_reading_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "_SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(reporter, "_SAY_EVERY_S", 0.0)
     lines: list[str] = []
     hotloop.lower(a_task(data=Pairs()), Plan(residency="host"), lines.append)
     assert "reading data into memory: 20 of 24 samples" in lines

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
 import hotloop
-from hotloop.data.materialise import ASKED, difference
-from hotloop.data.source import Samples, Table
+from hotloop.data.feeds.in_memory import ASKED, difference
+from hotloop.data.sources import Samples, Table
 from hotloop.errors import DataError, PlanError, TaskError
-from hotloop.lowering import residency
+from hotloop.lowering.transforms import residency
 from hotloop.plan import Plan
 from tests.cpu.materialised import Pairs, reading
 from tests.cpu.programs import a_task, labelled

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.core.state import differences
+from hotloop.core.task_parts.memory_layout import have_common, shares_memory
 from hotloop.errors import PlanError, TaskError
-from hotloop.lowering.memory_layout import have_common, shares_memory
-from hotloop.state import differences
 from tests.cpu.own_draws import X, Y, after, lowered, task_of
 from tests.resuming import last_checkpoint
 

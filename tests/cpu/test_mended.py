@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.lowering import mended
-from hotloop.lowering.capture import capture
-from hotloop.parity import prove
+from hotloop.lowering.compile import decompositions
+from hotloop.lowering.compile.capture import capture
+from hotloop.parity.proof import prove
 from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP
 from tests.cpu.programs import a_task, advance, labelled
@@ -33,7 +33,7 @@ def test_samples_mixed_in_a_drawn_order_are_compiled() -> None:
 
 @pytest.mark.skipif(torch.__version__ >= "2.14", reason="a later torch may do without")
 def test_that_takes_what_is_written_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mended, "_trust_permutations", lambda graph: None)
+    monkeypatch.setattr(decompositions, "_trust_permutations", lambda graph: None)
     with pytest.raises(hotloop.errors.PlanError, match="can't be compiled"):
         hotloop.lower(a_task(step=mixed, model=lambda: nn.Linear(6, 3)), STEP)
 

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
+from hotloop.core.state import differences
 from hotloop.errors import CheckpointError
-from hotloop.state import differences
 from tests.cpu.programs import a_task, advance, assert_resumes, labelled, state_after
 from tests.cpu.tokens_and_images import IMAGES, TOKENS, adam
 

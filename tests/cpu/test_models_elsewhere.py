@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
-from hotloop.state import differences
+from hotloop.core.state import differences
 from tests.cpu.programs import a_task, assert_resumes, labelled, last_state, state_after, trained
 from tests.cpu.tokens_and_images import IMAGES, TOKENS, adam
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import modes
+from hotloop.core.task_parts import module_modes
+from hotloop.core.task_parts.module_modes import evaluation_mode, set_training, stays_in_eval
 from hotloop.errors import PlanError, TaskError
-from hotloop.modes import evaluation_mode, set_training, stays_in_eval
 from hotloop.plan import Plan
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.cpu.plain_loops import assert_equal_weights, difference_of_resumed, fitted, plain_loop
 from tests.cpu.programs import a_task, advance, labelled, last_state
 
@@ -98,7 +98,7 @@ def test_every_plan_keeps_a_frozen_norm_and_trains_as_the_plain_loop(axes: dict[
 
 def test_ignoring_the_factorys_modes_would_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that `in_eval` guards against."""
-    monkeypatch.setattr(modes, "set_training", lambda model, in_eval: model.train())
+    monkeypatch.setattr(module_modes, "set_training", lambda model, in_eval: model.train())
     monkeypatch.setattr(hotloop.lowering.training_mode, "set_training", lambda model, in_eval: model.train())
     program = hotloop.lower(a_task(model=frozen_norm))
     advance(program, 3)

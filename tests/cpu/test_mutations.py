@@ -14,9 +14,9 @@ from torch._inductor.dependencies import ReadWrites, StarDep, WeakDep
 from torch.utils._ordered_set import OrderedSet
 
 import hotloop
-from hotloop.lowering import inductor
-from hotloop.lowering.mutations import kept_mutations
-from hotloop.patches import Patches
+from hotloop.core.patches import Patches
+from hotloop.lowering.compile import inductor_patches
+from hotloop.lowering.compile.inductor_patches import kept_mutations
 from tests.cpu.eager_or_refused import STEP
 from tests.cpu.programs import a_task
 
@@ -67,7 +67,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], AbstractCon
                 finally:
                     patches.undo()
 
-        monkeypatch.setattr(inductor, "kept_mutations", watched)
+        monkeypatch.setattr(inductor_patches, "kept_mutations", watched)
         words = torch.randint(20, (24, 16), generator=torch.Generator().manual_seed(0))
         with torch._inductor.config.patch(fx_graph_cache=False):
             hotloop.lower(a_task(model=Block, data=(words, words[:, 0] % 3)), STEP)
@@ -119,8 +119,8 @@ def test_who_must_come_first_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_was_compiled_otherwise_is_not_taken_from_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     tags = []
     for mended in (1, 2):
-        monkeypatch.setattr(inductor, "MENDED", mended)
-        with inductor.ready_to_compile(torch.device("cpu")):
+        monkeypatch.setattr(inductor_patches, "MENDED", mended)
+        with inductor_patches.ready_to_compile(torch.device("cpu")):
             tags.append(torch.compiler.config.cache_key_tag)
     assert len({*tags, torch.compiler.config.cache_key_tag}) == 3
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 import hotloop
-from hotloop import optimizer_state
+from hotloop.core.state import differences
+from hotloop.core.task_parts import optimizer_state
 from hotloop.errors import CheckpointError, PlanError, TaskError
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.state import differences
+from hotloop.training.run import Run
 from tests.cpu.plain_loops import assert_equal_weights, difference_of_resumed, fitted, plain_loop
 from tests.cpu.programs import a_task, advance, assert_resumes, labelled, last_state
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from hotloop.data.feed import Treatment, open_feed
+from hotloop.data.feeds.feed import Treatment, open_feed
 from hotloop.data.order import Order, split
-from hotloop.data.source import Samples, Table
+from hotloop.data.sources import Samples, Table
 from hotloop.errors import DataError
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import hotloop
-from hotloop.data.seeded import Seeded
-from hotloop.data.source import Samples
+from hotloop.core.random.generators import OwnedGenerators, unset_generators
+from hotloop.core.random.rng import seed_for
+from hotloop.core.state import State, differences
+from hotloop.data.seeded_dataset import Seeded
+from hotloop.data.sources import Samples
 from hotloop.errors import PlanError
-from hotloop.evaluation import evaluate
-from hotloop.generators import OwnedGenerators, unset_generators
-from hotloop.lowering.facts import facts_of
-from hotloop.rng import seed_for
-from hotloop.state import State, differences
+from hotloop.lowering.evaluation import evaluate
+from hotloop.lowering.task_facts import facts_of
 from tests.cpu.own_draws import (
     HOLDERS,
     KINDS,

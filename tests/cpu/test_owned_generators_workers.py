@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 import hotloop
-from hotloop.state import differences
+from hotloop.core.state import differences
 from tests.cpu.killing import Killed, at_step, kill
 from tests.cpu.own_draws import (
     HOLDERS,

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from hotloop import pacing
+from hotloop.core.format import seconds
 from hotloop.errors import PlanError
-from hotloop.pacing import Cadence, Pace, seconds
+from hotloop.training import cadence as pacing
+from hotloop.training.cadence import Cadence, Pace
 
 
 class Clock:

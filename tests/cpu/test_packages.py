@@ -14,11 +14,11 @@ import torch
 from torch.fx.experimental import symbolic_shapes
 
 import hotloop
+from hotloop.core.hardware import machine
 from hotloop.errors import PlanError
-from hotloop.lowering import packages
-from hotloop.lowering.capture import Capture, Captured, capture
+from hotloop.lowering.compile import package_cache
+from hotloop.lowering.compile.capture import Capture, Captured, capture
 from hotloop.plan import Plan
-from hotloop.probe import machine
 from tests.cpu.programs import a_task, advance, labelled
 
 PACKAGE = Plan(compile="package")
@@ -26,8 +26,10 @@ PACKAGE = Plan(compile="package")
 
 def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
-    make = packages._made
-    monkeypatch.setattr(packages, "_made", lambda *given: made.append(make(*given) if not made else made[0]) or made[0])
+    make = package_cache._made
+    monkeypatch.setattr(
+        package_cache, "_made", lambda *given: made.append(make(*given) if not made else made[0]) or made[0]
+    )
     said: list[str] = []
 
     def lowered() -> list[str]:
@@ -41,18 +43,18 @@ def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch:
         assert len(lowered()) == 1
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    others = [packages.folder() / f"{number}.pt2" for number in range(packages._KEPT)]
-    packages.folder().mkdir(parents=True)
+    others = [package_cache.folder() / f"{number}.pt2" for number in range(package_cache._KEPT)]
+    package_cache.folder().mkdir(parents=True)
     for number, path in enumerate(others):
         path.touch()
         os.utime(path, (number, number))
     assert lowered() == []
-    (own,) = set(packages.folder().glob("*.pt2")) - set(others)
+    (own,) = set(package_cache.folder().glob("*.pt2")) - set(others)
     assert not others[0].exists() and all(path.exists() for path in others[1:])
 
     os.utime(own, (0, 0))
     assert lowered() == [] and len(made) == 3
-    assert own.stat().st_mtime > packages._KEPT  # used now, so it stays
+    assert own.stat().st_mtime > package_cache._KEPT  # used now, so it stays
 
     here = machine.processor()
     monkeypatch.setattr(machine, "processor", lambda: replace(here, model="another"))
@@ -62,14 +64,16 @@ def test_a_package_is_kept_and_used_where_it_can_be(tmp_path: Path, monkeypatch:
 @pytest.mark.more
 def test_a_package_that_can_t_be_loaded_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
-    make = packages._made
-    monkeypatch.setattr(packages, "_made", lambda *given: made.append(make(*given) if not made else made[0]) or made[0])
+    make = package_cache._made
+    monkeypatch.setattr(
+        package_cache, "_made", lambda *given: made.append(make(*given) if not made else made[0]) or made[0]
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said: list[str] = []
     for count in (1, 2, 2):
         advance(hotloop.lower(a_task(), PACKAGE, said.append), 2)
         assert len(made) == count
-        (path,) = packages.folder().glob("*.pt2")
+        (path,) = package_cache.folder().glob("*.pt2")
         if count == 1:
             path.write_bytes(made[0][: len(made[0]) // 2])
     assert path.read_bytes() == made[0]
@@ -84,7 +88,7 @@ def test_a_package_that_is_kept_is_loaded_without_the_compiler(tmp_path: Path, m
     task = a_task(model=lambda: torch.nn.Linear(128, 128), data=(x, x.argmax(1)), batch_size=128)
     plan = PACKAGE.with_axes(threads=2, rewrites="mm_by_onednn")
     hotloop.lower(task, plan).close()
-    (kept,) = packages.folder().glob("*.pt2")
+    (kept,) = package_cache.folder().glob("*.pt2")
     for compiler in ("compile_fx", "decomposition", "lowering", "package"):
         monkeypatch.setitem(sys.modules, f"torch._inductor.{compiler}", None)  # an import of it fails
     imports_more = lambda: pytest.fail("torch imports its exporter to find the user's lines")  # noqa: E731
@@ -94,29 +98,31 @@ def test_a_package_that_is_kept_is_loaded_without_the_compiler(tmp_path: Path, m
     advance(program, 2)
     program.close()
     assert program.compiled_steps and not any("made anew" in line for line in said)
-    assert list(packages.folder().glob("*.pt2")) == [kept]
+    assert list(package_cache.folder().glob("*.pt2")) == [kept]
 
 
 def test_a_package_of_other_options_or_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = tuple(value[:5] for value in labelled())
     captured = capture(hotloop.lower(a_task(), Plan())._step, batch, 5, {}, whole=True)
-    keys = [packages._key(captured, torch.device("cpu"), options) for options in ({}, {}, {"fallback_random": True})]
-    monkeypatch.setattr(packages, "__version__", "0.0.0")
-    keys.append(packages._key(captured, torch.device("cpu"), {}))
-    monkeypatch.setattr(packages, "MENDED", 0)
-    keys.append(packages._key(captured, torch.device("cpu"), {}))
+    keys = [
+        package_cache._key(captured, torch.device("cpu"), options) for options in ({}, {}, {"fallback_random": True})
+    ]
+    monkeypatch.setattr(package_cache, "__version__", "0.0.0")
+    keys.append(package_cache._key(captured, torch.device("cpu"), {}))
+    monkeypatch.setattr(package_cache, "MENDED", 0)
+    keys.append(package_cache._key(captured, torch.device("cpu"), {}))
     with torch.backends.mkldnn.flags(enabled=False):
-        keys.append(packages._key(captured, torch.device("cpu"), {}))
+        keys.append(package_cache._key(captured, torch.device("cpu"), {}))
     assert keys[0] == keys[1] and len(set(keys)) == 5
 
 
 def test_a_package_of_an_equal_graph_that_lays_out_otherwise_is_not_used() -> None:
     batch = tuple(value[:5] for value in labelled())
     captured = capture(hotloop.lower(a_task(), Plan())._step, batch, 5, {}, whole=True)
-    before = packages._key(captured, torch.device("cpu"), {})
+    before = package_cache._key(captured, torch.device("cpu"), {})
     node = next(one for one in captured.graph.graph.nodes if getattr(one.meta.get("val"), "ndim", 0) == 2)
     node.meta["val"] = node.meta["val"].t().contiguous().t()
-    assert packages._key(captured, torch.device("cpu"), {}) != before
+    assert package_cache._key(captured, torch.device("cpu"), {}) != before
 
 
 @pytest.fixture
@@ -131,8 +137,8 @@ def captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
         return seen[-1]
 
     monkeypatch.setattr(Capture, "once", noted)
-    monkeypatch.setattr(packages, "_made", lambda captured, *others: captured.graph.code.encode())
-    monkeypatch.setattr(packages, "_loaded", lambda path: lambda flat: seen[-1].graph(*flat))
+    monkeypatch.setattr(package_cache, "_made", lambda captured, *others: captured.graph.code.encode())
+    monkeypatch.setattr(package_cache, "_loaded", lambda path: lambda flat: seen[-1].graph(*flat))
     return seen
 
 
@@ -177,7 +183,7 @@ def test_one_that_was_seen_to_change_is_refused_each_time(
     for _ in range(2):
         with pytest.raises(PlanError, match="two runs of it do different operations"):
             hotloop.lower(a_task(), PACKAGE)
-    assert len(captures) == 4 and not packages.folder().exists()
+    assert len(captures) == 4 and not package_cache.folder().exists()
 
 
 def test_where_nothing_can_be_kept_it_is_captured_twice(

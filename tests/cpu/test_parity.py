@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import hotloop
 from bench.graph_mutations import Graphs
-from hotloop import parity
-from hotloop.lowering import lower
-from hotloop.lowering.step import EagerStep
-from hotloop.parity import prove, prove_programs
+from hotloop.core.random.rng import generator_states
+from hotloop.core.records.race import TRUSTED, Parity
+from hotloop.core.state import differences
+from hotloop.lowering.build import lower
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.parity import proof
+from hotloop.parity.proof import prove, prove_programs
 from hotloop.plan import BASELINE, Plan
-from hotloop.rng import generator_states
-from hotloop.state import differences
-from hotloop.verdicts import TRUSTED, Parity
 from tests.cpu.families import family
 from tests.cpu.more_families import another_family
 from tests.cpu.planted_in_steps import (
@@ -172,13 +172,13 @@ def test_they_are_left_so_when_the_proof_fails(monkeypatch: pytest.MonkeyPatch) 
 def test_one_baseline_is_enough_for_what_passes_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them can only allow more: the others are asked about what didn't pass, and for nothing else."""
     asked: list[tuple[bool, int]] = []
-    compared = parity._compared
+    compared = proof._compared
 
     def recorded(task: Any, programs: Any, *given: Any, brief: bool) -> list[Parity]:
         asked.append((brief, len(programs)))
         return compared(task, programs, *given, brief=brief)
 
-    monkeypatch.setattr(parity, "_compared", recorded)
+    monkeypatch.setattr(proof, "_compared", recorded)
     task = family("mlp")
     honest, faulty = lower(task, Plan(optimizer="fused")), lower(task, Plan(optimizer="foreach"))
     zero_grad_skipped(faulty)
@@ -190,14 +190,14 @@ def test_one_baseline_is_enough_for_what_passes_beside_it(monkeypatch: pytest.Mo
 def test_what_fails_beside_one_baseline_may_pass_beside_all(monkeypatch: pytest.MonkeyPatch) -> None:
     task = family("mlp")
     program = lower(task, Plan(optimizer="fused"))
-    alone = parity._compared
+    alone = proof._compared
 
     def strict(*given: Any, brief: bool) -> list[Parity]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hotloop.parity.judging.TYPICAL", 1e-3 if brief else 4.0)
+            patch.setattr("hotloop.parity.verdict.TYPICAL", 1e-3 if brief else 4.0)
             return alone(*given, brief=brief)
 
-    monkeypatch.setattr(parity, "_compared", strict)
+    monkeypatch.setattr(proof, "_compared", strict)
     assert prove_programs(task, [program])[0].parity in ("bitwise", "fp32-equivalent")
 
 

@@ -14,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import hotloop
 from bench.graph_mutations import Graphs
-from hotloop.lowering import Program, lower
-from hotloop.parity import prove, prove_programs
-from hotloop.parity.accounts import Account
-from hotloop.parity.own_draws import look_at_draws
+from hotloop.core.records.race import Parity
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
+from hotloop.parity.evidence import Account
+from hotloop.parity.proof import prove, prove_programs
+from hotloop.parity.rng_tests import look_at_draws
 from hotloop.plan import Plan
-from hotloop.verdicts import Parity
 from tests.cpu.families import family
 from tests.cpu.more_families import another_family
 from tests.cpu.programs import a_task

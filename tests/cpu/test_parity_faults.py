@@ -12,10 +12,10 @@ import torch
 import hotloop
 from bench.graph_mutations import Graphs
 from bench.yardstick import Yardstick
-from hotloop.lowering import Program
-from hotloop.parity import prove_programs
+from hotloop.core.records.race import TRUSTED, Parity
+from hotloop.lowering.program import Program
+from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
-from hotloop.verdicts import TRUSTED, Parity
 from tests.cpu.families import family
 from tests.cpu.more_families import another_family
 from tests.cpu.planted_in_steps import (
@@ -135,7 +135,7 @@ def test_mutants_that_change_a_step_clearly_are_caught(graphs: Graphs) -> None:
 
 
 def test_bf16_is_reduced_precision_and_a_fault_in_it_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)  # this CPU may only emulate it
+    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)  # this CPU may only emulate it
     task = family("mlp")
     programs = [hotloop.lower(task, Plan(precision="bf16")) for _ in range(3)]
     zero_grad_skipped(programs[1])

@@ -11,20 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotloop import parity
-from hotloop.lowering import Program, lower
-from hotloop.parity import prove_programs
-from hotloop.parity.accounts import Account, Evidence
-from hotloop.parity.collecting import Collector
-from hotloop.parity.judging import TYPICAL, typical
-from hotloop.parity.judging import judged as judged_by_parity
-from hotloop.parity.path import Stop
-from hotloop.parity.running import run_freely
-from hotloop.parity.seen import errors, one_step
-from hotloop.parity.witnesses import Truth, Witness, _InARow, baselines, peers
+from hotloop.core.records.race import TRUSTED
+from hotloop.core.state import State, differences
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
+from hotloop.parity import proof as parity
+from hotloop.parity.comparison import errors, one_step
+from hotloop.parity.evidence import Account, Evidence
+from hotloop.parity.free_run import run_freely
+from hotloop.parity.proof import prove_programs
+from hotloop.parity.references import Truth, Witness, _InARow, baselines, peers
+from hotloop.parity.step_collector import Collector
+from hotloop.parity.trajectory import Stop
+from hotloop.parity.verdict import TYPICAL, typical
+from hotloop.parity.verdict import judged as judged_by_parity
 from hotloop.plan import BASELINE, Plan
-from hotloop.state import State, differences
-from hotloop.verdicts import TRUSTED
 from tests.cpu.families import family
 from tests.cpu.programs import a_task
 
@@ -275,7 +276,7 @@ def test_what_is_not_finite_hides_nothing_beside_it_and_what_can_t_be_compared_m
 
 def test_a_peer_that_is_left_out_leaves_the_baseline_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are called `nudged`: the eager step in a reduced precision, and the one in fp32."""
-    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)  # this CPU may only emulate it
+    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)  # this CPU may only emulate it
     task, plan = family("mlp"), Plan(precision="bf16")
     asked: list[list[str]] = []
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.lowering import Program, lower
-from hotloop.parity import prove_programs, running
+from hotloop.core.records.race import TRUSTED
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
+from hotloop.parity import free_run
+from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
-from hotloop.verdicts import TRUSTED
 from tests.cpu.programs import a_task
 
 HONEST = Plan(optimizer="forloop")
@@ -139,8 +141,8 @@ def test_a_free_run_has_two_whole_replays_before_the_end_of_an_epoch_and_one_aft
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of_a_plan: Any = SimpleNamespace(parts=SimpleNamespace(plan=Plan(graphs=16)))
-    assert (running._at_once(of_a_plan), running._at_once(lower(a_task()))) == (16, 1)
-    monkeypatch.setattr(running, "_at_once", lambda program: 16)
+    assert (free_run._at_once(of_a_plan), free_run._at_once(lower(a_task()))) == (16, 1)
+    monkeypatch.setattr(free_run, "_at_once", lambda program: 16)
     task = a_task(epochs=20)
     (found,) = prove_programs(task, [lower(task, HONEST)])
     assert found.free_steps == 49 and found.parity in TRUSTED

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from hotloop.lowering import lower
-from hotloop.parity import needs, prove_programs
+from hotloop.lowering.build import lower
+from hotloop.parity import proof
+from hotloop.parity.proof import prove_programs
 from hotloop.plan import BASELINE, Plan
 from tests.cpu.families import family
 
@@ -19,7 +20,7 @@ import json, re, psutil, torch
 from torch import nn
 import hotloop
 from hotloop.parity import prove_programs
-from hotloop.parity.needs import needed_bytes
+from hotloop.parity.proof import needed_bytes
 from hotloop.plan import Plan
 
 x = torch.randn(64, 1400)
@@ -62,8 +63,8 @@ def test_it_takes_as_much_as_it_says(optimizer: str) -> None:
 
 
 def test_none_is_begun_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "room_bytes", lambda device: 1 << 10)
-    monkeypatch.setattr("hotloop.parity.Truth", lambda *given: pytest.fail("it was begun"))
+    monkeypatch.setattr(proof, "room_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr("hotloop.parity.proof.Truth", lambda *given: pytest.fail("it was begun"))
     programs = [lower(family("mlp"), BASELINE), lower(family("mlp"), Plan(optimizer="foreach"))]
     found = prove_programs(family("mlp"), programs)
     assert [one.parity for one in found] == ["unproven", "unproven"] and all(one.short_of_memory for one in found)

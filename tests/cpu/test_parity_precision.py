@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bench.graph_mutations import _through_tf32
-from hotloop.arithmetic import IEEE
-from hotloop.lowering import Program, lower
-from hotloop.lowering.products import products_of
-from hotloop.parity import prove_programs
+from hotloop.core.float32_switches import read
+from hotloop.core.number_formats import IEEE
+from hotloop.core.records.race import TRUSTED, Parity
+from hotloop.lowering.build import lower
+from hotloop.lowering.product_counts import products_of
+from hotloop.lowering.program import Program
+from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
-from hotloop.report.parity import page
-from hotloop.switches import read
+from hotloop.report.plan import parity_page
 from hotloop.task import Task
-from hotloop.verdicts import TRUSTED, Parity
 from tests.cpu.more_families import another_family
 from tests.cpu.planted_in_steps import layer_in_bf16, module_of, zero_grad_skipped
 from tests.cpu.programs import seeing
@@ -121,7 +122,7 @@ def test_fewer_bits_than_the_baseline_s_are_reduced_precision(tf32_in_convolutio
 def test_the_floor_alone_would_hide_products_in_tf32(
     tf32_in_convolutions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotloop.parity.accounts.reductions", lambda plan, baseline: [])
+    monkeypatch.setattr("hotloop.parity.evidence.reductions", lambda plan, baseline: [])
     assert proven(products_in_tf32).parity in TRUSTED
 
 
@@ -151,7 +152,7 @@ def test_a_layer_in_bf16_under_a_baseline_in_fp32_is_reduced_precision() -> None
 
 def test_check_says_why() -> None:
     line = "matrix products run in tf32, the baseline's in fp32"
-    shown: Any = page(Parity(plan="compile=step", parity="reduced-precision", reason=line, states=17))
+    shown: Any = parity_page(Parity(plan="compile=step", parity="reduced-precision", reason=line, states=17))
     text = "\n".join(str(one) for one in shown.renderables)
     assert "compile=step: reduced-precision (another result, computed in fewer bits than the baseline's)" in text
     assert line in text

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.parity import seen
-from hotloop.parity.seen import norm_apart, one_step, wide
-from hotloop.parity.witnesses import Truth
+from hotloop.parity import comparison
+from hotloop.parity.comparison import norm_apart, one_step, wide
+from hotloop.parity.references import Truth
 from hotloop.plan import BASELINE
 from tests.cpu.programs import advance
 
@@ -32,7 +32,7 @@ PAIRS: dict[str, tuple[Tensor, Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seen, "_SLICE", 4)
+    monkeypatch.setattr(comparison, "_SLICE", 4)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -51,7 +51,7 @@ def test_what_is_not_finite_on_one_side_is_infinitely_far(one: float, other: flo
 @pytest.mark.parametrize("name", PAIRS)
 def test_changes_in_slices_are_those_of_the_whole(name: str) -> None:
     value, before = PAIRS[name]
-    noted = seen._Noted()
+    noted = comparison._Noted()
     noted.note(("update", "w"), value, before)
     expected = wide(value) - wide(before)
     assert torch.equal(noted["update", "w"].nan_to_num(7.0), expected.nan_to_num(7.0))

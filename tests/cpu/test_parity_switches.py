@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop import parity
-from hotloop.lowering import lower
-from hotloop.parity import collecting, prove_programs, running, witnesses
-from hotloop.parity.collecting import Collector
-from hotloop.parity.running import STEPS
-from hotloop.parity.witnesses import Truth, of_rounding
+from hotloop.core.records.race import STATES, Parity
+from hotloop.lowering.build import lower
+from hotloop.parity import free_run, proof, references, step_collector
+from hotloop.parity.free_run import STEPS
+from hotloop.parity.proof import prove_programs
+from hotloop.parity.references import Truth, of_rounding
+from hotloop.parity.step_collector import Collector
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.verdicts import STATES, Parity
 from tests.cpu.programs import a_task, seeing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,8 +67,8 @@ def test_what_rounding_may_switch_is_told_from_a_fault(call: int) -> None:
 
 @CALLS
 def test_nudges_of_the_usual_size_miss_it(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "FARTHER", 1.0)
-    monkeypatch.setattr(running, "FARTHER", 1.0)
+    monkeypatch.setattr(step_collector, "FARTHER", 1.0)
+    monkeypatch.setattr(free_run, "FARTHER", 1.0)
     assert proven(4, 6, call).parity == "broken"
 
 
@@ -80,7 +80,7 @@ def rounds_of(monkeypatch: pytest.MonkeyPatch) -> list[Truth]:
         truths.append(Truth(task, device))
         return truths[-1]
 
-    monkeypatch.setattr(parity, "Truth", noted)
+    monkeypatch.setattr(proof, "Truth", noted)
     return truths
 
 
@@ -115,7 +115,7 @@ def test_states_at_which_nothing_explains_it_are_soon_looked_at_no_more(monkeypa
 
     monkeypatch.setattr(Collector, "_look_closer", noted)
     assert proven(2000, 2001, *range(2, STATES)).parity == "broken"
-    assert len(looked) <= 2 * collecting._IN_VAIN < 2 * (STATES - 2)
+    assert len(looked) <= 2 * step_collector._IN_VAIN < 2 * (STATES - 2)
 
 
 class Picky(Gated):
@@ -162,9 +162,9 @@ class Normed(nn.Module):
     ids=["normed images", "others"],
 )
 def test_few_baselines_are_more_where_images_are_normalised(model: Callable[[], nn.Module], few: list[str]) -> None:
-    names = [one.name for one in witnesses.baselines(seeing(model), "cpu", few=True)]
+    names = [one.name for one in references.baselines(seeing(model), "cpu", few=True)]
     assert names == ["eager", "nudged", *few]
-    every = [one.name for one in witnesses.baselines(seeing(model), "cpu", few=False)]
+    every = [one.name for one in references.baselines(seeing(model), "cpu", few=False)]
     assert len(every) == len(set(every)) and set(names) < set(every)
 
 
@@ -174,6 +174,6 @@ def test_means_over_images_with_channels_last_are_among_the_first_baselines(
 ) -> None:
     counted = rounds_of(monkeypatch)
     if not known:
-        monkeypatch.setattr(witnesses, "normalises", lambda model: False)
-    found = parity.prove(seeing(Normed), Plan(layout="channels_last"))
+        monkeypatch.setattr(references, "normalises", lambda model: False)
+    found = proof.prove(seeing(Normed), Plan(layout="channels_last"))
     assert (found.parity, len(counted)) == ("fp32-equivalent", rounds), found.reason

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.lowering import Program
-from hotloop.parity import prove, prove_programs
-from hotloop.parity.path import stops
-from hotloop.parity.seen import one_step
-from hotloop.parity.witnesses import Truth
+from hotloop.core.records.race import TRUSTED
+from hotloop.lowering.program import Program
+from hotloop.parity.comparison import one_step
+from hotloop.parity.proof import prove, prove_programs
+from hotloop.parity.references import Truth
+from hotloop.parity.trajectory import stops
 from hotloop.plan import BASELINE, Plan
-from hotloop.verdicts import TRUSTED
 from tests.cpu.planted_in_steps import mask_repeated
 from tests.cpu.programs import a_task, labelled
 from tests.cpu.test_models import Waves

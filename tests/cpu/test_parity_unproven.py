@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import contests, parity
-from hotloop.deadline import Deadline
+from hotloop.core.processes.deadline import Deadline
+from hotloop.core.records.race import TRUSTED
 from hotloop.errors import HotloopError
-from hotloop.lowering import lower
-from hotloop.parity import prove, prove_plans, prove_programs
-from hotloop.parity.witnesses import Truth
+from hotloop.lowering.build import lower
+from hotloop.parity import proof
+from hotloop.parity.proof import prove, prove_plans, prove_programs
+from hotloop.parity.references import Truth
 from hotloop.plan import BASELINE, Plan
-from hotloop.verdicts import TRUSTED
+from hotloop.tuning import race
 from tests.cpu.families import family
 from tests.cpu.programs import a_task
 from tests.cpu.test_task_optimizers import OPTIMIZERS
@@ -170,7 +171,7 @@ def test_a_training_that_fails_is_no_fault_of_the_proof(where: str) -> None:
     with pytest.raises(HotloopError, match=re.escape(says)):
         prove(task, BASELINE)
     plans, deadline = [Plan(optimizer="foreach")], Deadline()
-    [found] = contests._parities(task, plans, contests.proven_all, lambda doing, share: None, deadline)
+    [found] = race._parities(task, plans, race.proven_all, lambda doing, share: None, deadline)
     assert found.parity == "unproven" and says in found.reason and "float64" not in found.reason
 
 
@@ -200,7 +201,7 @@ def test_a_plan_whose_step_fails_is_broken_and_says_where() -> None:
 def test_a_harmless_change_that_the_model_can_t_take_is_left_out() -> None:
     task = pictures()
     program = hotloop.lower(task, Plan(optimizer="foreach"))
-    (found,) = parity._compared(
+    (found,) = proof._compared(
         task, [program], None, lambda done, total: None, brief=False
     )  # beside channels_last, too
     assert found.parity in TRUSTED and found.states >= 16

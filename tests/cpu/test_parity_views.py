@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.data.tree import copied
-from hotloop.lowering import Program, lower
-from hotloop.parity import prove_programs
+from hotloop.data.batch_tree import copied
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
+from hotloop.parity.proof import prove_programs
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.evaluation import evaluate
-from hotloop.lowering.placing import Copies, Places, Trip
-from hotloop.measuring.clocks import peak_of_step
-from hotloop.parity import prove
+from hotloop.core.random.rng import Streams
+from hotloop.core.state import differences
+from hotloop.lowering.evaluation import evaluate
+from hotloop.lowering.transforms.placement import Copies, Places, Trip
+from hotloop.parity.proof import prove
 from hotloop.plan import Plan
-from hotloop.rng import Streams
-from hotloop.run import Run
-from hotloop.state import differences
+from hotloop.training.run import Run
+from hotloop.tuning.races.runner import peak_of_step
 from tests.cpu.far import FAR, Far, SecondDevice, second_device
 from tests.cpu.killing import train
 from tests.cpu.placed import DTYPES, a_chain, alone, both, come_to, distance, on
@@ -225,7 +225,7 @@ def still() -> nn.Module:
 
 
 def test_a_proof_compares_it_with_one_device(machine: SecondDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.parity.running.STEPS", 2)
+    monkeypatch.setattr("hotloop.parity.free_run.STEPS", 2)
     brief = dict(epochs=1, batch_size=12)
     assert prove(a_chain(model=still, **brief), on({"0": "far"})).parity == "bitwise"
     drawing = prove(a_chain(**brief), on({"2": "far"}))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hotloop
 from hotloop.errors import DeviceError, MemoryExhausted, NonFiniteError, PlanError
-from hotloop.lowering.placing import Copies
+from hotloop.lowering.transforms.placement import Copies
 from hotloop.plan import Plan
 from tests.cpu.families import family
 from tests.cpu.far import Far, SecondDevice, second_device

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.core.state import State, differences
 from hotloop.errors import PlanError
-from hotloop.lowering import Program
-from hotloop.lowering.compiled import CompiledStep
+from hotloop.lowering.program import Program
+from hotloop.lowering.steps.compiled_step import CompiledStep
 from hotloop.plan import BASELINE, Plan
-from hotloop.state import State, differences
 from tests.cpu.families import FAMILIES, family
 from tests.cpu.killing import train
 from tests.cpu.more_families import another_family
@@ -157,7 +157,7 @@ def test_random_layers_draw_anew_at_each_step(plan: Plan) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_reduced_precisions_where_the_machine_is_not_asked(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without such instructions emulates them: slow, but the same lowering as elsewhere."""
-    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
+    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
     plan = Plan(precision=precision)
     program = hotloop.lower(family("mlp"), plan)
     state = after(program, 10)
@@ -175,7 +175,7 @@ def test_reduced_precisions_where_the_machine_is_not_asked(precision: str, monke
 
 
 def test_a_scale_of_the_loss_that_is_not_restored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
+    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
     program = hotloop.lower(family("mlp"), Plan(precision="fp16"))
     state = after(program, 3)
     state.scaler["scale"] = 256.0
@@ -188,7 +188,7 @@ def test_a_scale_of_the_loss_that_is_not_restored_is_seen(monkeypatch: pytest.Mo
 
 
 def test_fp16_compiled_scales_its_loss_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
+    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
     plain = after(hotloop.lower(family("mlp")), 3).parameters["1.weight"]
 
     def error() -> float:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.lowering.ingredients import Ingredients
-from hotloop.lowering.precision import in_precision
+from hotloop.lowering.context import Ingredients
+from hotloop.lowering.transforms.precision import in_precision
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task
 

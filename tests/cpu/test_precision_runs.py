@@ -15,17 +15,16 @@ import pytest
 import torch
 
 import hotloop
-from hotloop import kept
-from hotloop.arithmetic import IEEE, TORCH_DEFAULTS
-from hotloop.kept import recall
-from hotloop.lowering import lower
+from hotloop.core.float32_switches import read
+from hotloop.core.number_formats import IEEE, TORCH_DEFAULTS
+from hotloop.core.plan_request import Wanted
+from hotloop.lowering.build import lower
 from hotloop.plan import BASELINE, Plan
-from hotloop.remembering import _fitting
-from hotloop.run import Run
-from hotloop.switches import read
-from hotloop.training import go_on
-from hotloop.tuning import earlier
-from hotloop.wanted import Wanted
+from hotloop.training.run import Run
+from hotloop.training.start import go_on
+from hotloop.tuning.auto.recall import _fitting
+from hotloop.tuning.search import failed_searches, race_cache
+from hotloop.tuning.search.race_cache import recall
 from tests.cpu.made_verdicts import VERSIONS, timing, verdict
 from tests.cpu.programs import a_task
 
@@ -168,7 +167,7 @@ def test_a_new_run_s_plan_says_default(tmp_path: Path) -> None:
 
 def test_an_old_race_is_one_of_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing of plans beside the baseline of today."""
-    monkeypatch.setattr(kept, "folder", lambda: OLD / "races")
+    monkeypatch.setattr(race_cache, "folder", lambda: OLD / "races")
     (path,) = (OLD / "races").glob("*/*.json")
     key: dict[str, Any] = json.loads(path.read_text())["key"]
     where = key["task"], key["machine"], key["versions"]
@@ -179,23 +178,23 @@ def test_an_old_race_is_one_of_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_old_search_in_vain_does_not_keep_from_searching(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotloop.seeking import _about
+    from hotloop.tuning.tune import _about
 
-    monkeypatch.setattr(earlier, "folder", lambda: OLD / "races")
+    monkeypatch.setattr(failed_searches, "folder", lambda: OLD / "races")
     (path,) = (OLD / "searches").glob("*.json")
     key = json.loads(path.read_text())["key"]
-    assert earlier.recall(key) is not None, "the file is read as it was"
-    monkeypatch.setattr("hotloop.seeking.machine_name", lambda: key["machine"])
-    monkeypatch.setattr("hotloop.seeking.speed_versions", lambda: key["versions"])
+    assert failed_searches.recall(key) is not None, "the file is read as it was"
+    monkeypatch.setattr("hotloop.tuning.tune.machine_name", lambda: key["machine"])
+    monkeypatch.setattr("hotloop.tuning.tune.speed_versions", lambda: key["versions"])
     facts: Any = type("Facts", (), {"fingerprint": key["task"]})
-    assert earlier.recall(_about(facts, Plan(device="cpu"), Plan(device="cpu"))) is None
+    assert failed_searches.recall(_about(facts, Plan(device="cpu"), Plan(device="cpu"))) is None
 
 
 def test_races_under_other_settings_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "races")
+    monkeypatch.setattr(race_cache, "folder", lambda: tmp_path / "races")
     raced = verdict(timing(Plan(device="cpu", optimizer="fused"), 1.3))
-    kept.remember(raced)
+    race_cache.remember(raced)
     reduced = VERSIONS | {"switches": "cuda.matmul=tf32"}
     assert recall("f", "m", VERSIONS)[0] and recall("f", "m", reduced)[0] == []
-    kept.remember(raced.model_copy(update={"versions": reduced}))
+    race_cache.remember(raced.model_copy(update={"versions": reduced}))
     assert len(recall("f", "m", VERSIONS)[0]) == len(recall("f", "m", reduced)[0])

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotloop import probe as package
-from hotloop.hardware import Device, Figure, Hardware, Speed
-from hotloop.probe import cache, limits, machine, probe, speed
+from hotloop.core.hardware import benchmarks, limits, machine, speed_cache
+from hotloop.core.hardware import probe as package
+from hotloop.core.hardware.probe import probe
+from hotloop.core.records.hardware import Device, Figure, Hardware, Speed
 
 Measure = Callable[..., tuple[Speed, list[str]]]
 
@@ -27,7 +28,7 @@ def only_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Each test has a cache folder of its own."""
-    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "devices")
+    monkeypatch.setattr(speed_cache, "folder", lambda: tmp_path / "devices")
     return tmp_path / "devices"
 
 
@@ -49,11 +50,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def measure(device: Device, threads: int, tick: Callable[[str], None]) -> tuple[Speed, list[str]]:
         calls.append(device.name)
-        for name in speed.figures_of(device):
+        for name in benchmarks.figures_of(device):
             tick(name)
         return planted(), []
 
-    monkeypatch.setattr(speed, "measure", measure)
+    monkeypatch.setattr(benchmarks, "measure", measure)
     return calls
 
 
@@ -62,13 +63,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_cpu_is_measured_once_and_nothing_else_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    really: Measure = speed.measure
+    really: Measure = benchmarks.measure
 
     def counted(device: Device, threads: int, tick: Callable[[str], None]) -> tuple[Speed, list[str]]:
         calls.append(device.name)
         return really(device, threads, tick)
 
-    monkeypatch.setattr(speed, "measure", counted)
+    monkeypatch.setattr(benchmarks, "measure", counted)
     random, threads = torch.get_rng_state(), torch.get_num_threads()
     first = probe()
     assert calls == ["cpu"]
@@ -114,7 +115,7 @@ def test_nvidia_gpus_without_a_torch_that_uses_them(monkeypatch: pytest.MonkeyPa
 def test_progress_counts_every_figure_and_is_silent_when_all_are_stored(measured: list[str]) -> None:
     heard: list[tuple[str, int, int]] = []
     found = probe(progress=lambda *what: heard.append(what))
-    total = len(speed.figures_of(found.devices[0]))
+    total = len(benchmarks.figures_of(found.devices[0]))
     assert [done for _, done, _ in heard] == list(range(total + 1))
     assert {all_ for *_, all_ in heard} == {total}
     assert heard[0][0] == "cpu: fp32"
@@ -172,7 +173,7 @@ def test_figures_of_another_setting_are_not_taken(
     elif change == "threads":
         monkeypatch.setattr(limits, "sensible_threads", lambda *_: 77)
     elif change == "host":
-        monkeypatch.setattr(cache.platform, "node", lambda: "another-host")
+        monkeypatch.setattr(speed_cache.platform, "node", lambda: "another-host")
     else:
         monkeypatch.setattr(machine, "_cpu_model", lambda: "another chip")
     assert probe().notes == ()
@@ -191,12 +192,12 @@ def test_a_cache_that_cannot_be_written_costs_a_note_only(
 def test_a_figure_that_could_not_be_taken_is_noted_left_unknown_and_not_remembered(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    def figure(self: speed.Bench, name: str) -> Figure:
+    def figure(self: benchmarks.Bench, name: str) -> Figure:
         if name == "fp64":
             raise torch.OutOfMemoryError("out of memory\nand much more")
         return Figure(1.0, "us", "measured")
 
-    monkeypatch.setattr(speed.Bench, "figure", figure)
+    monkeypatch.setattr(benchmarks.Bench, "figure", figure)
     found = probe()
     assert "fp32" in found.devices[0].speed.flop_per_s
     assert "fp64" not in found.devices[0].speed.flop_per_s
@@ -209,23 +210,23 @@ def test_a_figure_that_could_not_be_taken_is_noted_left_unknown_and_not_remember
 
 def test_figures_follow_from_the_time_and_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that says half a second for anything, the figures are arithmetic."""
-    monkeypatch.setattr(speed.Clock, "best", lambda self, work, budget_s=0.0: work() is None or 0.5)
-    bench = speed.Bench(CPU, threads=1)
+    monkeypatch.setattr(benchmarks.Clock, "best", lambda self, work, budget_s=0.0: work() is None or 0.5)
+    bench = benchmarks.Bench(CPU, threads=1)
     product = bench.figure("fp32")
     assert product.value == 2 * 256**3 / 0.5
     assert "256 x 256" in product.how
-    copy = bench.figure(speed.BANDWIDTH)
+    copy = bench.figure(benchmarks.BANDWIDTH)
     assert copy.value == 2 * min(2**28, 2**31 // 8 // 2) / 0.5
-    assert bench.figure(speed.LAUNCH).value == 0.5e6
+    assert bench.figure(benchmarks.LAUNCH).value == 0.5e6
 
 
 def test_products_grow_until_they_take_long_or_the_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(seconds_of: Callable[[int], float], free_bytes: float) -> list[int]:
         tried: list[int] = []
-        monkeypatch.setattr(speed.Bench, "_product", lambda self, size, dtype: tried.append(size) or {"mm": None})
-        monkeypatch.setattr(speed.Clock, "best", lambda self, work, budget_s: seconds_of(tried[-1]))
+        monkeypatch.setattr(benchmarks.Bench, "_product", lambda self, size, dtype: tried.append(size) or {"mm": None})
+        monkeypatch.setattr(benchmarks.Clock, "best", lambda self, work, budget_s: seconds_of(tried[-1]))
         device = Device("cpu", "cpu", memory_free=Figure(free_bytes, "bytes", "os"))
-        speed.Bench(device, threads=1).matrix("fp32")
+        benchmarks.Bench(device, threads=1).matrix("fp32")
         return tried
 
     slow, fast = (lambda size: size**3 / 1e9), (lambda size: 1e-9)
@@ -237,16 +238,16 @@ def test_products_grow_until_they_take_long_or_the_memory_ends(monkeypatch: pyte
 
 def test_the_library_counts_that_multiplies_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is, it's the same product."""
-    bench = speed.Bench(CPU, threads=1)
+    bench = benchmarks.Bench(CPU, threads=1)
     products = bench._product(256, torch.float32)
     if "oneDNN" not in products:
         pytest.skip("this torch was built without oneDNN")
     assert torch.allclose(products["torch.mm"](), products["oneDNN"](), atol=1e-3)
     assert list(bench._product(256, torch.float64)) == ["torch.mm"]
-    monkeypatch.setattr(speed.Bench, "_product", lambda self, size, dtype: products)
+    monkeypatch.setattr(benchmarks.Bench, "_product", lambda self, size, dtype: products)
     for fast in products:
         seconds = {products[by]: 0.25 if by == fast else 0.5 for by in products}
-        monkeypatch.setattr(speed.Clock, "best", lambda self, work, budget_s, seconds=seconds: seconds[work])
+        monkeypatch.setattr(benchmarks.Clock, "best", lambda self, work, budget_s, seconds=seconds: seconds[work])
         found = bench.matrix("fp32")
         assert found.value == 2 * 256**3 / 0.25 and f"matrices by {fast}" in found.how
 
@@ -257,30 +258,30 @@ def test_one_thread_counts_where_several_are_kept_from_running(monkeypatch: pyte
     def alone() -> bool:
         return torch.get_num_threads() == 1
 
-    monkeypatch.setattr(speed.Clock, "best", lambda self, work, budget_s=0.0: 0.25 if alone() else 0.5)
-    found, notes = speed.measure(CPU, 2, lambda name: None)
+    monkeypatch.setattr(benchmarks.Clock, "best", lambda self, work, budget_s=0.0: 0.25 if alone() else 0.5)
+    found, notes = benchmarks.measure(CPU, 2, lambda name: None)
     assert found.flop_per_s["fp32"].value == 2 * 256**3 / 0.25
     assert "threads: 1" in found.flop_per_s["fp32"].how
     assert any("kept it busy" in note for note in notes)
     assert torch.get_num_threads() == before
 
-    monkeypatch.setattr(speed.Clock, "best", lambda self, work, budget_s=0.0: 0.5 if alone() else 0.25)
-    found, notes = speed.measure(CPU, 2, lambda name: None)
+    monkeypatch.setattr(benchmarks.Clock, "best", lambda self, work, budget_s=0.0: 0.5 if alone() else 0.25)
+    found, notes = benchmarks.measure(CPU, 2, lambda name: None)
     assert "threads: 2" in found.flop_per_s["fp32"].how
     assert notes == []
 
 
 def test_a_clock_takes_the_best_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call warms up, then windows grow until they are long enough; a disturbed one does no harm."""
-    windows = iter([9.0, 0.1 * speed.CPU_WINDOW_S, 0.2 * speed.CPU_WINDOW_S, 0.4, 5.0, 0.8, 99.0])
+    windows = iter([9.0, 0.1 * benchmarks.CPU_WINDOW_S, 0.2 * benchmarks.CPU_WINDOW_S, 0.4, 5.0, 0.8, 99.0])
     calls: list[int] = []
 
-    def seconds(self: speed.Clock, work: object, count: int = 1) -> float:
+    def seconds(self: benchmarks.Clock, work: object, count: int = 1) -> float:
         calls.append(count)
         return next(windows)
 
-    monkeypatch.setattr(speed.Clock, "seconds", seconds)
-    assert speed.Clock(torch.device("cpu")).best(lambda: None, 0.5) == 0.4 / 4
+    monkeypatch.setattr(benchmarks.Clock, "seconds", seconds)
+    assert benchmarks.Clock(torch.device("cpu")).best(lambda: None, 0.5) == 0.4 / 4
     assert calls == [1, 1, 2, 4, 4, 4]
 
 
@@ -291,9 +292,9 @@ def test_measuring_keeps_the_arithmetic_that_the_program_chose(choice: str) -> N
     torch.set_float32_matmul_precision(choice)
     try:
         chosen = matmul.fp32_precision
-        with speed._float32_products("ieee"):
+        with benchmarks._float32_products("ieee"):
             assert matmul.fp32_precision == "ieee"
-        with speed._float32_products("tf32"):
+        with benchmarks._float32_products("tf32"):
             assert matmul.fp32_precision == "tf32"
         assert matmul.fp32_precision == chosen
         assert torch.get_float32_matmul_precision() == choice
@@ -303,19 +304,19 @@ def test_measuring_keeps_the_arithmetic_that_the_program_chose(choice: str) -> N
 
 def test_measuring_is_not_changed_by_autocast_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(speed.Bench, "figure", lambda self, name: seen.append(torch.is_autocast_enabled("cpu")))
+    monkeypatch.setattr(benchmarks.Bench, "figure", lambda self, name: seen.append(torch.is_autocast_enabled("cpu")))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        speed.measure(CPU, 1, lambda name: None)
+        benchmarks.measure(CPU, 1, lambda name: None)
     assert seen
     assert not any(seen)
 
 
 def test_accelerators_are_measured_with_their_link(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Device("cuda:0", "cuda", precisions=("fp32", "tf32"))
-    assert speed.figures_of(gpu) == ["fp32", "tf32", speed.BANDWIDTH, speed.LAUNCH, speed.LINK]
+    assert benchmarks.figures_of(gpu) == ["fp32", "tf32", benchmarks.BANDWIDTH, benchmarks.LAUNCH, benchmarks.LINK]
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    clock = speed.Clock(torch.device("cuda", 0))
+    clock = benchmarks.Clock(torch.device("cuda", 0))
     clock.seconds(lambda: waited.append(torch.device("cpu")), 2)
     gpu_, cpu = torch.device("cuda", 0), torch.device("cpu")
     assert waited == [gpu_, cpu, cpu, gpu_], "waits before it starts the clock, and before it stops it"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hotloop.probe import limits, machine
+from hotloop.core.hardware import limits, machine
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hotloop.core.hardware.devices import check_device, devices
 from hotloop.errors import DeviceError
-from hotloop.probe import check_device, devices
 
 
 def accelerators(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int, current: int = 0) -> None:

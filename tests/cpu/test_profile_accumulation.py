@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.profiles import Profile
-from hotloop.profiling import course, phases
+from hotloop.core.records.profile import Profile
+from hotloop.profiler.base import phases
+from hotloop.profiler.session import step_sequence
 from tests.cpu.watching import watched
 
 EACH_S = 2.0
@@ -21,7 +22,7 @@ EACH_S = 2.0
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds, which go on only as the test has them go on."""
     now = [0.0]
-    for module in (course, phases):
+    for module in (step_sequence, phases):
         theirs = SimpleNamespace(perf_counter=lambda: now[0], thread_time=time.thread_time)
         monkeypatch.setattr(module, "time", theirs)
     return now
@@ -54,7 +55,7 @@ def test_slow_backwards_are_pieces_of_a_step_once_their_updates_have_come(clock:
     profile = accumulated(clock, 30 * many, many)
     source = Path(__file__).read_text(encoding="utf-8").splitlines()
     number = next(number for number, line in enumerate(source, 1) if line.endswith("# an update"))
-    assert profile.step_where.endswith(f"{Path(__file__).name}:{number}") and profile.steps >= course.SETTLED
+    assert profile.step_where.endswith(f"{Path(__file__).name}:{number}") and profile.steps >= step_sequence.SETTLED
     assert profile.step_ms == pytest.approx(1e3 * EACH_S * many)
     assert not backwards_in(profile)
 
@@ -62,7 +63,7 @@ def test_slow_backwards_are_pieces_of_a_step_once_their_updates_have_come(clock:
 def test_updates_are_awaited_for_so_long_and_no_longer(clock: list[float]) -> None:
     profile = accumulated(clock, 300, 1000)
     assert backwards_in(profile)
-    assert EACH_S * profile.steps < course.PATIENCE * course.LONGEST_S < EACH_S * 300
+    assert EACH_S * profile.steps < step_sequence.PATIENCE * step_sequence.LONGEST_S < EACH_S * 300
     assert "was made, but didn't step" in profile.notes[-1] and "--steps 120 watches" in profile.notes[-1]
 
 
@@ -87,7 +88,7 @@ def test_an_update_by_hand_keeps_nobody_waiting(unused: bool, clock: list[float]
             weight.grad = None
 
     profile = watched(loop, steps=None)
-    assert EACH_S * profile.steps <= course.LONGEST_S
+    assert EACH_S * profile.steps <= step_sequence.LONGEST_S
     assert [note for note in profile.notes if "no optimizer" in note]
     assert "update" not in profile.phases or [one.kind for one in profile.optimizers] == ["by hand"]
     del optimizer

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.profiles import Profile
-from hotloop.profiling import lines
-from hotloop.profiling.observing import observers
+from hotloop.core.records.profile import Profile
+from hotloop.profiler.session.observers import observers
+from hotloop.profiler.timers import line_sampler
 from tests.cpu.watching import watched
 
 WORLD_S, LOSS_S = 0.004, 0.002
@@ -71,6 +71,6 @@ def test_lines_between_calls_of_a_network_are_in_the_phase_that_the_timeline_end
 
 
 def test_lines_that_stay_in_the_loss_are_seen(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines.StackSampler, "amend", lambda self, marks, phase: None)
+    monkeypatch.setattr(line_sampler.StackSampler, "amend", lambda self, marks, phase: None)
     busily = spent(seen(), "busy")
     assert busily.get("python", 0.0) <= 1.5 * busily["loss"]

@@ -15,14 +15,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.contrib import DummyTqdmFile
 
-from hotloop.patches import Patches
-from hotloop.profiles import SeldomUpdate
-from hotloop.profiling.compose import profile_of
-from hotloop.profiling.facts import Facts, StepFact
-from hotloop.profiling.observing import observers
-from hotloop.profiling.phases import Timeline, durations
-from hotloop.profiling.schedule import order
-from hotloop.profiling.steps import Event, Finder, ends_step
+from hotloop.core.patches import Patches
+from hotloop.core.records.profile import SeldomUpdate
+from hotloop.profiler.base.phases import Timeline, durations
+from hotloop.profiler.base.schedule import order
+from hotloop.profiler.base.step_detection import Event, Finder, ends_step
+from hotloop.profiler.base.step_facts import Facts, StepFact
+from hotloop.profiler.session.observers import observers
+from hotloop.profiler.summary import profile_of
 from hotloop.report.profile import page
 from tests.cpu.test_profile_steps import two_optimizers
 from tests.cpu.watching import watched

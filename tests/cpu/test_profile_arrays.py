@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
-from hotloop import arrays, inspecting
-from hotloop.diagnosing import diagnose
+from hotloop import arrays
+from hotloop.core.records.profile import Profile, Threads
+from hotloop.core.state import differences
 from hotloop.errors import PlanError
-from hotloop.lowering import Program, lower
-from hotloop.lowering.handwritten import ArraysStep
+from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
 from hotloop.plan import BASELINE, Plan
-from hotloop.profiles import Profile, Threads
-from hotloop.profiling.tasks import profile_program
-from hotloop.state import differences
-from hotloop.taskfile import Loaded
+from hotloop.profiler import profile
+from hotloop.profiler.detectors import diagnose
+from hotloop.profiler.task_profile import profile_program
+from hotloop.task_file import Loaded
 from tests.cpu.programs import a_task
 from tests.cpu.test_inspecting import measured, raced_as
 from tests.unit.made_profiles import module
@@ -172,15 +174,15 @@ def test_a_step_of_python_says_nothing_of_operations() -> None:
 
 
 def test_threads_of_torch_are_not_measured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.busy_machine.crowding", lambda threads, cores: pytest.fail("measured"))
+    monkeypatch.setattr("hotloop.profiler.busy_machine.crowding", lambda threads, cores: pytest.fail("measured"))
     crowded = seen(threads=Threads(torch=16, cores=2, busy=1.0, others=0.0))
-    monkeypatch.setattr(inspecting, "profile_task", lambda *args, **options: crowded)
+    monkeypatch.setattr(profile, "profile_task", lambda *args, **options: crowded)
     found = hotloop.profile(a_task(), plan="arrays", progress=False)
-    assert inspecting.UNTRIED in found.notes and not found.remedies[1:]
+    assert profile.UNTRIED in found.notes and not found.remedies[1:]
 
 
 def tried() -> Profile:
-    return inspecting.tried(Loaded(a_task(), None, {}), seen(notes=[inspecting.UNTRIED]), ARRAYS)
+    return profile.tried(Loaded(a_task(), None, {}), seen(notes=[profile.UNTRIED]), ARRAYS)
 
 
 def test_what_torch_would_win_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +192,7 @@ def test_what_torch_would_win_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
     [remedy] = found.remedies
     assert remedy.axes == {"engine": "eager"} and remedy.won == (1.5, 1.4, 1.6)
     assert remedy.gain == pytest.approx(1 / 3) and "bitwise" in remedy.evidence
-    assert inspecting.UNTRIED not in found.notes
+    assert profile.UNTRIED not in found.notes
 
 
 @pytest.mark.parametrize(("ratio", "says"), [(0.8, "isn't faster here: 0.80 times"), (None, "couldn't be raced")])

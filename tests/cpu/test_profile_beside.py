@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from hotloop.diagnosing import diagnose
-from hotloop.profiles import Phase, Profile
-from hotloop.profiling.compose import profile_of
-from hotloop.profiling.observing import observers
-from hotloop.profiling.phases import HostClock, Timeline
-from hotloop.profiling.sites import Sites
-from hotloop.profiling.watcher import Watch
+from hotloop.core.records.profile import Profile
+from hotloop.core.records.profile_terms import Phase
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.phases import HostClock, Timeline
+from hotloop.profiler.detectors import diagnose
+from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.session import Watch
+from hotloop.profiler.summary import profile_of
 
 BATCH = 16
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.profiling.early import early_steps
-from hotloop.profiling.facts import Facts, StepFact
-from hotloop.profiling.hooks import mark_ms
-from hotloop.profiling.observing import observers
-from hotloop.profiling.phases import HostClock, Instant, Timeline, durations
-from hotloop.profiling.sites import Sites
-from hotloop.profiling.steps import Event
-from hotloop.profiling.turning import Turning, shares, turned
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.phases import HostClock, Instant, Timeline, durations
+from hotloop.profiler.base.step_detection import Event
+from hotloop.profiler.base.step_facts import Facts, StepFact
+from hotloop.profiler.hooks.torch_hooks import mark_ms
+from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.step_history import early_steps
+from hotloop.profiler.timers.line_sampler import Turning, shares, turned
 from tests.cpu.watching import watched
 
 
@@ -127,9 +127,9 @@ def test_plain_python_after_a_helper_that_ends_the_step_is_no_making_of_a_batch(
 
 @pytest.mark.more  # it is what the test before would miss
 def test_lines_that_are_marked_until_there_is_no_more_room_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiling.trail._EACH", 10**9)
-    monkeypatch.setattr("hotloop.profiling.trail._MOST", 40_000)
-    monkeypatch.setattr("hotloop.profiling.turning._ENOUGH", 10**9)
+    monkeypatch.setattr("hotloop.profiler.timers.markers._EACH", 10**9)
+    monkeypatch.setattr("hotloop.profiler.timers.markers._MOST", 40_000)
+    monkeypatch.setattr("hotloop.profiler.timers.line_sampler._ENOUGH", 10**9)
     with pytest.raises(AssertionError):
         check_busy()
 

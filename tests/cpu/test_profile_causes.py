@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Normal
 
-from hotloop.diagnosing import diagnose
-from hotloop.profiles import Profile
+from hotloop.core.records.profile import Profile
+from hotloop.profiler.detectors import diagnose
 from tests.cpu.watching import network, watched
 
 Way = dict[str, Any]

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hotloop.diagnosing import diagnose
-from hotloop.profiles import Remedy
-from hotloop.profiling.observing import observers
+from hotloop.core.records.profile import Remedy
+from hotloop.profiler.detectors import diagnose
+from hotloop.profiler.session.observers import observers
 from tests.cpu.watching import watched
 
 CLASSES = 3000

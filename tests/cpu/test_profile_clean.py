@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.profiles import Phase
-from hotloop.profiling import course, stretch
-from hotloop.profiling.compose import profile_of
-from hotloop.profiling.course import Course
-from hotloop.profiling.facts import Facts, StepFact
-from hotloop.profiling.schedule import CLOSE, Kind, order
-from hotloop.profiling.steps import Event
-from hotloop.profiling.watcher import Watch
+from hotloop.core.records.profile_terms import Phase
+from hotloop.profiler.base import light_mode
+from hotloop.profiler.base.schedule import CLOSE, Kind, order
+from hotloop.profiler.base.step_detection import Event
+from hotloop.profiler.base.step_facts import Facts, StepFact
+from hotloop.profiler.session import step_sequence
+from hotloop.profiler.session.session import Watch
+from hotloop.profiler.session.step_sequence import Course
+from hotloop.profiler.summary import profile_of
 from tests.cpu.watching import watched
 
 STEPS = 24
@@ -117,7 +118,7 @@ def test_short_steps_settle_for_longer(ms: float, steps: int) -> None:
 @pytest.mark.parametrize(("ms", "steps"), [(0.1, 64), (1.0, 20), (4.0, 5)])
 def test_short_steps_settle_for_longest_once_enough_are_measured(ms: float, steps: int) -> None:
     found = kinds(ms, 2 * STEPS)
-    enough = [at for at, kind in enumerate(found) if kind in ("clean", "instrumented")][stretch._ENOUGH]
+    enough = [at for at, kind in enumerate(found) if kind in ("clean", "instrumented")][light_mode._ENOUGH]
     assert settled(found[enough:]) == steps
 
 
@@ -126,7 +127,7 @@ def test_long_steps_need_not_settle() -> None:
 
 
 def test_steps_that_do_not_settle_are_seen(monkeypatch) -> None:
-    monkeypatch.setattr(stretch, "_SETTLED_MS", 0.0)
+    monkeypatch.setattr(light_mode, "_SETTLED_MS", 0.0)
     assert cold(kinds(1.0))
 
 
@@ -149,15 +150,15 @@ def test_of_ranks_no_clock_decides_how_a_step_is_watched(monkeypatch) -> None:
     assert found == taken(50.0, in_step=True) != taken(50.0)
     assert not [pair for pair in pairwise(found) if pair[0] in DISTURBING and pair[1] in ("clean", "instrumented")]
     for name in ("LONGEST_S", "_WARM_S"):
-        monkeypatch.setattr(course, name, -1.0)
+        monkeypatch.setattr(step_sequence, name, -1.0)
     assert found == taken(1.0, in_step=True) != taken(1.0)
 
 
-@pytest.mark.parametrize(("steps", "measured"), [(STEPS, STEPS), (None, course.SETTLED)])
+@pytest.mark.parametrize(("steps", "measured"), [(STEPS, STEPS), (None, step_sequence.SETTLED)])
 def test_so_many_steps_as_were_asked_for_take_as_long_as_they_take(
     steps: int | None, measured: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr(course, "LONGEST_S", -1.0)
+    monkeypatch.setattr(step_sequence, "LONGEST_S", -1.0)
     one = Course(steps, Quiet(), list, found=False)
     while not one.over:
         one.boundary()
@@ -166,7 +167,7 @@ def test_so_many_steps_as_were_asked_for_take_as_long_as_they_take(
 
 def test_warm_up_is_that_of_the_loop_that_is_measured(monkeypatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(course, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(step_sequence, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     one = Course(STEPS, Quiet(), list, found=True)
     one.timeline.clock = Even(1.0)
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.diagnosing import repeats
-from hotloop.diagnosing.step import Step
-from hotloop.profiles import Phase, Profile
-from hotloop.profiling.events import Event, Reader
-from hotloop.profiling.observing import observers
-from hotloop.profiling.trail import Mark
+from hotloop.core.records.profile import Profile
+from hotloop.core.records.profile_terms import Phase
+from hotloop.profiler.detectors import small_ops
+from hotloop.profiler.detectors.step import Step
+from hotloop.profiler.session.observers import observers
+from hotloop.profiler.timers.markers import Mark
+from hotloop.profiler.trace.events import Event, Reader
 from tests.cpu.watching import watched
 
 ROUNDS = 24
@@ -76,7 +77,7 @@ def test_what_a_closure_computes_is_no_update(kind: str, updating: str) -> None:
     assert phases_of(profile, f"aten::{updating}") == {"update"}
     assert {one.phase for one in profile.operators if one.name.startswith("Optimizer.")} == {"update"}
     assert profile.step_ms is not None
-    found = list(repeats.loops(Step(profile, profile.step_ms)))
+    found = list(small_ops.loops(Step(profile, profile.step_ms)))
     assert [one for one in found if f"of {ROUNDS} rounds" in one.cause]
 
 
@@ -206,7 +207,7 @@ def test_a_line_search_is_no_loop_and_the_loop_in_its_closure_is(clears: str) ->
 
         profile = watched(loop, observers=lambda watch: observers(watch, None))
         assert profile.step_ms is not None
-        found[model] = {round(one.rounds) for one in repeats.repeated(Step(profile, profile.step_ms))}
+        found[model] = {round(one.rounds) for one in small_ops.repeated(Step(profile, profile.step_ms))}
     assert found == {plain: set(), looping: {ROUNDS}}
 
 
@@ -226,4 +227,4 @@ def test_many_optimizers_cleared_by_one_line_are_no_line_search() -> None:
 
     profile = watched(loop, observers=lambda watch: observers(watch, None))
     assert profile.step_ms is not None
-    assert ROUNDS in {round(one.rounds) for one in repeats.repeated(Step(profile, profile.step_ms))}
+    assert ROUNDS in {round(one.rounds) for one in small_ops.repeated(Step(profile, profile.step_ms))}

@@ -10,16 +10,15 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hotloop
-from hotloop.lowering import lower
-from hotloop.lowering.capture import capture
-from hotloop.profiles import OperatorTime
-from hotloop.profiling.compiled import PHASE, Compilations, operator_of, parts_of
-from hotloop.profiling.labels import Labels
-from hotloop.profiling.matching import with_compiled, with_fused, with_shares
-from hotloop.profiling.modules import ModuleClock
-from hotloop.profiling.naming import Name, Namer
-from hotloop.profiling.operators import Tracer
-from hotloop.profiling.tree import Own, tree
+from hotloop.core.records.profile import OperatorTime
+from hotloop.lowering.build import lower
+from hotloop.lowering.compile.capture import capture
+from hotloop.profiler.timers.module_names import Name, Namer, Own, tree
+from hotloop.profiler.timers.modules import ModuleClock
+from hotloop.profiler.trace.calibration import with_compiled, with_fused, with_shares
+from hotloop.profiler.trace.inductor_kernels import PHASE, Compilations, operator_of, parts_of
+from hotloop.profiler.trace.node_labels import Labels
+from hotloop.profiler.trace.tracer import Tracer
 
 aten = torch.ops.aten
 

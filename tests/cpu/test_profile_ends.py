@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hotloop.profiling import course, watcher
-from hotloop.profiling.facts import Facts
-from hotloop.profiling.habits import Graphs
-from hotloop.profiling.observing import observers
-from hotloop.profiling.schedule import Kind
-from hotloop.profiling.sites import Sites
-from hotloop.profiling.watcher import Watch
+from hotloop.profiler.autograd.patterns import Graphs
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.schedule import Kind
+from hotloop.profiler.base.step_facts import Facts
+from hotloop.profiler.session import session, step_sequence
+from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.session import Watch
 from tests.cpu.test_profile_clean import STEPS, plain
 from tests.cpu.watching import watched
 
@@ -140,9 +140,13 @@ def gone_on(steps: int | None, kind: Kind) -> Watch:
     watch.install()
     net, other = nn.Linear(4, 1), nn.Linear(4, 2)
     optimizer, second = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (net, other))
-    while watch._course.measured() < course.SETTLED or watch._course.step is None or watch._course.step.kind != kind:
+    while (
+        watch._course.measured() < step_sequence.SETTLED
+        or watch._course.step is None
+        or watch._course.step.kind != kind
+    ):
         plain(net, optimizer)
-    for _ in range(course._STRAYED):
+    for _ in range(step_sequence._STRAYED):
         other(torch.randn(8, 4)).pow(2).mean().backward()
         second.step()
     return watch
@@ -164,8 +168,8 @@ def test_a_step_that_never_ends_is_watched_closely_no_more(kind: Kind, monkeypat
     net = nn.Linear(4, 1).eval()
     net(torch.ones(2, 4))
     assert nn.Module.__call__ is not call
-    monkeypatch.setattr(course, "_LOST_S", -1.0)
-    monkeypatch.setattr(course, "_LOST", 0.0)
+    monkeypatch.setattr(step_sequence, "_LOST_S", -1.0)
+    monkeypatch.setattr(step_sequence, "_LOST", 0.0)
     with torch.no_grad():
         net(torch.ones(2, 4))
         assert (nn.Module.__call__ is call) and sys.gettrace() is None
@@ -181,7 +185,7 @@ def test_a_step_that_never_ends_is_watched_closely_no_more(kind: Kind, monkeypat
 
 
 def test_facts_that_cannot_be_written_are_none_of_the_loops_trouble(monkeypatch) -> None:
-    monkeypatch.setattr(watcher, "_PUBLISHED_S", 0.0)
+    monkeypatch.setattr(session, "_PUBLISHED_S", 0.0)
     written: list[int] = []
 
     def publish(facts: Facts) -> None:

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hotloop.diagnosing import gradless
-from hotloop.diagnosing.step import Step
-from hotloop.profiling.observing import observers
+from hotloop.profiler.detectors import wasted_work
+from hotloop.profiler.detectors.step import Step
+from hotloop.profiler.session.observers import observers
 from tests.cpu.watching import watched
 
 WIDTH, ROWS = 8, 16
@@ -119,7 +119,7 @@ def trained(model: nn.Module, beside: Callable[[Tensor, Tensor], Tensor] | None 
 
     profile = watched(loop, observers=lambda watch: observers(watch, None))
     assert profile.step_ms is not None
-    return [one.cause.partition(": ")[2] for one in gradless.without_gradient(Step(profile, profile.step_ms))]
+    return [one.cause.partition(": ")[2] for one in wasted_work.without_gradient(Step(profile, profile.step_ms))]
 
 
 NAMED = {

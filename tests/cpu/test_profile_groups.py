@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.profiling.groups import GroupClock
-from hotloop.profiling.optimizers import Optimizers
-from hotloop.profiling.sites import Sites
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.hooks.optimizer_hooks import GroupClock, Optimizers
 
 
 class Slow(torch.optim.Optimizer):

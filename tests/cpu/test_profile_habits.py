@@ -16,10 +16,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from hotloop.probe.limits import CgroupLimits
-from hotloop.profiling import habits, tensors, usage
-from hotloop.profiling.sites import Sites
-from hotloop.profiling.watcher import Watch
+from hotloop.core.hardware.limits import CgroupLimits
+from hotloop.profiler.autograd import patterns
+from hotloop.profiler.base import tensor_facts
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.hooks import resources
+from hotloop.profiler.session.session import Watch
 from tests.cpu.watching import Step, network, training, watched
 
 
@@ -109,12 +111,12 @@ def test_a_few_samples_that_a_loader_gave_are_looked_at_too() -> None:
 
 
 def test_taking_every_such_forward_for_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(habits, "evaluates", lambda one, trained: True)
+    monkeypatch.setattr(patterns, "evaluates", lambda one, trained: True)
     assert all("evaluation" in seen(step) for step in METHODS)
 
 
 def test_telling_inputs_by_their_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "_known_by", lambda value: (value.data_ptr(),))
+    monkeypatch.setattr(tensor_facts, "_known_by", lambda value: (value.data_ptr(),))
     assert "evaluation" in seen(of_overwritten_memory)
 
 
@@ -245,9 +247,9 @@ def test_a_habit_of_every_step_is_seen_once_in_each() -> None:
 def test_a_container_has_the_cores_of_its_share_of_time(
     quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    monkeypatch.setattr(usage, "cgroup_limits", lambda: CgroupLimits(cores=quota))
-    assert usage.cores() == cores
+    monkeypatch.setattr(resources.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(resources, "cgroup_limits", lambda: CgroupLimits(cores=quota))
+    assert resources.cores() == cores
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -301,7 +303,7 @@ def test_an_error_in_the_midst_of_an_evaluation_is_none_of_the_loops(monkeypatch
     def broken(value: object) -> None:
         raise ValueError("planted")
 
-    monkeypatch.setattr(habits, "tensors_in", broken)
+    monkeypatch.setattr(patterns, "tensors_in", broken)
     watch = Watch(24, Sites(), lambda facts: None, lambda watch: [])
     watch.install()
     net = ActorCritic()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hotloop.diagnosing import diagnose
-from hotloop.profiles import Profile
-from hotloop.profiling.observing import observers
+from hotloop.core.records.profile import Profile
+from hotloop.profiler.detectors import diagnose
+from hotloop.profiler.session.observers import observers
 from tests.cpu.watching import watched
 
 pytestmark = pytest.mark.usefixtures("one_thread")

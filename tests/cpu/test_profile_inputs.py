@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.profiles import OperatorTime
-from hotloop.profiling import inputs
-from hotloop.profiling.operators import Tracer
+from hotloop.core.records.profile import OperatorTime
+from hotloop.profiler.timers import module_names
+from hotloop.profiler.trace.tracer import Tracer
 
 MANY, WIDTH = 5, 2
 
@@ -81,7 +81,7 @@ def test_modules_that_are_given_one_after_the_other_are_not(way) -> None:
 
 
 def test_memory_that_is_told_by_its_place_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "StorageWeakRef", lambda storage: storage._cdata)
+    monkeypatch.setattr(module_names, "StorageWeakRef", lambda storage: storage._cdata)
     places = [storage._cdata for storage in (torch.zeros(4, WIDTH).untyped_storage() for _ in range(2))]
     if places[0] == places[1]:  # as the allocator does it nearly always
         assert max(alike(freed)) > 1

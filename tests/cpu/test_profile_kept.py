@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.profiling import sites
-from hotloop.profiling.keeping import matched
+from hotloop.profiler.autograd.dropped_gradients import matched
+from hotloop.profiler.base import call_sites
 from tests.cpu.watching import Step, network, training, watched
 
 
@@ -238,7 +238,7 @@ def test_the_line_that_says_how_many_threads_there_are_is_known() -> None:
 def test_threads_that_somebody_else_asks_for_are_at_no_line_of_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """As hotloop does where it runs a plan."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(sites, "is_library", lambda file: file.endswith("taking_part.py") or file != __file__)
+    monkeypatch.setattr(call_sites, "is_library", lambda file: file.endswith("taking_part.py") or file != __file__)
 
     def loop() -> None:
         net = network()

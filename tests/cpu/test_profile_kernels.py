@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from hotloop.counting import Counts
-from hotloop.profiles import ModuleTime, OperatorTime
-from hotloop.profiling.events import Event, Reader, copied
-from hotloop.profiling.matching import on_device, scaled, with_counts
-from hotloop.profiling.naming import Name
-from hotloop.profiling.trail import Mark
-from hotloop.profiling.tree import Own
+from hotloop.core.records.profile import ModuleTime, OperatorTime
+from hotloop.profiler.costs.op_cost import Counts
+from hotloop.profiler.timers.markers import Mark
+from hotloop.profiler.timers.module_names import Name, Own
+from hotloop.profiler.trace.calibration import on_device, scaled, with_counts
+from hotloop.profiler.trace.events import Event, Reader, copied
 
 # Events of a device, which isn't there: made up as torch's profiler gives them
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.profiles import Habit
-from hotloop.profiling.garbage import Collections
-from hotloop.profiling.observing import observers
-from hotloop.profiling.sites import Sites
+from hotloop.core.records.profile_terms import Habit
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.hooks.resources import Collections
+from hotloop.profiler.session.observers import observers
 from tests.cpu.watching import watched
 
 

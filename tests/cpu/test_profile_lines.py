@@ -14,9 +14,10 @@ from zlib import crc32
 
 import pytest
 
-from hotloop.profiles import LineTime, Phase
-from hotloop.profiling.lines import StackSampler
-from hotloop.profiling.matching import fitting
+from hotloop.core.records.profile import LineTime
+from hotloop.core.records.profile_terms import Phase
+from hotloop.profiler.timers.line_sampler import StackSampler
+from hotloop.profiler.trace.calibration import fitting
 
 
 def compiled(name: str, text: str) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def test_a_step_that_is_dropped_is_forgotten() -> None:
 def test_what_watches_counts_for_nobody() -> None:
     seen = sampler()
     seen._steps, seen._since = 1, 0.0
-    watch = compiled("hotloop/profiling/watcher.py", "def _publish(then): then()\ndef call(then): then()")
+    watch = compiled("hotloop/profiler/session/session.py", "def _publish(then): then()\ndef call(then): then()")
     train = compiled("script.py", SCRIPT)["train"]
     train(watch["_publish"], lambda: seen.sample(sys._getframe(), 1.0))
     assert seen.lines() == []
@@ -165,7 +166,7 @@ def test_it_looks_during_steps_alone_and_ends_its_thread() -> None:
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_memory_stays_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiling.lines._MOST", most)
+    monkeypatch.setattr("hotloop.profiler.timers.line_sampler._MOST", most)
     seen = sampler()
     seen._steps = 1
     sampled(seen, iter([1.0, 2.0]))

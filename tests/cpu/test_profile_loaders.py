@@ -23,12 +23,12 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from hotloop.profiles import LoaderUse
-from hotloop.profiling import loaders as module
-from hotloop.profiling.loaders import Loaders
-from hotloop.profiling.schedule import CLOSE
-from hotloop.profiling.sites import Sites
-from hotloop.profiling.watcher import Watch
+from hotloop.core.records.profile import LoaderUse
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.schedule import CLOSE
+from hotloop.profiler.hooks import dataloaders as module
+from hotloop.profiler.hooks.dataloaders import Loaders
+from hotloop.profiler.session.session import Watch
 from tests.cpu.watching import watched
 
 COUNT, BATCH = 32, 8

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-import hotloop.profiling.modules
-from hotloop.profiling.modules import ModuleClock
-from hotloop.profiling.naming import Namer
-from hotloop.profiling.seams import Seams
+import hotloop.profiler.timers.modules
+from hotloop.profiler.hooks.module_calls import Seams
+from hotloop.profiler.timers.module_names import Namer
+from hotloop.profiler.timers.modules import ModuleClock
 from tests.cpu.hands import HANDS, Block, Layer, Slow, measured, ms, ones, own_ms
 
 
@@ -49,7 +49,7 @@ def test_calls_kinds_and_shares() -> None:
 
 
 def wrong_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotloop.profiling.modules, "bisect_right", lambda numbers, number: 1)
+    monkeypatch.setattr(hotloop.profiler.timers.modules, "bisect_right", lambda numbers, number: 1)
 
 
 def no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_compiled_modules_are_not_compiled_again() -> None:
 
 
 def test_what_is_kept_of_a_step_that_goes_on_and_on_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiling.modules._MOST_MADE", 10)
+    monkeypatch.setattr("hotloop.profiler.timers.modules._MOST_MADE", 10)
     net, clock = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ModuleClock()
     clock.begin()
     for _ in range(20):

@@ -20,16 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import hotloop.profiling.events
-from hotloop.profiles import OperatorTime
-from hotloop.profiling.chrome import MOST_SPANS, Span, write_trace
-from hotloop.profiling.events import Reader
-from hotloop.profiling.following import Follower
-from hotloop.profiling.observing import observers
-from hotloop.profiling.operators import Tracer
-from hotloop.profiling.sites import Sites
-from hotloop.profiling.trail import Trail
-from hotloop.profiling.watcher import Watch
+import hotloop.profiler.trace.events
+from hotloop.core.records.profile import OperatorTime
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.session import Watch
+from hotloop.profiler.timers.line_tracer import Follower
+from hotloop.profiler.timers.markers import Trail
+from hotloop.profiler.trace.chrome_trace import MOST_SPANS, Span, write_trace
+from hotloop.profiler.trace.events import Reader
+from hotloop.profiler.trace.tracer import Tracer
 from tests.cpu import watching
 
 
@@ -143,7 +143,7 @@ def by_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hotloop.profiling.events, "bisect_right", lambda found, x: min(1, len(found)))
+    monkeypatch.setattr(hotloop.profiler.trace.events, "bisect_right", lambda found, x: min(1, len(found)))
 
 
 @pytest.mark.parametrize("plant", [no_lines, no_modules, by_time_alone, one_off])
@@ -237,7 +237,7 @@ def test_a_line_runs_as_often_as_python_runs_it_whatever_a_library_does() -> Non
 
 
 def test_counting_what_a_library_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiling.following._SUSPENDED", 0)  # what goes on counts as called
+    monkeypatch.setattr("hotloop.profiler.timers.line_tracer._SUSPENDED", 0)  # what goes on counts as called
     with pytest.raises(AssertionError):
         check_runs(runs())
 
@@ -297,7 +297,7 @@ def test_nothing_is_left_after_a_step() -> None:
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="frames keep no copies of their variables")
 def test_a_frame_that_keeps_tensors_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.profiling.following.forget_variables", lambda frame: None)
+    monkeypatch.setattr("hotloop.profiler.timers.line_tracer.forget_variables", lambda frame: None)
     assert "tensors" in leavings()
 
 
@@ -330,7 +330,7 @@ def test_a_debugger_keeps_its_tracing() -> None:
 
 def test_the_profilers_library_writes_nothing_to_the_scripts_output() -> None:
     code = (
-        "import torch; from hotloop.profiling.operators import Tracer\n"
+        "import torch; from hotloop.profiler.trace.tracer import Tracer\n"
         "t = Tracer(lambda code: True, lambda file, line: '')\n"
         "t.begin(); torch.ones(3) + 1; t.end(); assert t.operators()"
     )

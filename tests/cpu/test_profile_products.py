@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.diagnosing import products
-from hotloop.diagnosing.step import Step
-from hotloop.profiles import Remedy
-from hotloop.profiling.observing import observers
+from hotloop.core.records.profile import Remedy
+from hotloop.profiler.detectors import operators
+from hotloop.profiler.detectors.step import Step
+from hotloop.profiler.session.observers import observers
 from tests.cpu.watching import watched
 
 WORDS, WIDTH = 1500, 192
@@ -67,7 +67,7 @@ def found(model: nn.Module, inputs: Tensor) -> list[Remedy]:
     profile = watched(loop, observers=lambda watch: observers(watch, None))
     assert profile.step_ms is not None
     step = Step(profile, profile.step_ms)
-    return [*products.looked_up(step), *products.multiplied_out(step)]
+    return [*operators.looked_up(step), *operators.multiplied_out(step)]
 
 
 @pytest.mark.parametrize("model", [LookedUp, OfIdentity, Compared, Adapted])

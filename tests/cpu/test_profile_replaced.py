@@ -19,11 +19,11 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from hotloop.patches import Patches
-from hotloop.profiling import room
-from hotloop.profiling.hooks import around
-from hotloop.profiling.observing import observers
-from hotloop.profiling.room import Room, Rooms
+from hotloop.core.patches import Patches
+from hotloop.profiler.base import transparency
+from hotloop.profiler.base.transparency import Room, Rooms
+from hotloop.profiler.hooks.torch_hooks import around
+from hotloop.profiler.session.observers import observers
 from tests.cpu.watching import watched
 
 LIMIT = sys.getrecursionlimit()
@@ -32,7 +32,7 @@ LIMIT = sys.getrecursionlimit()
 @pytest.fixture(autouse=True)
 def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever watches earlier tests have left open."""
-    monkeypatch.setattr(room, "_ROOMS", Rooms())
+    monkeypatch.setattr(transparency, "_ROOMS", Rooms())
     sys.setrecursionlimit(LIMIT)
     yield
     assert sys.getrecursionlimit() == LIMIT
@@ -165,7 +165,7 @@ def test_modules_that_call_themselves_go_as_deep_as_alone() -> None:
 
 
 def test_too_little_room_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.Room, "make", lambda self: None)
+    monkeypatch.setattr(transparency.Room, "make", lambda self: None)
     net = Chain()
     with pytest.raises(RecursionError):
         trained(net, deepest(net) * 9 // 10)

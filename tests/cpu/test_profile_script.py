@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from hotloop.errors import TaskError
-from hotloop.profiling import host
-from hotloop.profiling.compose import profile_of
-from hotloop.profiling.facts import Facts, StepFact
-from hotloop.profiling.host import profile_script
-from hotloop.profiling.importing import AtImport
-from hotloop.profiling.plain_lines import PlainLines
+from hotloop.profiler import script as host
+from hotloop.profiler.base.import_hook import AtImport
+from hotloop.profiler.base.step_facts import Facts, StepFact
+from hotloop.profiler.script import profile_script
+from hotloop.profiler.summary import profile_of
+from hotloop.profiler.timers.plain_python import PlainLines
 
 LOOPS = Path(__file__).parent / "loops"
 
@@ -312,7 +312,7 @@ print(len(heard), flush=True)
 IN_A_TERMINAL = """
 import fcntl, sys, termios
 from pathlib import Path
-from hotloop.profiling.host import profile_script
+from hotloop.profiler.script import profile_script
 fcntl.ioctl(sys.stderr, termios.TIOCSCTTY, 0)
 sys.exit(profile_script(Path(sys.argv[1])).exit_code)
 """

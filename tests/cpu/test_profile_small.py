@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hotloop.profiles import LineTime, ModuleTime, OperatorTime, Profile
-from hotloop.profiling.compose import profile_of
-from hotloop.profiling.facts import Facts, StepFact
-from hotloop.profiling.observing import observers
+from hotloop.core.records.profile import LineTime, ModuleTime, OperatorTime, Profile
+from hotloop.profiler.base.step_facts import Facts, StepFact
+from hotloop.profiler.session.observers import observers
+from hotloop.profiler.summary import profile_of
 from tests.cpu.watching import training, watched
 
 CLEAN_MS, WATCHED_MS = 1.0, 4.0

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hotloop.profiling import watcher
-from hotloop.profiling.observing import observers
+from hotloop.profiler.session import session
+from hotloop.profiler.session.observers import observers
 from tests.cpu.watching import watched
 
 FILE = Path(__file__).name
@@ -169,7 +169,7 @@ def test_an_error_of_the_watch_is_none_of_the_loops(monkeypatch) -> None:
     def broken(*arguments: object, **named: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(watcher.Loaders, "begin", broken)
+    monkeypatch.setattr(session.Loaders, "begin", broken)
     with pytest.raises(AssertionError, match="ZeroDivisionError: planted"):
         watched(two_optimizers)
 

@@ -14,14 +14,15 @@ from torch import nn
 from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
-from hotloop.profiling import pauses, watcher
-from hotloop.profiling.course import Course
-from hotloop.profiling.facts import StepFact
-from hotloop.profiling.observing import observers
-from hotloop.profiling.phases import Instant
-from hotloop.profiling.sites import Sites
-from hotloop.profiling.sparing import Sparing
-from hotloop.profiling.watcher import Watch
+from hotloop.profiler.autograd import evaluation_pauses
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.phases import Instant
+from hotloop.profiler.base.step_facts import StepFact
+from hotloop.profiler.session import session
+from hotloop.profiler.session.light_steps import Sparing
+from hotloop.profiler.session.observers import observers
+from hotloop.profiler.session.session import Watch
+from hotloop.profiler.session.step_sequence import Course
 
 STEPS = 24
 LONG = 1000
@@ -52,7 +53,7 @@ class Loop:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Hand()
-        monkeypatch.setattr(pauses, "time", SimpleNamespace(perf_counter=lambda: self.clock.now_ms / 1e3))
+        monkeypatch.setattr(evaluation_pauses, "time", SimpleNamespace(perf_counter=lambda: self.clock.now_ms / 1e3))
         self.watch = Watch(STEPS, Sites(), lambda facts: None, lambda watch: observers(watch, None))
         self.watch.timeline.clock = self.clock
         self.net = nn.Linear(4, 1)
@@ -136,7 +137,7 @@ def test_a_pause_is_no_time_of_a_step_and_all_of_it_is_counted(
     loop: Loop, what: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = SimpleNamespace(perf_counter=lambda: loop.clock.now_ms / 1e3, monotonic=time.monotonic)
-    monkeypatch.setattr(watcher, "time", now)
+    monkeypatch.setattr(session, "time", now)
     paused: list[bool] = []
 
     def save(*args: object) -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotloop.lowering import lower
+from hotloop.core.state import differences
+from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.profiling.sharing import agreed
-from hotloop.profiling.tasks import profile_program
-from hotloop.state import differences
+from hotloop.profiler.rank_profiles import agreed
+from hotloop.profiler.task_profile import profile_program
 from tests.cpu.programs import a_task
 
 

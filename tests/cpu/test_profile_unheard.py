@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hotloop.profiling.observing import observers
+from hotloop.profiler.session.observers import observers
 from tests.cpu.watching import watched
 
 STEPS, MEASURED = 40, 8

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hotloop.profiles import Habit
+from hotloop.core.records.profile_terms import Habit
 from tests.cpu.watching import watched
 
 Network = tuple[nn.Module, nn.Module]

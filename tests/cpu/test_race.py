@@ -11,15 +11,15 @@ import torch
 import torch._inductor.config
 
 from bench.race_verdicts import MARKED, delayed, one
+from hotloop.core.records.race import best_of
 from hotloop.errors import DiskError, HotloopError, MemoryExhausted, RoomError
-from hotloop.lowering import Program, lower
-from hotloop.lowering.step import EagerStep
-from hotloop.measuring import Entrant, measure
-from hotloop.measuring.racing import Measured
-from hotloop.measuring.rounds import Lane
+from hotloop.lowering.build import lower
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.task import Task
-from hotloop.verdicts import best_of
+from hotloop.tuning.races.measure import Entrant, Measured, measure
+from hotloop.tuning.races.rounds import Lane
 from tests.cpu.programs import a_task
 from tests.cpu.timed_tasks import CPU, TASKS, Clock, standing_still
 
@@ -150,7 +150,7 @@ def test_a_plan_that_was_left_out_in_a_quiet_hour_is_not_the_fastest_for_that(cl
         left_out.times, left_out.running = [took / 1.2 for took in quiet], False
         stayed.times = [took / 1.5 for took in quiet + busy]
 
-    monkeypatch.setattr("hotloop.measuring.racing.run_rounds", rounds)
+    monkeypatch.setattr("hotloop.tuning.races.measure.run_rounds", rounds)
     found = raced(a_task(), clock, baseline=CPU, left=CPU, stayed=Plan(device="cpu", optimizer="foreach"))
     assert best_of(found.plans, "baseline", proven=False) == "stayed"
     base = found.plans[0]
@@ -220,9 +220,11 @@ def test_data_that_memory_has_no_room_for_now_is_a_lack_of_memory(when: str, clo
     def full(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("hotloop.lowering.residency.free_memory", lambda device: 100 if when[0] == "b" else None)
+    monkeypatch.setattr(
+        "hotloop.lowering.transforms.residency.free_memory", lambda device: 100 if when[0] == "b" else None
+    )
     if when[0] == "w":
-        monkeypatch.setattr("hotloop.data.materialise._read", full)
+        monkeypatch.setattr("hotloop.data.feeds.in_memory._read", full)
     task = a_task(data=Numbers(), deterministic=True)
     found = raced(task, clock, baseline=CPU, host=CPU.with_axes(residency="host")).plans[1]
     assert "can't be read into memory" in (found.failure or "") and found.short_of_memory
@@ -286,8 +288,8 @@ def test_the_callers_generators_stay_as_they_were(clock: Clock) -> None:
 @pytest.fixture
 def many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many short windows, however long they take on a busy machine."""
-    monkeypatch.setattr("hotloop.measuring.rounds._WINDOW_S", {"cpu": 0.005})
-    monkeypatch.setattr("hotloop.measuring.rounds.settled", lambda ratio: ratio.pairs >= 40)
+    monkeypatch.setattr("hotloop.tuning.races.rounds._WINDOW_S", {"cpu": 0.005})
+    monkeypatch.setattr("hotloop.tuning.races.rounds.settled", lambda ratio: ratio.pairs >= 40)
 
 
 def test_a_plan_against_itself_makes_no_difference(many_pairs: None) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hotloop.measuring.crossing import Point, crossings
-from hotloop.measuring.statistics import Ratio, answer
-from hotloop.report.scales import sentence
-from hotloop.verdicts import Crossing, Scaling, Timing, Verdict
+from hotloop.core.records.race import Crossing, Scaling, Timing, Verdict
+from hotloop.report.race_scaling import sentence
+from hotloop.tuning.races.crossover import Point, crossings
+from hotloop.tuning.races.statistics import Ratio, answer
 
 SIZES = (0.25, 1.0, 4.0, 16.0)
 Law = Callable[[float], float]

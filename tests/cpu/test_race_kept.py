@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hotloop import kept
-from hotloop.kept import best, recall, remember
+from hotloop.core.records.race import TRUSTED, Parity, Timing
 from hotloop.plan import Plan
-from hotloop.verdicts import TRUSTED, Parity, Timing
-from hotloop.weighing import Memory
+from hotloop.tuning.search import race_cache as kept
+from hotloop.tuning.search.payoff import Memory
+from hotloop.tuning.search.race_cache import best, recall, remember
 from tests.cpu.made_verdicts import COMPILED, FUSED, VERSIONS, WRONG, timing, verdict
 
 

@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hotloop.lowering import lower
-from hotloop.measuring import Entrant, measure
-from hotloop.measuring.loading import feed_times, loading_workers
-from hotloop.measuring.racing import Measured, _waits
-from hotloop.measuring.rounds import Lane
-from hotloop.measuring.runner import Runner
+from hotloop.core.state import differences
+from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.state import differences
 from hotloop.task import Task
+from hotloop.tuning.races.measure import Entrant, Measured, _waits, measure
+from hotloop.tuning.races.rounds import Lane
+from hotloop.tuning.races.runner import Runner, feed_times, loading_workers
 from tests.cpu.programs import a_task
 
 SAMPLE_S, BATCH, WORKERS = 0.005, 4, 2
@@ -62,7 +60,7 @@ def raced(plans: dict[str, Plan], *, brief: bool) -> Measured:
 )
 def test_a_step_takes_no_less_than_its_batch(brief: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three loaders that load on while the others are timed would each seem three times as fast."""
-    monkeypatch.setattr("hotloop.measuring.racing.WARM_S", 0.05)
+    monkeypatch.setattr("hotloop.tuning.races.measure.WARM_S", 0.05)
     found = raced(STREAMING | HOST, brief=brief)
     *streaming, host = found.plans
     for timing in streaming:  # asleep for at least that long, however busy the machine is

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from hotloop.measuring import rounds
-from hotloop.measuring.rounds import Lane, Limits, ratio, run_rounds
-from hotloop.measuring.statistics import answer
+from hotloop.tuning.races import rounds
+from hotloop.tuning.races.rounds import Lane, Limits, ratio, run_rounds
+from hotloop.tuning.races.statistics import answer
 
 
 @dataclass

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.lowering import Program, lower
-from hotloop.measuring import Entrant, load, measure
-from hotloop.measuring.clocks import peak_of_step
-from hotloop.measuring.load import Used, busy_note, cores_of_others
-from hotloop.measuring.loading import feed_time
-from hotloop.measuring.runner import Runner
+from hotloop.core.state import differences
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.state import differences
+from hotloop.tuning.races import system_load
+from hotloop.tuning.races.measure import Entrant, measure
+from hotloop.tuning.races.runner import Runner, feed_time, peak_of_step
+from hotloop.tuning.races.system_load import Used, busy_note, cores_of_others
 from tests.cpu.programs import a_task
 from tests.cpu.timed_tasks import CPU, TASKS, Clock, standing_still
 
@@ -158,8 +158,8 @@ def test_work_on_cores_that_we_may_not_use_is_no_trouble(monkeypatch: pytest.Mon
         user: float
         idle: float
 
-    monkeypatch.setattr(load.psutil, "cpu_times", lambda percpu: [Times(10.0, 5.0), Times(500.0, 1.0)])
-    monkeypatch.setattr(load.psutil.Process, "cpu_affinity", lambda self: [0], raising=False)
+    monkeypatch.setattr(system_load.psutil, "cpu_times", lambda percpu: [Times(10.0, 5.0), Times(500.0, 1.0)])
+    monkeypatch.setattr(system_load.psutil.Process, "cpu_affinity", lambda self: [0], raising=False)
     assert Used.now().by_all == 10.0
 
 

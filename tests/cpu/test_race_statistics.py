@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy.stats import quantile_test
 
-from hotloop.measuring import statistics
-from hotloop.measuring.statistics import (
+from hotloop.core.records.race import MARGIN
+from hotloop.tuning.races import statistics
+from hotloop.tuning.races.statistics import (
     CONFIDENCE,
-    MARGIN,
     Ratio,
     answer,
     behind,

@@ -13,24 +13,27 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop import contests, kept, remembering
-from hotloop.choosing import known
-from hotloop.contests import raced
-from hotloop.kept import recall, remember
-from hotloop.lowering import Program, lower
-from hotloop.measuring.racing import Measured
+from hotloop.core.files.source_files import sources_elsewhere
+from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.plan_request import Wanted
+from hotloop.core.records.race import Timing, Verdict
+from hotloop.core.records.training import SourceRecord, TaskFacts
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.records import SourceRecord, TaskFacts
-from hotloop.remembering import fingerprinted, lowered_by_memory
-from hotloop.rivals import Contest
-from hotloop.setting import machine_name, speed_versions
-from hotloop.sources import sources_elsewhere
 from hotloop.task import Task
-from hotloop.taskfile import Loaded, load_task
-from hotloop.training import go_on, start
-from hotloop.verdicts import Timing, Verdict
-from hotloop.wanted import Wanted
-from hotloop.weighing import Memory
+from hotloop.task_file import Loaded, load_task
+from hotloop.training.start import go_on, start
+from hotloop.tuning import race
+from hotloop.tuning.auto import recall as remembering
+from hotloop.tuning.auto.auto import known
+from hotloop.tuning.auto.recall import fingerprinted, lowered_by_memory
+from hotloop.tuning.contenders import Contest
+from hotloop.tuning.race import raced
+from hotloop.tuning.races.measure import Measured
+from hotloop.tuning.search import race_cache as kept
+from hotloop.tuning.search.payoff import Memory
+from hotloop.tuning.search.race_cache import recall, remember
 from tests.cpu.made_verdicts import COMPILED, FUSED, VERSIONS, timing, verdict
 from tests.cpu.programs import a_task
 
@@ -207,9 +210,7 @@ def test_only_the_steps_that_are_left_pay_for_a_remembered_plan(
 def test_a_race_keeps_no_start_that_is_the_time_auto_took_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a run that the plan pays for wouldn't take it: what `auto` compiles it keeps by itself."""
     chosen = timing(COMPILED, 2.0, startup_s=90.0).model_copy(update={"name": "auto"})
-    monkeypatch.setattr(
-        contests, "measure", lambda *_, **__: Measured([*verdict(timing(FUSED, 1.3)).plans, chosen], [])
-    )
+    monkeypatch.setattr(race, "measure", lambda *_, **__: Measured([*verdict(timing(FUSED, 1.3)).plans, chosen], []))
     loaded = Loaded(a_task(), RECORD, {})
     asked = Contest(("baseline", "auto", FUSED), "baseline", None, time_limit="0.1s")
     found = raced(loaded, asked, prove=None)

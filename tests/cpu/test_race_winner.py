@@ -9,16 +9,16 @@ import pytest
 
 import hotloop
 from bench.race_verdicts import MARKED
-from hotloop import contests
+from hotloop.core.processes.signals import Terminated
+from hotloop.core.records.race import Parity, Verdict
 from hotloop.errors import PlanError, TaskError
-from hotloop.interrupts import Terminated
-from hotloop.measuring import measure
 from hotloop.plan import Plan
-from hotloop.report.contest import sentence
-from hotloop.rivals import Contest
+from hotloop.report.race import sentence
 from hotloop.task import Task
-from hotloop.taskfile import Loaded
-from hotloop.verdicts import Parity, Verdict
+from hotloop.task_file import Loaded
+from hotloop.tuning import race
+from hotloop.tuning.contenders import Contest
+from hotloop.tuning.races.measure import measure
 from tests.cpu.programs import a_task
 from tests.cpu.timed_tasks import CPU, Clock, standing_still
 
@@ -54,7 +54,7 @@ def each(prove: Prove) -> Any:
 
 
 def contest(clock: Clock, monkeypatch, prove: Prove | None, *plans: Any) -> Verdict:
-    monkeypatch.setattr("hotloop.contests.measure", lambda *a, **k: measure(*a, **k, clock=clock))
+    monkeypatch.setattr("hotloop.tuning.race.measure", lambda *a, **k: measure(*a, **k, clock=clock))
     return hotloop.race(
         a_task(epochs=200), plans, baseline=MARKED, prove=prove and each(prove), progress=False, time_limit="10s"
     )
@@ -100,14 +100,14 @@ def test_a_proof_that_is_stopped_leaves_what_was_raced_and_no_winner(signal: Any
     with pytest.raises(signal, match=f"stopped by {by} at the proof"):
         contest(clock, monkeypatch, prove, CPU)
     asked = Contest((CPU,), MARKED, time_limit="10s")
-    verdict = contests.raced(Loaded(a_task(epochs=200), None, {}), asked, prove=each(prove))
+    verdict = race.raced(Loaded(a_task(epochs=200), None, {}), asked, prove=each(prove))
     assert (verdict.winner, verdict.ended_by, verdict.ended) == (None, by, f"stopped by {by} at the proof")
     assert verdict.plan("baseline").verdict == "faster" and verdict.plan("baseline").parity is None
     assert "isn't proven" in sentence(verdict)
 
 
 def test_the_baseline_needs_no_proof(clock: Clock, monkeypatch) -> None:
-    monkeypatch.setattr("hotloop.contests.measure", lambda *a, **k: measure(*a, **k, clock=clock))
+    monkeypatch.setattr("hotloop.tuning.race.measure", lambda *a, **k: measure(*a, **k, clock=clock))
     asked: list[Plan] = []
 
     def prove(task: Task, plan: Plan) -> Parity:
@@ -137,7 +137,7 @@ def test_what_cannot_be_raced(name: str) -> None:
 
 
 def test_names_of_entries() -> None:
-    from hotloop.rivals import Contest
+    from hotloop.tuning.contenders import Contest
 
     entries, baseline = Contest(["auto", "auto", OTHER], devices=["cpu", "cuda"], axes={"threads": 1}).entries()
     assert baseline == "baseline on cpu"

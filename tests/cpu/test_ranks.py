@@ -14,14 +14,14 @@ from torch import Tensor
 
 import hotloop
 from hotloop.data.order import Dealt, Order, Parted, part
+from hotloop.distributed.fork_safety import check_cuda
+from hotloop.distributed.join import taking_part
+from hotloop.distributed.launch import launch, ranks_of
+from hotloop.distributed.process_group import LAUNCHED, Joined, Seat, joined
+from hotloop.distributed.world import ALONE, World
+from hotloop.distributed.wrappers.global_batch_rng import Batchwise, Drawn, Pattern, Watching, WholeDraws
 from hotloop.errors import PlanError, TaskError
-from hotloop.launch import launch, ranks_of
-from hotloop.parallel.draws import Batchwise, Drawn, Pattern, Watching, WholeDraws
-from hotloop.parallel.forking import check_cuda
-from hotloop.parallel.joining import LAUNCHED, Joined, Seat, joined
-from hotloop.parallel.world import ALONE, World
 from hotloop.plan import Plan
-from hotloop.taking_part import taking_part
 from tests.multi.cases import images
 
 TORCHRUN = {

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.parallel.beats import Beats, Outside
-from hotloop.parallel.waiting import Meter, Spent, Waits
-from hotloop.parallel.world import ALONE, World, is_loss
+from hotloop.distributed.comm_stats import Meter, Spent, Waits
+from hotloop.distributed.heartbeat import Beats, Outside
+from hotloop.distributed.world import ALONE, World, is_loss
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 import hotloop
-from hotloop import kept, settling, weighing
-from hotloop.choosing import lowered
+from hotloop.core.callback import View
+from hotloop.core.hardware.versions import machine_name, speed_versions
 from hotloop.errors import DiskError, HotloopError
-from hotloop.kept import Kept, best, in_vain, note_trained, recall, trained
 from hotloop.plan import Plan
-from hotloop.remembering import fingerprinted
-from hotloop.setting import machine_name, speed_versions
-from hotloop.taskfile import Loaded, load_task
-from hotloop.training import go_on, start
-from hotloop.view import View
-from hotloop.weighing import Hope, Memory
+from hotloop.task_file import Loaded, load_task
+from hotloop.training.start import go_on, start
+from hotloop.tuning.auto.auto import lowered
+from hotloop.tuning.auto.recall import fingerprinted
+from hotloop.tuning.search import auto_search, payoff, race_cache
+from hotloop.tuning.search.payoff import Hope, Memory
+from hotloop.tuning.search.race_cache import Kept, best, in_vain, note_trained, recall, trained
 from tests.cpu.made_verdicts import COMPILED, VERSIONS, timing
 from tests.cpu.pretended_compiling import AUTO, finding, make_any_run_long, pretend_to_compile
 from tests.cpu.programs import a_task
@@ -33,7 +33,7 @@ CPU = {"device": "cpu"}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch) -> Iterator[Path]:
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "races")
+    monkeypatch.setattr(race_cache, "folder", lambda: tmp_path / "races")
     yield tmp_path / "races"
 
 
@@ -69,7 +69,7 @@ def test_a_disk_that_is_full_costs_a_run_nothing_but_being_counted(monkeypatch) 
     def full(path: Path, content: str) -> None:
         raise DiskError("no space is left")
 
-    monkeypatch.setattr(kept, "write_atomic", full)
+    monkeypatch.setattr(race_cache, "write_atomic", full)
     assert note_trained(**HERE, steps=7) == ["the run's steps couldn't be noted for runs to come: no space is left"]
 
 
@@ -96,7 +96,7 @@ def test_no_run_is_made_twice_as_long_for_those_to_come() -> None:
 def test_looks_at_what_callbacks_change_are_taken_in_runs_to_come_too(monkeypatch) -> None:
     monkeypatch.setattr(Hope, "pays", lambda hope, compilations=1: True)
     program = hotloop.lower(a_task(callbacks=[print]), Plan(device="cpu"))  # of five batches
-    hope = weighing.hoped(program, 500, way="package", rewrites=False, to_come=1500)
+    hope = payoff.hoped(program, 500, way="package", rewrites=False, to_come=1500)
     assert isinstance(hope, Hope) and (hope.looks, hope.to_come) == (400, 1500)
 
 
@@ -106,7 +106,7 @@ def racing(monkeypatch) -> None:
     make_any_run_long(monkeypatch)
     pretend_to_compile(monkeypatch)
     finding(monkeypatch)(compile__package=2.0)
-    monkeypatch.setattr(settling, "proving_s", lambda step_s, *rest: 500 * step_s)
+    monkeypatch.setattr(auto_search, "proving_s", lambda step_s, *rest: 500 * step_s)
 
 
 @pytest.mark.parametrize(("before", "proven"), [(0, False), (700, True)])

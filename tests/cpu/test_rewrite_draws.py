@@ -13,17 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.core.state import differences
 from hotloop.errors import PlanError
-from hotloop.lowering import compiled, lower
-from hotloop.lowering.facts import facts_of
-from hotloop.lowering.ingredients import Ingredients
-from hotloop.lowering.rewrites import draw_by_words
-from hotloop.lowering.rewrites.draw_by_words import LEAST, ByWords, drawn_into, limit_of, share_of
-from hotloop.parity.accounts import Account
-from hotloop.parity.own_draws import look_at_words
+from hotloop.lowering.build import lower
+from hotloop.lowering.context import Ingredients
+from hotloop.lowering.rewrites import dropout_from_words
+from hotloop.lowering.rewrites.dropout_from_words import LEAST, ByWords, drawn_into, limit_of, share_of
+from hotloop.lowering.steps import compiled_step
+from hotloop.lowering.task_facts import facts_of
+from hotloop.parity.evidence import Account
+from hotloop.parity.rng_tests import look_at_words
 from hotloop.plan import Plan
-from hotloop.state import differences
-from hotloop.tuning import bounds, candidates
+from hotloop.tuning.search import candidates, step_profile
 from tests.cpu.programs import a_task
 from tests.cpu.rewritten_steps import Step, apart, assert_refused
 from tests.cpu.test_rewrites import uncompiled  # noqa: F401
@@ -273,7 +274,7 @@ def test_compiled_steps_are_trusted(make: Callable[[], hotloop.Task], way: str) 
 
 
 def test_plans_are_proven_each_by_its_own_draws() -> None:
-    from hotloop.parity import _drawing_alike
+    from hotloop.parity.proof import _drawing_alike
 
     programs = [lower(task(), plan) for plan in (Plan(), Plan(optimizer="foreach"), Plan(optimizer="forloop"))]
     programs[1]._step.draws_by_words = True
@@ -328,7 +329,7 @@ def in_another_order(graph: torch.fx.GraphModule) -> None:
 def test_a_fault_of_the_program_is_seen_by_check(
     fault: Callable[[torch.fx.GraphModule], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = compiled.rewrite
+    honest = compiled_step.rewrite
 
     def faulty(graph: torch.fx.GraphModule, which: str, *others: Any) -> dict[str, int]:
         found = honest(graph, which, *others)
@@ -336,7 +337,7 @@ def test_a_fault_of_the_program_is_seen_by_check(
         graph.recompile()
         return found
 
-    monkeypatch.setattr(compiled, "rewrite", faulty)
+    monkeypatch.setattr(compiled_step, "rewrite", faulty)
     found = hotloop.check(task(), NAMED)
     assert found.parity == "broken", found.reason
 
@@ -356,14 +357,14 @@ def test_the_draws_that_everybody_follows_are_looked_at_by_themselves(
     plain, honest, faulty = lower(images(), Plan()), Account("honest"), Account("faulty")
     look_at_words(plain.state(), plain, [honest])
     assert (honest.drawn, honest.draws) == (True, None)
-    monkeypatch.setattr(draw_by_words, "drawn_into", fault)
+    monkeypatch.setattr(dropout_from_words, "drawn_into", fault)
     look_at_words(plain.state(), plain, [faulty])
     assert SEEN[fault] in str(faulty.draws)
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_another_rate_for_everybody_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_by_words, "drawn_into", of_another_rate)
+    monkeypatch.setattr(dropout_from_words, "drawn_into", of_another_rate)
     found = hotloop.check(task(), NAMED)
     assert found.parity == "broken" and "draw 1 (bernoulli_) has another rate" in found.reason, found.reason
 
@@ -400,6 +401,6 @@ def test_a_search_tries_it_where_a_layer_drops(model: Callable[[], nn.Module], d
 
 def test_a_mask_is_reckoned_to_stay_a_call_unless_it_is_rewritten() -> None:
     large, small = torch.empty(LEAST), torch.empty(LEAST - 1)
-    assert not bounds._stays(bernoulli_, (large, 0.9), True)
-    assert bounds._stays(bernoulli_, (large, 0.9), False) and bounds._stays(bernoulli_, (small, 0.9), True)
-    assert bounds._stays(bernoulli_, (large, 0.9), True, {"generator": torch.Generator()})
+    assert not step_profile._stays(bernoulli_, (large, 0.9), True)
+    assert step_profile._stays(bernoulli_, (large, 0.9), False) and step_profile._stays(bernoulli_, (small, 0.9), True)
+    assert step_profile._stays(bernoulli_, (large, 0.9), True, {"generator": torch.Generator()})

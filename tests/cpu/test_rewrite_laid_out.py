@@ -12,7 +12,7 @@ from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 
 import hotloop
-from hotloop.lowering.rewrites import laid_out
+from hotloop.lowering.rewrites import fx_nodes
 from hotloop.plan import Plan
 from tests.cpu.programs import advance
 from tests.cpu.rewritten_steps import convolving
@@ -26,23 +26,23 @@ PLAN = Plan(device="cpu", compile="step", rewrites="pool_as_max")
 def laid(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, Any]]]:
     """For each gradient whether its image has channels last, and how Inductor lays it then: strides, smallest as 0."""
     found: list[tuple[bool, Any]] = []
-    lowered = laid_out._lowered
+    lowered = fx_nodes._lowered
 
     def noted(given: Any, image: Any) -> Any:
         from torch._inductor.ir import get_stride_order
 
         made = lowered(given, image)
-        last = laid_out._has_channels_last(image)
+        last = fx_nodes._has_channels_last(image)
         found.append((last, get_stride_order(made.get_stride()) if last else made is given))
         return made
 
-    monkeypatch.setattr(laid_out, "_lowered", noted)
-    laid_out.known_to_inductor.cache_clear()
+    monkeypatch.setattr(fx_nodes, "_lowered", noted)
+    fx_nodes.known_to_inductor.cache_clear()
     # What a cache keeps isn't lowered again.
     with functorch.patch(enable_autograd_cache=False), inductor.patch(fx_graph_cache=False):
         yield found
     monkeypatch.undo()
-    laid_out.known_to_inductor.cache_clear()
+    fx_nodes.known_to_inductor.cache_clear()
 
 
 def assert_trains_as_eagerly(task: hotloop.Task) -> None:
@@ -69,5 +69,5 @@ def test_an_image_in_the_usual_order_leaves_it_alone(laid: list[tuple[bool, Any]
 
 def test_operation_by_operation_it_is_the_same_tensor_again() -> None:
     given, image = torch.randn(2, 3, 2, 2), torch.randn(2, 3, 4, 4)
-    made = laid_out.laid_out(given, image)
+    made = fx_nodes.laid_out(given, image)
     assert made.equal(given) and made.data_ptr() != given.data_ptr()

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 
+from hotloop.core.records.race import TRUSTED
 from hotloop.lowering.rewrites import conv_in_pool
-from hotloop.parity import prove
+from hotloop.parity.proof import prove
 from hotloop.plan import Plan
-from hotloop.verdicts import TRUSTED
 from tests.cpu.programs import a_task
 from tests.cpu.rewritten_steps import Step, Twice, assert_refused, assert_stays_the_same, convolving
 

@@ -14,17 +14,17 @@ from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 
 import hotloop
+from hotloop.core.hardware.probe import here
+from hotloop.core.records.race import TRUSTED
 from hotloop.errors import PlanError
-from hotloop.lowering import lower
-from hotloop.lowering.facts import facts_of
-from hotloop.lowering.ingredients import Ingredients
+from hotloop.lowering.build import lower
+from hotloop.lowering.context import Ingredients
 from hotloop.lowering.rewrites import mm_by_onednn
-from hotloop.lowering.rewrites.walking import product_replaced
-from hotloop.parity import prove
+from hotloop.lowering.rewrites.fx_nodes import product_replaced
+from hotloop.lowering.task_facts import facts_of
+from hotloop.parity.proof import prove
 from hotloop.plan import Plan
-from hotloop.probe import here
-from hotloop.tuning import bounds, candidates
-from hotloop.verdicts import TRUSTED
+from hotloop.tuning.search import candidates, step_profile
 from tests.cpu.programs import advance
 from tests.cpu.test_hyper import uncompiled  # noqa: F401  a fixture
 
@@ -121,9 +121,9 @@ def test_all_has_it_where_mkl_is_slow(processor: str | None, slow: bool, monkeyp
     facts = facts_of(Ingredients.of(task(), Plan()))
     assert bool(candidates.rewriting_changes(facts, hardware, Plan(device="cpu", compile="step"))) is slow
     function, args = torch.ops.aten.mm.default, (torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, 8 * WIDTH))
-    assert bounds._stays(function, args, True) is not slow
-    assert bounds._stays(function, args, False)
-    assert bounds._stays(function, (torch.ones(WIDTH, 8 * WIDTH).t(), args[0]), True), "a narrow result"
+    assert step_profile._stays(function, args, True) is not slow
+    assert step_profile._stays(function, args, False)
+    assert step_profile._stays(function, (torch.ones(WIDTH, 8 * WIDTH).t(), args[0]), True), "a narrow result"
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import hotloop
 from bench.rewrites import NETWORKS, task_of
 from hotloop.errors import PlanError
-from hotloop.lowering import compiled
-from hotloop.lowering.capture import Captured
-from hotloop.lowering.hosted import host
+from hotloop.lowering.compile.capture import Captured
+from hotloop.lowering.compile.host_scalars import host
 from hotloop.lowering.rewrites import REWRITES, conv_as_gemm, conv_in_pool, mm_by_onednn, pool_as_max, rewrite
+from hotloop.lowering.steps import compiled_step
 from hotloop.plan import Plan
 from tests.cpu.families import family
 from tests.cpu.programs import a_task
@@ -233,7 +233,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(captured: Captured, *others: Any) -> Callable[[list[Tensor]], Any]:
         return lambda flat: captured.graph(*flat)
 
-    monkeypatch.setattr(compiled, "_compiled", run)
+    monkeypatch.setattr(compiled_step, "_compiled", run)
 
 
 PLAN = Plan(compile="step", rewrites="all")
@@ -297,14 +297,14 @@ def test_a_wrong_rewrite_is_seen_by_check(fault: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("uncompiled")
 def test_numbers_that_are_one_step_late_are_seen_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = compiled.host
+    honest = compiled_step.host
 
     def late(captured: Captured) -> Any:
         hosted, numbers = honest(captured)
         assert numbers is not None
         return hosted, lambda flat: numbers([value - 1 if value.ndim == 0 else value for value in flat])
 
-    monkeypatch.setattr(compiled, "host", late)
+    monkeypatch.setattr(compiled_step, "host", late)
     found = hotloop.check(a_task(optimizer=torch.optim.Adam), Plan(compile="step"))
     assert found.parity == "broken"
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import hotloop
 from hotloop.plan import Plan
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.cpu.killing import EPOCHS, EVERY, KILLED_AT, Killed, at_step, events, train
 from tests.cpu.programs import a_task
 from tests.everything import STEPS_PER_EPOCH, CentredLoss, task

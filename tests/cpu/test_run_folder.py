@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import hotloop
+from hotloop.core.state import Position, State
 from hotloop.errors import CheckpointError, RunError
-from hotloop.lowering import Program
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.state import Position, State
+from hotloop.training.run import Run
 from tests.cpu.killing import EPOCHS, Killed, train
 from tests.cpu.programs import a_task, trained
 from tests.everything import STEPS_PER_EPOCH, task

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.core.callback import any_of_users
 from hotloop.errors import TaskError
-from hotloop.lowering import graphs
-from hotloop.lowering.again import any_of_users
+from hotloop.lowering.steps import cuda_graph
 from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP
 from tests.cpu.programs import a_task, last_state, trained
@@ -75,8 +75,8 @@ def at_first() -> Any:
 def test_what_a_callback_changes_is_seen_at_the_next_epoch_and_trained_eagerly(
     name: str, plan: Plan, tmp_path: Path, at_first: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
-    monkeypatch.setattr(graphs, "Recorder", FakeRecorder)
+    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
+    monkeypatch.setattr(cuda_graph, "Recorder", FakeRecorder)
     expected = last_state(trained(a_task(epochs=3, **CHANGING[name]), tmp_path / "eager"))
     at_first()
     run = trained(a_task(epochs=3, **CHANGING[name]), tmp_path / "compiled", plan=plan, progress=True)
@@ -170,8 +170,8 @@ def freezing(model: Normed) -> None:
 def test_what_a_callback_replaces_is_what_trains_from_there_on(
     what: Any, of: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)
-    monkeypatch.setattr(graphs, "Recorder", FakeRecorder)
+    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)
+    monkeypatch.setattr(cuda_graph, "Recorder", FakeRecorder)
     expected = last_state(trained(Replacing(what, of).task(), tmp_path / "eager"))
     found = last_state(trained(Replacing(what, of).task(), tmp_path / "compiled", plan=plan))
     torch.testing.assert_close(found.parameters, expected.parameters)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.lowering.constants import constants_of
-from hotloop.lowering.packages import _key
+from hotloop.lowering.compile.guards import constants_of
+from hotloop.lowering.compile.package_cache import _key
 from hotloop.plan import Plan
 from tests.cpu.eager_or_refused import STEP, Layer, assert_trains_as_eagerly, refusal
 from tests.cpu.programs import a_task, advance

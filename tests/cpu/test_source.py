@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import hotloop
-from hotloop.data import Bundle
-from hotloop.data.feed import Treatment, open_feed, peek
+from hotloop.data.bundle import Bundle
+from hotloop.data.feeds.feed import Treatment, open_feed, peek
 from hotloop.data.order import Order
-from hotloop.data.source import Samples, Table
+from hotloop.data.sources import Samples, Table
 from hotloop.errors import DataError, TaskError
-from hotloop.evaluation import evaluate
-from hotloop.lowering import lower
+from hotloop.lowering.build import lower
+from hotloop.lowering.evaluation import evaluate
 from tests.cpu.given_data import Endless, Pairs, X, Y, arrived, roles
 
 # --- roles

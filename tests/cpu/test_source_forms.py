@@ -25,11 +25,11 @@ from torch.utils.data import (
 )
 
 import hotloop
-from hotloop.data.feed import Treatment, open_feed
+from hotloop.data.feeds.feed import Treatment, open_feed
 from hotloop.data.order import Order
-from hotloop.data.source import Given, Samples, Stream, Table, as_source
+from hotloop.data.sources import Given, Samples, Stream, Table, as_source
 from hotloop.errors import DataError
-from hotloop.lowering import lower
+from hotloop.lowering.build import lower
 from tests.cpu.given_data import Endless, Pairs, X, Y, arrived, roles
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from bench import auto_models
-from hotloop.contests import Contest
+from hotloop.core.records.race import Timing, Verdict
 from hotloop.plan import Plan
-from hotloop.verdicts import Timing, Verdict
+from hotloop.tuning.contenders import Contest
 
 
 def timing(name: str, plan: dict, ratio: float | None, width: float = 0.1) -> dict:
@@ -118,7 +118,7 @@ def test_strangers_are_searched_and_raced_on_the_cpu(monkeypatch: pytest.MonkeyP
         return ALONE
 
     monkeypatch.setattr("hotloop.tune", lambda task, *, device, **_: asked.append(device))
-    monkeypatch.setattr("hotloop.contests.raced", race)
+    monkeypatch.setattr("hotloop.tuning.race.raced", race)
     auto_models.searched("bert", 1.0)
     assert auto_models.raced("bert", 1.0, Plan()).notes == ["auto goes on eagerly: it's short"]
     assert asked == ["cpu", ["cpu"]]

@@ -18,7 +18,7 @@ from bench.speed.summary import summary
 from bench.speed.table import markdown, targets_table
 from bench.speed.targets import targets
 from bench.speed.whole import whole_table
-from hotloop.measuring.statistics import Ratio
+from hotloop.tuning.races.statistics import Ratio
 from tests.cpu.made_peers import lanes, row
 
 

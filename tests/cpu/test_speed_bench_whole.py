@@ -17,7 +17,7 @@ from bench.speed.lanes import PEERS, TUTORIAL, Lane
 from bench.speed.running import Marked
 from bench.speed.whole import lanes_of, whole_runs, whole_table, whole_targets
 from bench.speed.workloads import WORKLOADS
-from hotloop import choosing, remembering
+from hotloop.tuning.auto import auto, recall
 from tests.cpu.made_peers import PEER
 
 SAID = {
@@ -69,7 +69,7 @@ def test_a_warm_run_is_the_first_that_begins_with_what_is_remembered(
 
 
 def test_hotloop_still_says_what_the_bench_goes_by() -> None:
-    assert module._REMEMBERED in inspect.getsource(remembering) and module._COMPILES in inspect.getsource(choosing)
+    assert module._REMEMBERED in inspect.getsource(recall) and module._COMPILES in inspect.getsource(auto)
 
 
 def test_a_plan_that_is_named_is_warm_in_its_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as schedules
 
 import hotloop
-from hotloop.checkpoint import Checkpoint, Checkpoints, all_finite
+from hotloop.core.state import State, differences, leaves
 from hotloop.errors import CheckpointError
-from hotloop.loop import _Loop
-from hotloop.state import State, differences, leaves
+from hotloop.training.checkpoint import Checkpoint, Checkpoints, all_finite
+from hotloop.training.loop import _Loop
 from tests.cpu.programs import a_task, assert_resumes, labelled, state_after
 
 # ---------------------------------------------------------------- what counts as a difference

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.lowering import Program
-from hotloop.lowering.compiled import CompiledStep
+from hotloop.core.state import State, differences
+from hotloop.lowering.program import Program
+from hotloop.lowering.steps.compiled_step import CompiledStep
 from hotloop.plan import Plan
-from hotloop.state import State, differences
 from tests.cpu.programs import a_task, advance, labelled
 from tests.cpu.test_hyper import halving, uncompiled  # noqa: F401  a fixture
 
@@ -261,7 +261,7 @@ def test_no_more_losses_are_held_than_are_added_up_together(monkeypatch: pytest.
         count(step, losses)
 
     monkeypatch.setattr(CompiledStep, "_count", noted)
-    monkeypatch.setattr("hotloop.lowering.compiled._AT_ONCE", 3)
+    monkeypatch.setattr("hotloop.lowering.steps.compiled_step._AT_ONCE", 3)
     program = ready(a_task(batch_size=2))
     program.advance(12)
     assert max(held) == 3

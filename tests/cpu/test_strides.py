@@ -10,7 +10,7 @@ from torch._inductor import sizevars
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 import hotloop
-from hotloop.lowering.strides import quick_strides
+from hotloop.lowering.compile.inductor_patches import quick_strides
 from tests.cpu.eager_or_refused import STEP
 from tests.cpu.programs import a_task, advance, state_after
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.lowering.capture import capture, step_tensors
-from hotloop.lowering.subnormals import EACH, without_subnormals
+from hotloop.lowering.compile.capture import capture
+from hotloop.lowering.compile.inputs import step_tensors
+from hotloop.lowering.transforms.optimizer import EACH, without_subnormals
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import hotloop
+from hotloop.core.state import differences
 from hotloop.errors import DataError, TaskError
-from hotloop.state import differences
 from tests.cpu.layers_and_samples import AsSamples, two_layers
 from tests.cpu.programs import a_task, advance, assert_resumes, labelled, last_state, state_after, trained
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
+from hotloop.core.state import differences
 from hotloop.errors import TaskError
-from hotloop.evaluation import evaluate
-from hotloop.state import differences
+from hotloop.lowering.evaluation import evaluate
 from tests.cpu.layers_and_samples import AsSamples, two_layers
 from tests.cpu.programs import a_task, advance, assert_resumes, labelled, state_after, trained
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from hotloop.errors import TaskError
-from hotloop.taskfile import _arguments
+from hotloop.task_file import _arguments
 
 
 class Colour(enum.Enum):

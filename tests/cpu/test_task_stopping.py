@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
+from hotloop.core.state import differences
 from hotloop.errors import NonFiniteError, TaskError
-from hotloop.state import differences
 from tests.cpu.layers_and_samples import AsSamples
 from tests.cpu.programs import a_task, labelled, last_state, state_after, trained
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotloop.core.files.source_files import digest_of, make_importable, module_name, split
 from hotloop.errors import TaskError
-from hotloop.sources import digest_of, make_importable, module_name, split
-from hotloop.taskfile import Loaded, load_from_run, load_task
+from hotloop.task_file import Loaded, load_from_run, load_task
 
 TASK = """
 from torch import nn, optim

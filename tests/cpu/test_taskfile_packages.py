@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import hotloop
+from hotloop.core.state import differences
 from hotloop.errors import TaskError
-from hotloop.state import differences
-from hotloop.taskfile import load_from_run, load_task
+from hotloop.task_file import load_from_run, load_task
 from tests.conftest import RunCli
 from tests.resuming import last_checkpoint
 

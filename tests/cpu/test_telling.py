@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import hotloop
-from hotloop.lowering import telling
+from hotloop.core import reporter
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
 from hotloop.report.progress import Display, bar
@@ -53,7 +53,7 @@ def test_an_error_takes_the_bar_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "_SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(reporter, "_SAY_EVERY_S", 0.0)
     display = Display(Console(file=StringIO(), force_terminal=False))
     assert display.during is None
     hotloop.lower(a_task(data=Pairs()), Plan(residency="host"), display.say, display.during)

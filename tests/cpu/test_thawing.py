@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import hotloop
+from hotloop.core.state import differences
 from hotloop.errors import CheckpointError, PlanError, TaskError
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.state import differences
+from hotloop.training.run import Run
 from tests.cpu.plain_loops import assert_equal_weights, difference_of_resumed, fitted, plain_loop
 from tests.cpu.programs import a_task, advance, last_state, through_file
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.lowering import threads
-from hotloop.lowering.threads import in_one_order
+from hotloop.lowering.transforms import threads
+from hotloop.lowering.transforms.threads import in_one_order
 
 RUNS = """
 import sys

@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 
 import hotloop
-from hotloop import contests, seeking
-from hotloop.alarm import at_most
-from hotloop.deadline import Deadline
+from hotloop.core.processes.deadline import Deadline
+from hotloop.core.processes.signals import at_most
+from hotloop.core.records.race import Parity
 from hotloop.errors import TimeOverError
-from hotloop.lowering import lower
-from hotloop.measuring import Entrant, racing
+from hotloop.lowering.build import lower
 from hotloop.plan import Plan
-from hotloop.rivals import Contest
-from hotloop.taskfile import Loaded
-from hotloop.tuning import held
-from hotloop.tuning.budget import Budget
-from hotloop.tuning.search import BASELINE
-from hotloop.verdicts import Parity
+from hotloop.task_file import Loaded
+from hotloop.tuning import race, tune
+from hotloop.tuning.contenders import Contest
+from hotloop.tuning.races import measure
+from hotloop.tuning.races.measure import Entrant
+from hotloop.tuning.search import program_pool
+from hotloop.tuning.search.budget import Budget
+from hotloop.tuning.search.findings import BASELINE
 from tests.cpu.families import family
 from tests.cpu.pretended_races import HALF, Races, searching
 from tests.cpu.programs import a_task
@@ -47,7 +48,7 @@ def timed(act: Callable[[], Any]) -> tuple[Any, float]:
 
 def lowering_endlessly(compiled: bool) -> Callable[..., Any]:
     """Lowers a plan as it is; compiled plans take for ever."""
-    lowered = held.lower
+    lowered = program_pool.lower
 
     def lower(task: Any, plan: Plan) -> Any:
         return endless() if compiled and plan.compile != "none" else lowered(task, plan)
@@ -80,9 +81,9 @@ def test_a_compilation_that_takes_too_long_is_ended_and_the_plan_without_it_is_p
         say=said.append,
     )
     search.held.lower = lowering_endlessly(compiled=True)
-    monkeypatch.setattr("hotloop.tuning.search.makeup", lambda program: HALF)
-    monkeypatch.setattr("hotloop.tuning.search.compile_s", lambda *given: 0.1)
-    monkeypatch.setattr("hotloop.tuning.compiling.compile_s", lambda *given: 0.1)
+    monkeypatch.setattr("hotloop.tuning.search.search.makeup", lambda program: HALF)
+    monkeypatch.setattr("hotloop.tuning.search.search.compile_s", lambda *given: 0.1)
+    monkeypatch.setattr("hotloop.tuning.search.compile_payoff.compile_s", lambda *given: 0.1)
     search.deadline = Deadline.of_limit(10.0)
     winner, took_s = timed(search.run)
     assert winner == "optimizer=fused", (search.notes, search.timings)
@@ -100,8 +101,8 @@ def test_a_proof_that_takes_too_long_is_ended_and_leaves_time_for_the_next_one(m
         time_limit_s=10.0,
         prove=proving(lambda name: "fused" in name),
     )
-    monkeypatch.setattr("hotloop.tuning.budget.PROVING_STEPS", 100)
-    monkeypatch.setattr("hotloop.tuning.search.combined", lambda *given: {})
+    monkeypatch.setattr("hotloop.tuning.search.budget.PROVING_STEPS", 100)
+    monkeypatch.setattr("hotloop.tuning.search.search.combined", lambda *given: {})
     monkeypatch.setattr(search, "_second_look", lambda *given: search.base)
     search.deadline = Deadline.of_limit(10.0)
     winner, took_s = timed(search.run)
@@ -120,8 +121,8 @@ def test_what_no_stage_of_a_search_ends_the_search_ends(monkeypatch: pytest.Monk
 
 
 def test_tune_ends_by_its_time_limit_and_does_not_remember_what_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.tuning.search.Search._eagerly", endless)
-    monkeypatch.setattr("hotloop.tuning.search.Runner.glance", lambda self, seconds: (1e-3, 0.0))
+    monkeypatch.setattr("hotloop.tuning.search.search.Search._eagerly", endless)
+    monkeypatch.setattr("hotloop.tuning.search.search.Runner.glance", lambda self, seconds: (1e-3, 0.0))
     verdict, took_s = timed(lambda: hotloop.tune(a_task(epochs=100), device="cpu", time_limit="8s", progress=False))
     assert verdict.winner == BASELINE and took_s < BOUND_S
     # On a busy machine so little is left when the search begins that no race is begun.
@@ -131,7 +132,7 @@ def test_tune_ends_by_its_time_limit_and_does_not_remember_what_it_ended(monkeyp
 def test_the_first_line_of_tune_says_what_the_search_may_cost_and_save() -> None:
     said: list[str] = []
     loaded = Loaded(a_task(epochs=100), None, {})
-    seeking.tuned(loaded, Plan(device="cpu"), time_limit="0.5s", say=said.append)
+    tune.tuned(loaded, Plan(device="cpu"), time_limit="0.5s", say=said.append)
     assert said[0].startswith("the search takes up to 0 s; a plan 2 times as fast") and "this run takes" in said[0]
     without = Budget.of(0.01, 100_000, None).forecast()
     assert "racing and a proof take up to about" in without and "would save 500 s of the 1000 s" in without
@@ -141,7 +142,7 @@ def test_the_first_line_of_tune_says_what_the_search_may_cost_and_save() -> None
 @pytest.mark.parametrize("slow", ["preparing", "racing", "proving"])
 def test_a_race_ends_by_its_time_limit(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rival = Plan(device="cpu", optimizer="foreach")
-    prepared, rounds = racing._prepare, racing.run_rounds
+    prepared, rounds = measure._prepare, measure.run_rounds
 
     def prepare(racer: Any, *given: Any) -> Any:
         return endless() if slow == "preparing" and racer.name != "baseline" else prepared(racer, *given)
@@ -150,11 +151,11 @@ def test_a_race_ends_by_its_time_limit(slow: str, monkeypatch: pytest.MonkeyPatc
         rounds(*given)
         return endless() if slow == "racing" else None
 
-    monkeypatch.setattr(racing, "_prepare", prepare)
-    monkeypatch.setattr(racing, "run_rounds", run)
+    monkeypatch.setattr(measure, "_prepare", prepare)
+    monkeypatch.setattr(measure, "run_rounds", run)
     asked = Contest(("baseline", rival), devices=["cpu"], time_limit="3s")
     prove = endless if slow == "proving" else None
-    verdict, took_s = timed(lambda: contests.raced(Loaded(a_task(epochs=100), None, {}), asked, prove=prove))
+    verdict, took_s = timed(lambda: race.raced(Loaded(a_task(epochs=100), None, {}), asked, prove=prove))
     assert took_s < BOUND_S
     timing = verdict.plan("optimizer=foreach device=cpu" if len(verdict.plans) < 2 else verdict.plans[1].name)
     if slow == "preparing":
@@ -167,24 +168,24 @@ def test_a_race_ends_by_its_time_limit(slow: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_that_is_not_ready_in_time_leaves_time_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared, task = racing._prepare, a_task(epochs=100)
+    prepared, task = measure._prepare, a_task(epochs=100)
     monkeypatch.setattr(
-        racing, "_prepare", lambda racer, *given: endless() if racer.name == "slow" else prepared(racer, *given)
+        measure, "_prepare", lambda racer, *given: endless() if racer.name == "slow" else prepared(racer, *given)
     )
     plan = Plan(device="cpu")
     entrants = [Entrant(name, lambda: lower(task, plan), plan) for name in ("baseline", "slow", "other")]
     given = dict(steps=1000, time_limit_s=0.5, brief=True, deadline=Deadline.of_limit(8.0))
-    found, took_s = timed(lambda: racing.measure(entrants, "baseline", **given))  # type: ignore[arg-type]
+    found, took_s = timed(lambda: measure.measure(entrants, "baseline", **given))  # type: ignore[arg-type]
     assert took_s < BOUND_S
     assert "preparing slow was ended" in (found.plans[1].failure or "") and found.plans[1].short_of_memory
     assert found.plans[2].ratio is not None
 
 
 def test_a_race_whose_baseline_is_not_ready_in_time_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(racing, "_rehearse", endless)
+    monkeypatch.setattr(measure, "_rehearse", endless)
     asked = Contest(("baseline", "auto"), devices=["cpu"], time_limit="0.1s")
     with pytest.raises(TimeOverError, match=r"preparing baseline was ended.*Give it more time"):
-        contests.raced(Loaded(a_task(epochs=100), None, {}), asked, prove=None)
+        race.raced(Loaded(a_task(epochs=100), None, {}), asked, prove=None)
 
 
 def test_the_sizes_of_a_race_share_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,12 +195,10 @@ def test_the_sizes_of_a_race_share_its_time_limit(monkeypatch: pytest.MonkeyPatc
         parts.append(deadline.left_s)
         raise TimeOverError("no time")
 
-    monkeypatch.setattr(contests, "raced", raced)
-    monkeypatch.setattr(contests, "load_task", lambda *given: None)
+    monkeypatch.setattr(race, "raced", raced)
+    monkeypatch.setattr(race, "load_task", lambda *given: None)
     with pytest.raises(TimeOverError):
-        contests.raced_scales(
-            "t.py", {}, ("width", ["1", "2", "3", "4"]), Contest(("baseline", "auto"), time_limit="40s")
-        )
+        race.raced_scales("t.py", {}, ("width", ["1", "2", "3", "4"]), Contest(("baseline", "auto"), time_limit="40s"))
     assert 9 < parts[0] <= 10
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hotloop.core.callback import View
 from hotloop.errors import DataError, DeviceError, DiskError, HotloopError, TaskError, TrainingError
+from hotloop.lowering.failures import explanation
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.trouble import devices, dtypes
-from hotloop.view import View
+from hotloop.training.run import Run
 from tests.cpu.programs import a_task, labelled, trained
 
 
@@ -157,7 +157,7 @@ SAID = {
 
 @pytest.mark.parametrize("text", SAID)
 def test_what_torch_says_of_devices(text: str) -> None:
-    assert devices.mismatch(text, "cuda:0") == SAID[text]
+    assert explanation.mismatch(text, "cuda:0") == SAID[text]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_torch_says_of_devices(text: str) -> None:
     ],
 )
 def test_other_words_are_not_about_devices(text: str) -> None:
-    assert devices.mismatch(text, "cuda:0") is None
+    assert explanation.mismatch(text, "cuda:0") is None
 
 
 # Labels, indices and dtypes
@@ -231,8 +231,8 @@ def test_a_dtype_that_the_model_makes(tmp_path: Path) -> None:
     ],
 )
 def test_what_torch_says_of_dtypes(text: str, named: set[torch.dtype]) -> None:
-    assert dtypes.is_mismatch(text)
-    assert dtypes.named_in(text) == named
+    assert explanation.is_mismatch(text)
+    assert explanation.named_in(text) == named
 
 
 # Any other error of the user's code

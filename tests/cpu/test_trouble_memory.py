@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hotloop
 from hotloop.errors import HotloopError, MemoryExhausted, TaskError, calling, out_of_memory
-from hotloop.trouble import memory
+from hotloop.lowering.failures import out_of_memory as memory
 from tests.cpu.programs import a_task, labelled, trained
 
 NOWHERE = 1 << 52  # bytes: more than any address space holds, so that it fails at once

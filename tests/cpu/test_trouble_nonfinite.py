@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from hotloop.checkpoint import all_finite
 from hotloop.errors import NonFiniteError
 from hotloop.plan import Plan
-from hotloop.run import Run
+from hotloop.training.checkpoint import all_finite
+from hotloop.training.run import Run
 from tests.cpu.programs import a_task, labelled, trained
 
 MARKED = 17  # in the fourth batch of five, in order

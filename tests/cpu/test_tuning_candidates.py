@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from hotloop.onlooker import Onlooker
+from hotloop.core.dispatch_mode import Onlooker
+from hotloop.core.records.race import Timing
 from hotloop.plan import Plan
-from hotloop.tuning import bounds
-from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.budget import Budget
-from hotloop.tuning.candidates import Change, combined, compiled_changes, eager_changes, likeliest, without
-from hotloop.tuning.compiling import compiling_gains
-from hotloop.tuning.search import BASELINE
-from hotloop.verdicts import Timing
+from hotloop.tuning.cuda_rules import Change
+from hotloop.tuning.search import step_profile
+from hotloop.tuning.search.budget import Budget
+from hotloop.tuning.search.candidates import combined, compiled_changes, eager_changes, likeliest, without
+from hotloop.tuning.search.compile_payoff import compiling_gains
+from hotloop.tuning.search.findings import BASELINE
+from hotloop.tuning.search.step_profile import Makeup, makeup
 from tests.cpu.families import family
 from tests.cpu.pretended_races import Doubtful, searching, told
 from tests.cpu.programs import a_task
@@ -74,8 +75,8 @@ def test_the_best_value_of_each_axis_is_put_together() -> None:
 
 
 def test_a_step_is_looked_at_and_nothing_has_happened() -> None:
-    from hotloop.lowering import lower
-    from hotloop.state import differences
+    from hotloop.core.state import differences
+    from hotloop.lowering.build import lower
 
     program = lower(family("mlp"))
     before = program.state()
@@ -86,8 +87,8 @@ def test_a_step_is_looked_at_and_nothing_has_happened() -> None:
 
 
 def test_a_step_that_torch_does_not_show_is_hoped_little_of() -> None:
-    from hotloop.lowering import lower
-    from hotloop.state import differences
+    from hotloop.core.state import differences
+    from hotloop.lowering.build import lower
 
     class Branching(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,9 +109,9 @@ def test_products_stay_with_the_library_and_a_convolution_that_is_rewritten_need
     from torch.ops import aten
 
     image = torch.zeros(1, 3, 8, 8)
-    assert bounds._stays(aten.addmm.default, (image, image, image), True)
-    assert bounds._stays(aten.scaled_dot_product_attention.default, (image, image, image), True)
-    assert not any(bounds._stays(one, (image,), True) for one in (aten.relu.default, aten._foreach_add_.Scalar))
+    assert step_profile._stays(aten.addmm.default, (image, image, image), True)
+    assert step_profile._stays(aten.scaled_dot_product_attention.default, (image, image, image), True)
+    assert not any(step_profile._stays(one, (image,), True) for one in (aten.relu.default, aten._foreach_add_.Scalar))
 
 
 class Stays(Onlooker):
@@ -122,7 +123,7 @@ class Stays(Onlooker):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.overloadpacket.__name__.startswith(self.kind):
-            self.found.append(bounds._stays(function, args, self.rewrites))
+            self.found.append(step_profile._stays(function, args, self.rewrites))
         return function(*args, **(kwargs or {}))
 
 

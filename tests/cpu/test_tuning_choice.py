@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import hotloop
-from hotloop import seeking
-from hotloop.choosing import placed
+from hotloop.core.hardware.devices import placed
+from hotloop.core.plan_request import Wanted
+from hotloop.core.records.race import Parity, Timing, Verdict
 from hotloop.errors import MemoryExhausted
-from hotloop.measuring import Entrant
-from hotloop.measuring.racing import Measured
 from hotloop.plan import Plan
-from hotloop.taskfile import Loaded
-from hotloop.tuning import held, proofs
-from hotloop.tuning.search import BASELINE, Search
-from hotloop.verdicts import Parity, Timing, Verdict
-from hotloop.wanted import Wanted
+from hotloop.task_file import Loaded
+from hotloop.tuning import tune
+from hotloop.tuning.races.measure import Entrant, Measured
+from hotloop.tuning.search import program_pool, proofs
+from hotloop.tuning.search.findings import BASELINE
+from hotloop.tuning.search.search import Search
 from tests.cpu import programs
 from tests.cpu.families import family
 from tests.cpu.pretended_races import STEP_MS, Doubtful, Races, proving, searching, told
@@ -172,7 +172,7 @@ def test_where_a_proof_fails_the_plan_is_unproven(
 
 
 def test_a_reduced_precision_that_was_asked_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.lowering.order._check", lambda parts: None)  # this CPU may have no such instructions
+    monkeypatch.setattr("hotloop.lowering.build._check", lambda parts: None)  # this CPU may have no such instructions
     base, hardware = placed(Plan(precision="bf16"), "cpu"), told(family("cnn"))[1]
     able = replace(hardware.devices[0], precisions=("fp32", "bf16", "fp64"))
     looked = searching(
@@ -219,7 +219,7 @@ def test_a_real_search_ends_with_the_baseline_or_a_proven_plan() -> None:
     task = a_task(epochs=50)
     base = placed(Plan(), "cpu")
     facts, hardware = told(task)
-    from hotloop.parity import prove_programs
+    from hotloop.parity.proof import prove_programs
 
     looked = Search(
         task,
@@ -276,16 +276,16 @@ def test_a_busy_while_between_two_races_takes_nothing_from_what_was_found_before
 
 def test_a_plan_pays_once_its_whole_start_is_won_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """In each race but the first its Program is there already."""
-    lowered = held.lower
+    lowered = program_pool.lower
 
     def lower(task: Any, plan: Plan) -> Any:
         program = lowered(task, plan)
         program.compile_s = 30.0 if plan.optimizer == "fused" else 0.0
         return program
 
-    monkeypatch.setattr(held, "lower", lower)
+    monkeypatch.setattr(program_pool, "lower", lower)
     looked = searching(monkeypatch, Doubtful(optimizer__fused=1.25))
-    monkeypatch.setattr(held, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(program_pool, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     assert looked.run() == "optimizer=fused"
     fused = looked.timings["optimizer=fused"]
     assert fused.startup_s is not None and fused.compile_s == 30.0
@@ -298,9 +298,9 @@ def test_axes_that_were_set_stay_where_nothing_is_faster(monkeypatch: pytest.Mon
         task="t", fingerprint="f", baseline=BASELINE, winner=BASELINE, machine="m", versions={}
     )
     verdict = Verdict(plans=[base], steps=10, seconds=3.0, **given)
-    monkeypatch.setattr(seeking, "tuned", lambda *_, **__: verdict)
+    monkeypatch.setattr(tune, "tuned", lambda *_, **__: verdict)
     wanted = Wanted.of("auto", {"accumulation": 2, "device": "cpu"})
-    plan, told = seeking.remembered_or_tuned(Loaded(a_task(), None, {}), wanted)
+    plan, told = tune.remembered_or_tuned(Loaded(a_task(), None, {}), wanted)
     assert plan == Plan(accumulation=2) and "accumulation=2" in told
 
 

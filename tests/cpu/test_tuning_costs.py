@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hotloop.choosing import placed
+from hotloop.core.hardware.devices import placed
+from hotloop.core.records.race import Timing
 from hotloop.errors import PlanError
-from hotloop.measuring import Entrant
 from hotloop.plan import Plan
-from hotloop.tuning import held
-from hotloop.tuning import search as module
-from hotloop.tuning.bounds import Makeup, makeup
-from hotloop.tuning.budget import Budget
-from hotloop.tuning.search import BASELINE
-from hotloop.verdicts import Timing
+from hotloop.tuning.races.measure import Entrant
+from hotloop.tuning.search import program_pool
+from hotloop.tuning.search import search as module
+from hotloop.tuning.search.budget import Budget
+from hotloop.tuning.search.findings import BASELINE
+from hotloop.tuning.search.step_profile import Makeup, makeup
 from tests.cpu import programs
 from tests.cpu.families import family
 from tests.cpu.pretended_races import HALF, STEP_MS, Races, Rounds, proving, searching, uncompiled
@@ -57,7 +57,7 @@ def test_a_short_run_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_a_run_of_few_steps_none_is_run_to_see_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten steps of half a minute: a look at one of them would take a tenth of the run."""
     looked = searching(monkeypatch, Races(), steps=10)
-    monkeypatch.setattr(held, "lower", lambda task, plan: pytest.fail("it was lowered"))
+    monkeypatch.setattr(program_pool, "lower", lambda task, plan: pytest.fail("it was lowered"))
     assert looked.run() == BASELINE
     assert "a proof takes as long as about 250 steps" in looked.notes[0]
     assert looked.timings[BASELINE].step_ms is None and looked.left_open
@@ -84,9 +84,9 @@ def test_no_compilation_where_the_run_is_too_short_for_it(monkeypatch: pytest.Mo
 
 def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gain that is hoped for is that over the best plan without a compiler, whose operations are counted."""
-    lowered, counted = held.lower, []
+    lowered, counted = program_pool.lower, []
     monkeypatch.setattr(
-        held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(module, "makeup", lambda program: counted.append(program.parts.plan.optimizer) or Makeup(1_000))
     races = Races(optimizer__fused=1.3, layout__channels_last=1.4, compile__package=2.0)
@@ -108,9 +108,9 @@ def test_a_long_run_tries_the_best_plan_compiled(monkeypatch: pytest.MonkeyPatch
 def test_where_there_is_time_for_one_compilation_it_is_the_rewritten_step(
     monkeypatch: pytest.MonkeyPatch, steps: int, fused: float, raced: list[str]
 ) -> None:
-    lowered = held.lower
+    lowered = program_pool.lower
     monkeypatch.setattr(
-        held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
     races = Races(optimizer__fused=fused, compile__package=2.0, compile__step=1.9, rewrites__all=2.0)
@@ -137,9 +137,9 @@ def test_images_are_compiled_with_channels_last_unless_pooling_can_be_rewritten(
     monkeypatch: pytest.MonkeyPatch, steps: int, pooled: bool, eagerly: float, raced: list[str]
 ) -> None:
     """Whether or not an eager step is faster so."""
-    lowered = held.lower
+    lowered = program_pool.lower
     monkeypatch.setattr(
-        held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(module, "makeup", lambda program: replace(HALF, pooled=pooled))
     races = Races(layout__channels_last=eagerly, compile__package=2.0, rewrites__all=1.2)
@@ -148,9 +148,9 @@ def test_images_are_compiled_with_channels_last_unless_pooling_can_be_rewritten(
 
 
 def test_a_compiled_step_is_not_left_out_for_a_rewritten_one_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowered, classes = held.lower, iter(["broken", "bitwise"])
+    lowered, classes = program_pool.lower, iter(["broken", "bitwise"])
     monkeypatch.setattr(
-        held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
+        program_pool, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none", rewrites="none"))
     )
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
     races = Rounds(compile__package=1.6, rewrites__all=1.4)
@@ -285,8 +285,8 @@ def test_a_time_limit_that_is_too_short_is_said_to_be(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("batch_size", [24, 10])
 def test_steps_are_looked_at_across_the_ends_of_epochs_and_of_the_training(batch_size: int) -> None:
-    from hotloop.lowering import lower
-    from hotloop.state import differences
+    from hotloop.core.state import differences
+    from hotloop.lowering.build import lower
 
     once = lambda optimizer, total: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)  # noqa: E731
     program = lower(programs.a_task(batch_size=batch_size, epochs=2, schedule=once))

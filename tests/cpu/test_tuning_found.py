@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from hotloop import seeking
+from hotloop.core.plan_request import Wanted
+from hotloop.core.records.race import Timing
 from hotloop.plan import Plan
-from hotloop.taskfile import load_task
-from hotloop.tuning import search as module
-from hotloop.tuning.search import BASELINE
-from hotloop.verdicts import Timing
-from hotloop.wanted import Wanted
+from hotloop.task_file import load_task
+from hotloop.tuning import tune
+from hotloop.tuning.search import search as module
+from hotloop.tuning.search.findings import BASELINE
 from tests.cpu.pretended_races import STEP_MS, Races
 
 TASK = """
@@ -44,10 +44,10 @@ def test_a_search_in_vain_is_not_made_again(
     monkeypatch.setattr(module, "measure", races)
     monkeypatch.setattr(module.Runner, "glance", lambda self, seconds: (STEP_MS / 1e3, 0.0))
     monkeypatch.setattr(module, "compiled_changes", lambda *given: [])
-    monkeypatch.setattr("hotloop.tuning.budget.PROVING_STEPS", 10_000)
+    monkeypatch.setattr("hotloop.tuning.search.budget.PROVING_STEPS", 10_000)
     (tmp_path / "task.py").write_text(TASK)
     loaded, wanted = load_task(str(tmp_path / "task.py")), Wanted.of("auto", {"device": "cpu"})
-    search = partial(seeking.remembered_or_tuned, loaded, wanted)
+    search = partial(tune.remembered_or_tuned, loaded, wanted)
     said: list[str] = []
 
     plan, told = search(say=said.append)
@@ -62,7 +62,7 @@ def test_a_search_in_vain_is_not_made_again(
     search(overrides={"epochs": 40_000})  # which pays for a longer look
     assert len(races.raced) > raced
     raced = len(races.raced)
-    seeking.tuned(loaded, wanted.plan)  # whoever asks for it has it
+    tune.tuned(loaded, wanted.plan)  # whoever asks for it has it
     assert len(races.raced) > raced
 
 
@@ -77,7 +77,7 @@ def test_a_search_with_a_placement_is_remembered_too(monkeypatch: pytest.MonkeyP
     wanted = {where: Wanted.of("auto", {"device": "cpu", "placement": f"{where}=cpu"}) for where in "01"}
     for where, again in (("0", False), ("0", True), ("1", False)):
         raced = len(races.raced)
-        plan, told = seeking.remembered_or_tuned(loaded, wanted[where])
+        plan, told = tune.remembered_or_tuned(loaded, wanted[where])
         assert plan is not None and plan.placement == {where: "cpu"}
         assert ("an earlier search" in told) is again is (len(races.raced) == raced)
 
@@ -93,7 +93,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Races], 
 
     def search(races: Races) -> int:
         monkeypatch.setattr(module, "measure", races)
-        seeking.remembered_or_tuned(loaded, wanted)
+        tune.remembered_or_tuned(loaded, wanted)
         return len(races.raced)
 
     return search
@@ -103,7 +103,7 @@ def test_a_compiler_that_was_installed_is_worth_another_search(
     tried: Callable[[Races], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for compiler, first in ((None, True), (None, False), ("/usr/bin/g++", True), ("/usr/bin/g++", False)):
-        monkeypatch.setattr("hotloop.probe.machine.compiler", lambda found=compiler: found)
+        monkeypatch.setattr("hotloop.core.hardware.machine.compiler", lambda found=compiler: found)
         assert (tried(Races()) > 0) is first
 
 
@@ -127,5 +127,5 @@ def test_a_result_that_cannot_be_read_is_said_by_a_search(tried: Callable[[Races
     for path in files:
         path.write_text("{}")
     said: list[str] = []
-    seeking.tuned(load_task(str(tmp_path / "task.py")), Plan(device="cpu"), say=said.append)
+    tune.tuned(load_task(str(tmp_path / "task.py")), Plan(device="cpu"), say=said.append)
     assert files and len([line for line in said if "is passed over" in line]) == len(files)

@@ -12,20 +12,20 @@ import pytest
 import torch
 
 import hotloop
-from hotloop import seeking
-from hotloop.choosing import known
-from hotloop.deadline import Deadline
+from hotloop.core.plan_request import Wanted
+from hotloop.core.processes.deadline import Deadline
+from hotloop.core.records.race import Timing
 from hotloop.errors import TaskError
-from hotloop.lowering.step import EagerStep
-from hotloop.parity import needs
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.parity import proof
 from hotloop.plan import Plan
-from hotloop.taskfile import Loaded
-from hotloop.tuning import held
-from hotloop.tuning import search as module
-from hotloop.tuning.budget import Budget, hopeless
-from hotloop.tuning.search import BASELINE
-from hotloop.verdicts import Timing
-from hotloop.wanted import Wanted
+from hotloop.task_file import Loaded
+from hotloop.tuning import tune
+from hotloop.tuning.auto.auto import known
+from hotloop.tuning.search import program_pool as held
+from hotloop.tuning.search import search as module
+from hotloop.tuning.search.budget import Budget, hopeless
+from hotloop.tuning.search.findings import BASELINE
 from tests.cpu.families import family
 from tests.cpu.pretended_races import HALF, STEP_MS, Races, proving, searching
 from tests.cpu.programs import a_task
@@ -125,7 +125,7 @@ def test_nothing_is_begun_that_takes_longer_than_what_is_left_until_a_run_is_to_
     left_s: float, speed: float, winner: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of 10 ms, of which a proof takes 250."""
-    monkeypatch.setattr("hotloop.deadline.time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr("hotloop.core.processes.deadline.time", SimpleNamespace(monotonic=lambda: 100.0))
     lowered = held.lower
     monkeypatch.setattr(held, "lower", lambda task, plan: lowered(task, plan.with_axes(compile="none")))
     monkeypatch.setattr(module, "makeup", lambda program: HALF)
@@ -144,14 +144,14 @@ def test_a_proof_is_not_begun_that_takes_longer_than_what_is_left(monkeypatch: p
             now[0] += 4.0
             return super().timing(entrant, steps)
 
-    monkeypatch.setattr("hotloop.deadline.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("hotloop.core.processes.deadline.time", SimpleNamespace(monotonic=lambda: now[0]))
     search = searching(monkeypatch, Slow(optimizer__fused=1.2), deadline=Deadline(10.0), task=family("mlp"))
     assert search.run() == BASELINE
     assert "optimizer=fused was not proven: that takes about 2 s, and 0 s are left" in search.notes[-1]
 
 
 def test_it_is_said_where_a_run_that_is_to_stop_leaves_too_little_for_any_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotloop.deadline.time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr("hotloop.core.processes.deadline.time", SimpleNamespace(monotonic=lambda: 0.0))
     least = Budget.of(0.01, None, None)
     deadline = Deadline(least.tells_s() + least.proof_s + 0.001)
     search = searching(monkeypatch, Long(), deadline=deadline, task=family("mlp"))
@@ -292,12 +292,12 @@ def test_where_nothing_can_be_proven_nothing_is_raced_and_the_rules_have_their_w
         verdict = hotloop.tune(task, device="cpu", time_limit=time_limit, progress=False)
         assert [timing.name for timing in verdict.plans] == [verdict.winner] == [BASELINE]
         assert verdict.left_open and "its data has an order of its own, so no plan can be proven" in verdict.notes[0]
-    plan, told = seeking.remembered_or_tuned(Loaded(task, None, {}), Wanted.of("auto", {"device": "cpu"}))
+    plan, told = tune.remembered_or_tuned(Loaded(task, None, {}), Wanted.of("auto", {"device": "cpu"}))
     assert plan is None and "the plan is that of the rules, as without --tune" in told
 
 
 def test_nothing_is_raced_where_a_proof_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "room_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr(proof, "room_bytes", lambda device: 1 << 10)
     verdict = hotloop.tune(a_task(epochs=10_000), device="cpu", time_limit="1s", progress=False)
     assert [timing.name for timing in verdict.plans] == [verdict.winner] == [BASELINE] and verdict.left_open
     assert "a proof takes about" in verdict.notes[0] and "none was raced" in verdict.notes[0]
@@ -356,7 +356,7 @@ def test_without_memory_for_a_second_plan_none_is_raced(monkeypatch: pytest.Monk
 
 
 def test_a_large_model_leaves_room_for_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotloop.tuning import room
+    from hotloop.tuning.search import program_pool as room
 
     facts = known(a_task(), Plan())[0].model_copy(update={"parameters": 138_000_000})
     monkeypatch.setattr(room, "room_bytes", lambda device: 16 << 30)

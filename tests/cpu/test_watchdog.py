@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch.distributed as dist
 
+from hotloop.core.processes.signals import handled
+from hotloop.distributed.watchdog import LONGEST_WAIT_S, Place, Watchdog, last_place
 from hotloop.errors import TrainingError
-from hotloop.handlers import handled
-from hotloop.parallel.watchdog import LONGEST_WAIT_S, Place, Watchdog, last_place
 
 WAITING = Place("training", 3, 4, 0, operation="all_reduce, operation 5", newest=5, line="task.py:7", signalled=0)
 STARTING = replace(WAITING, phase="start", step=0, steps=0, operation="", newest=-1)

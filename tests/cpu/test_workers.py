@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import hotloop
-from hotloop import training
-from hotloop.data.changes import summary
+from hotloop.data.dataset_changes import summary
 from hotloop.errors import DataError, lost_worker
-from hotloop.taskfile import Loaded
+from hotloop.task_file import Loaded
+from hotloop.training import start
 from tests.cpu.programs import labelled
 
 MORE = pytest.mark.more
@@ -299,7 +299,7 @@ def test_a_signal_ends_a_wait_for_a_batch_and_saves(kind: Any, number: signal.Si
     data = kind(file, after=16)
     task = a_task(DataLoader(data, batch_size=8, num_workers=1), callbacks=[data.begins])
     thread = signalling(file, number)
-    run, ended = training.start(Loaded(task, None, {}), plan="baseline", run=tmp_path / "run")
+    run, ended = start.start(Loaded(task, None, {}), plan="baseline", run=tmp_path / "run")
     thread.join()
     assert ended.reason == number.name
     saved, _ = run.checkpoints.newest(print)
@@ -313,7 +313,7 @@ def test_a_signal_ends_a_wait_for_validation_data(tmp_path: Path) -> None:
     held_out = DataLoader(data, batch_size=8, num_workers=1)
     thread = signalling(file, signal.SIGTERM)
     task = a_task(DataLoader(Rows(), batch_size=8), validation=held_out, callbacks=[data.begins])
-    run, ended = training.start(Loaded(task, None, {}), plan="baseline", run=tmp_path / "run")
+    run, ended = start.start(Loaded(task, None, {}), plan="baseline", run=tmp_path / "run")
     thread.join()
     assert ended.reason == "SIGTERM" and run.journal()[-1]["step"] == 5
 
@@ -450,11 +450,9 @@ def test_data_read_into_memory_that_changes_later_is_said_once(tmp_path: Path) -
             data.level = float(view.epoch)
 
     task = a_task(DataLoader(data, batch_size=8), callbacks=[harder], epochs=4)
-    training.start(Loaded(task, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "run", say=said.append)
+    start.start(Loaded(task, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "run", say=said.append)
     assert sum("has changed since it was read into memory" in line for line in said) == 1
     said.clear()
     steady = a_task(DataLoader(Rows(), batch_size=8), callbacks=[lambda view: None])
-    training.start(
-        Loaded(steady, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "steady", say=said.append
-    )
+    start.start(Loaded(steady, None, {}), plan=hotloop.Plan(residency="host"), run=tmp_path / "steady", say=said.append)
     assert not any("has changed" in line for line in said)

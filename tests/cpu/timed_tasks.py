@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hotloop.lowering.step import EagerStep
+from hotloop.lowering.eager_step import EagerStep
 from hotloop.plan import Plan
 
 CPU = Plan(device="cpu")

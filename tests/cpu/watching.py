@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from hotloop.profiles import Profile
-from hotloop.profiling.compose import profile_of
-from hotloop.profiling.protocols import Observer
-from hotloop.profiling.sites import Sites
-from hotloop.profiling.watcher import Watch
+from hotloop.core.records.profile import Profile
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.schedule import Observer
+from hotloop.profiler.session.session import Watch
+from hotloop.profiler.summary import profile_of
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 """Gives the loss of a batch, and does what it does beside."""

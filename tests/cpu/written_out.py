@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hotloop import arrays
-from hotloop.arrays.namespaces import Maker, namespace
+from hotloop.arrays.backend import Maker, namespace
 
 TOLERANCE = 1e-10
 """Of float64, for numbers of about 1."""

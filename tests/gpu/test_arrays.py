@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hotloop
-from hotloop.arrays import Adam, Conv, Dense, Dropout, MaxPool, Network, ReLU
-from hotloop.arrays.namespaces import namespace
+from hotloop.arrays.activations import ReLU
+from hotloop.arrays.backend import namespace
+from hotloop.arrays.conv import Conv, MaxPool
+from hotloop.arrays.dense import Dense, Dropout
+from hotloop.arrays.network import Network
+from hotloop.arrays.optimizers import Adam
+from hotloop.core.state import differences
 from hotloop.errors import DataError
 from hotloop.plan import Plan
-from hotloop.state import differences
 from tests.cpu import written_out
 from tests.cpu.families import CLASSES, family
 from tests.cpu.programs import through_file

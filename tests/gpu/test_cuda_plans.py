@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import hotloop
-from hotloop.lowering.cudnn import FreshChoice, benchmarking
+from hotloop.lowering.transforms.cudnn import FreshChoice, benchmarking
 from hotloop.plan import Plan
 from tests.cpu.families import family
 from tests.cpu.programs import a_task

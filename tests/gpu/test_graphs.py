@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import hotloop
+from hotloop.core.state import State, differences
 from hotloop.errors import PlanError
-from hotloop.lowering.recorder import Recording
+from hotloop.lowering.steps.cuda_graph import Recording
 from hotloop.plan import Plan
-from hotloop.state import State, differences
 from tests.cpu.families import BATCH, FAMILIES, family
 from tests.cpu.programs import through_file
 from tests.cpu.test_plans import STEPS, after, assert_equal_within_rounding, changed

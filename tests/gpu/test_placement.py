@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.lowering import Program
+from hotloop.core.random.rng import preserved
+from hotloop.core.state import differences
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.rng import preserved
-from hotloop.state import differences
 from tests.cpu.placed import a_chain, alone, both, come_to, distance
 from tests.cpu.programs import advance, last_state, through_file, trained
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from hotloop.launch import launch
-from hotloop.parallel.world import World
+from hotloop.distributed.join import taking_part
+from hotloop.distributed.launch import launch
+from hotloop.distributed.world import World
 from hotloop.plan import Plan
-from hotloop.taking_part import taking_part
 
 # What a training comes to import, so that each fork needn't.
 LATE = ("torch._dynamo", "torch.utils.tensorboard", "plotly.subplots", "torch.distributed.fsdp", "torch.export._trace")

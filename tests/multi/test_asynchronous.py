@@ -20,17 +20,19 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.asynchronous import processes
-from hotloop.asynchronous.employing import alone, employed
-from hotloop.asynchronous.processes import ProcessCrew
-from hotloop.asynchronous.recipe import Recipe
+from hotloop.core.state import differences
+from hotloop.distributed.ray import cluster
 from hotloop.errors import HotloopError, PlanError, TrainingError
-from hotloop.lowering import Program, lower, served
-from hotloop.lowering.served import ServedProgram
-from hotloop.parallel import cluster
+from hotloop.lowering.build import lower
+from hotloop.lowering.parameter_server import server_program
+from hotloop.lowering.parameter_server.server_program import ServedProgram
+from hotloop.lowering.parameter_server.workers import process_pool
+from hotloop.lowering.parameter_server.workers.process_pool import ProcessCrew
+from hotloop.lowering.parameter_server.workers.worker import Recipe
+from hotloop.lowering.parameter_server.workers.worker_start import alone, employed
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.state import differences
+from hotloop.training.run import Run
 from tests.conftest import RunCli
 from tests.started import no_process_of_ray_is_left  # noqa: F401 - a fixture of this module
 
@@ -122,7 +124,7 @@ def test_a_killed_and_a_stopped_worker_cost_no_sample_and_hold_nobody_up() -> No
 
 
 def test_a_signal_is_heard_though_all_workers_have_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(server_program, "_PATIENCE_S", 0.5)
     here, loss = os.getpid(), nn.MSELoss()
 
     def step(model: nn.Module, batch: Tensor) -> Tensor:
@@ -158,7 +160,7 @@ def test_a_training_whose_workers_have_all_stopped_ends_within_the_limit(tmp_pat
 
 def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever words RPC has for that."""
-    ask, lines, killed = processes.rpc.rpc_async, list[str](), list[str]()
+    ask, lines, killed = process_pool.rpc.rpc_async, list[str](), list[str]()
 
     def dying(name: str, *args: Any, **how: Any) -> Any:
         if killed or not name.startswith("worker-0-"):
@@ -173,14 +175,14 @@ def test_a_worker_that_dies_while_it_is_sent_something_costs_no_more(monkeypatch
         crew = program.feed.crew
         assert isinstance(crew, ProcessCrew)
         pids = crew.pids()
-        monkeypatch.setattr(processes.rpc, "rpc_async", dying)
+        monkeypatch.setattr(process_pool.rpc, "rpc_async", dying)
         assert an_epoch(program)["samples"] == SAMPLES
     assert killed
     assert any(line.startswith("worker 0 was killed by SIGKILL") for line in lines)
 
 
 def test_a_worker_that_is_killed_before_all_have_joined_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    join = processes._join
+    join = process_pool._join
 
     def late(*args: Any, **options: Any) -> None:
         (victim,) = (one for one in multiprocessing.active_children() if one.name == "hotloop worker 0")
@@ -188,8 +190,8 @@ def test_a_worker_that_is_killed_before_all_have_joined_ends_the_training(monkey
         victim.join()
         join(*args, **options)
 
-    monkeypatch.setattr(processes, "_join", late)
-    monkeypatch.setattr(processes, "_JOIN_S", 2.0)
+    monkeypatch.setattr(process_pool, "_join", late)
+    monkeypatch.setattr(process_pool, "_JOIN_S", 2.0)
     with (
         pytest.raises(TrainingError, match=r"^worker 0 was killed by SIGKILL before its first batch"),
         trained_by(2, task()),
@@ -203,9 +205,9 @@ def test_a_worker_that_lives_and_cannot_be_reached_ends_the_training(monkeypatch
         future.set_exception(RuntimeError("no route to host"))
         return future
 
-    monkeypatch.setattr(processes, "_DYING_S", 0.01)
+    monkeypatch.setattr(process_pool, "_DYING_S", 0.01)
     with trained_by(1, task()) as program:
-        monkeypatch.setattr(processes.rpc, "rpc_async", broken)
+        monkeypatch.setattr(process_pool.rpc, "rpc_async", broken)
         with pytest.raises(TrainingError, match="worker 0 can't be reached: RuntimeError: no route to host"):
             an_epoch(program)
 
@@ -219,7 +221,7 @@ def test_a_worker_that_lives_and_cannot_be_reached_ends_the_training(monkeypatch
     ],
 )
 def test_workers_have_the_devices_of_the_plans_kind_in_turn(device: str, here: list[str], expected: list[str]) -> None:
-    assert [processes.device_of(worker, device, here) for worker in range(3)] == expected
+    assert [process_pool.device_of(worker, device, here) for worker in range(3)] == expected
 
 
 def _lives(pid: int) -> bool:
@@ -240,7 +242,7 @@ def test_without_ray_it_says_so_before_it_starts_anything(monkeypatch: pytest.Mo
 
 def test_an_actor_that_is_killed_comes_back() -> None:
     pytest.importorskip("ray", reason="needs hotloop[ray]")
-    from hotloop.asynchronous.actors import ActorCrew
+    from hotloop.lowering.parameter_server.workers.ray_workers import ActorCrew
 
     given, lines = task(step_s=0.05), list[str]()
     program = lower(given, PLAN, lines.append)

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import hotloop
-from hotloop.cli.common import shared
+from hotloop.cli.options import shared
+from hotloop.distributed.launch import launch
 from hotloop.errors import PlanError
-from hotloop.launch import launch
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.training import go_on
+from hotloop.training.run import Run
+from hotloop.training.start import go_on
 from tests.conftest import RunCli
 from tests.forked import Server
 from tests.multi import ranks  # noqa: F401 - imports what each fork would

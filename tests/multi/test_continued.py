@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.checkpoint import Checkpoint, decode, encode
-from hotloop.parallel.world import World
+from hotloop.core.state import State, differences
+from hotloop.distributed.world import World
 from hotloop.plan import Plan
-from hotloop.state import State, differences
+from hotloop.training.checkpoint import Checkpoint, decode, encode
 from tests.multi.cases import images
 from tests.multi.ranks import of_ranks
 from tests.multi.test_equal import distance

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.parallel.waiting import Meter
+from hotloop.distributed.comm_stats import Meter
 from hotloop.plan import Plan
 
 SLOW, PAUSE_S, BATCH, STEPS = 1, 0.01, 4, 6

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
+from hotloop.distributed.launch import launch
 from hotloop.errors import HotloopError, NonFiniteError, PlanError
-from hotloop.launch import launch
 from hotloop.plan import Plan
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.conftest import RunCli
 from tests.forked import Server
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
@@ -345,8 +345,8 @@ def test_a_rank_that_is_killed_after_the_run_was_made_and_before_its_first_step(
 
 OUTLIVING = """
 import os, pathlib, signal, time
-from hotloop.handlers import handled
-from hotloop.launch import launch
+from hotloop.core.processes.signals import handled
+from hotloop.distributed.launch import launch
 
 def outlive():
     with handled(lambda number, frame: None, signal.SIGTERM):

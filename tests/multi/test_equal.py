@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.data.source import Source
-from hotloop.evaluation import evaluate
+from hotloop.core.state import State, differences, leaves
+from hotloop.data.sources import Source
+from hotloop.lowering.evaluation import evaluate
 from hotloop.plan import Plan
-from hotloop.state import State, differences, leaves
 from tests.multi.cases import CASES, DTYPES, images
 from tests.multi.ranks import STEPS, of_ranks
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import hotloop
+from hotloop.distributed.process_group import BEGAN
 from hotloop.errors import MemoryExhausted, TrainingError
-from hotloop.parallel.joining import BEGAN
 from hotloop.plan import Plan
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
 from tests.multi.cases import images
 from tests.resuming import disagreements

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.distributed.world import World
 from hotloop.errors import PlanError
-from hotloop.parallel.world import World
 from hotloop.plan import Plan
 from tests.cpu.programs import a_task, advance, state_after
 from tests.cpu.test_hooked import clamp, small, with_clamps

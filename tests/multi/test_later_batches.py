@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotloop
+from hotloop.distributed.world import World
 from hotloop.errors import HotloopError, PartsDifferError
-from hotloop.lowering import lower
-from hotloop.parallel.world import World
+from hotloop.lowering.build import lower
 from hotloop.plan import Plan
 from tests.multi.ranks import of_ranks
 

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.checkpoint import Checkpoint, decode, encode
+from hotloop.core.state import differences
+from hotloop.distributed.world import World, check_in_step
 from hotloop.errors import OutOfStepError
-from hotloop.parallel import averaging
-from hotloop.parallel.agreeing import check_in_step
-from hotloop.parallel.averaging import Average
-from hotloop.parallel.world import World
+from hotloop.lowering.steps import local_sgd
+from hotloop.lowering.steps.local_sgd import Average
 from hotloop.plan import Plan
-from hotloop.state import differences
+from hotloop.training.checkpoint import Checkpoint, decode, encode
 from tests.multi.cases import tokens
 from tests.multi.ranks import of_ranks
 from tests.multi.test_equal import come_to, distance
@@ -114,7 +113,7 @@ def learnt(plan: Plan) -> float:
 def outer_steps(world: World) -> list[torch.Tensor]:
     """Where a parameter comes to in 3 meetings, when rank r goes r + 1 further each time."""
     value, momentum = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    average = Average(world, averaging.Meter(), [value], [momentum])
+    average = Average(world, local_sgd.Meter(), [value], [momentum])
     places = []
     for _ in range(3):
         value += world.rank + 1

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hotloop
 from hotloop.errors import HotloopError
 from hotloop.plan import Plan
-from hotloop.run import Run, is_run
+from hotloop.training.run import Run, is_run
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
 from tests.multi.test_equal import distance
 from tests.resuming import last_checkpoint

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import hotloop
-from hotloop import inspecting, on_ray
+from hotloop.distributed.join import taking_part
+from hotloop.distributed.process_group import Seat
+from hotloop.distributed.ray import cluster, ray_launch
 from hotloop.errors import PlanError
-from hotloop.parallel import cluster
-from hotloop.parallel.joining import Seat
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.taking_part import taking_part
+from hotloop.profiler import profile
+from hotloop.training.run import Run
 from tests.conftest import RunCli
 from tests.forked import Server
 from tests.multi.cases import images
@@ -198,23 +198,23 @@ class Rays:
 def test_what_the_cluster_does_not_have_is_told(axes: dict, resources: dict[str, float], says: str) -> None:
     plan, ray = Plan(parallel="data", **axes), Rays(**resources)
     with pytest.raises(PlanError, match=says):
-        on_ray._ranks(ray, plan, on_ray._kind(ray, plan))
+        ray_launch._ranks(ray, plan, ray_launch._kind(ray, plan))
 
 
 def test_ranks_are_as_many_as_the_cluster_has_gpus() -> None:
     plan, ray = Plan(parallel="data"), Rays(CPU=64, GPU=4)
-    assert on_ray._ranks(ray, plan, on_ray._kind(ray, plan)) == 4
+    assert ray_launch._ranks(ray, plan, ray_launch._kind(ray, plan)) == 4
 
 
 def test_ranks_of_a_machine_see_all_its_gpus_and_take_one_each() -> None:
-    found = on_ray.seats(["a", "a", "b"], ["3", "1", "0"])
+    found = ray_launch.seats(["a", "a", "b"], ["3", "1", "0"])
     assert [(seat["RANK"], seat["LOCAL_RANK"], seat["LOCAL_WORLD_SIZE"]) for seat in found] == [
         ("0", "0", "2"),
         ("1", "1", "2"),
         ("2", "0", "1"),
     ]
     assert [seat["CUDA_VISIBLE_DEVICES"] for seat in found] == ["3,1", "3,1", "0"]
-    assert "CUDA_VISIBLE_DEVICES" not in on_ray.seats(["a", "a"], ["", ""])[0]
+    assert "CUDA_VISIBLE_DEVICES" not in ray_launch.seats(["a", "a"], ["", ""])[0]
 
 
 def test_without_ray_it_is_said_before_anything_is_started(
@@ -222,7 +222,7 @@ def test_without_ray_it_is_said_before_anything_is_started(
 ) -> None:
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlanError, match="Ray isn't installed"):
-        on_ray.launch_on_ray(Plan(parallel="data", ranks=2), [], print)
+        ray_launch.launch_on_ray(Plan(parallel="data", ranks=2), [], print)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nowhere"])
@@ -230,13 +230,13 @@ def test_an_address_where_ray_is_not_is_told_at_once(monkeypatch: pytest.MonkeyP
     pytest.importorskip("ray", reason="needs hotloop[ray]")
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(PlanError, match=r"Ray can't be reached: .*RAY_ADDRESS"):
-        on_ray.launch_on_ray(Plan(parallel="data", ranks=2), [], print)
+        ray_launch.launch_on_ray(Plan(parallel="data", ranks=2), [], print)
 
 
 def test_a_driver_that_is_not_in_the_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://first:10001")
     with pytest.raises(PlanError, match="Ray's client server"):
-        on_ray.launch_on_ray(Plan(parallel="data", ranks=2), [], print)
+        ray_launch.launch_on_ray(Plan(parallel="data", ranks=2), [], print)
 
 
 ON_RAY_PLAN = Plan(parallel="data", ranks=2, workforce="ray")
@@ -247,7 +247,7 @@ def test_what_ray_does_not_start_says_so() -> None:
     with pytest.raises(PlanError, match=r"workforce=ray in hotloop\.fit; .* `hotloop train file.py`"):
         hotloop.fit(task, plan=ON_RAY_PLAN, progress=False)
     with pytest.raises(PlanError, match="a profile of parallel=data with workforce=ray"):
-        inspecting.refuse_for_ranks(ON_RAY_PLAN, try_remedies=False)
+        profile.refuse_for_ranks(ON_RAY_PLAN, try_remedies=False)
 
 
 def test_ranks_that_torchrun_has_started_are_not_rays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import hotloop
+from hotloop.distributed.world import World
 from hotloop.errors import PlanError
-from hotloop.parallel.world import World
 from hotloop.plan import Plan
 from tests.cpu.own_draws import FEATURES, KINDS, Noisy, NoisyModel, after, task_of
 from tests.multi.ranks import of_ranks

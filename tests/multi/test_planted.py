@@ -11,12 +11,11 @@ import torch
 
 import hotloop
 from hotloop.data.order import Order, Parted
+from hotloop.distributed.process_group import check_sums
+from hotloop.distributed.world import World, check_in_step
+from hotloop.distributed.wrappers import ddp, sync_batch_norm
 from hotloop.errors import OutOfStepError, TrainingError
-from hotloop.lowering.shared import SharedStep
-from hotloop.parallel import norms, summing
-from hotloop.parallel.agreeing import check_in_step
-from hotloop.parallel.joining import check_sums
-from hotloop.parallel.world import World
+from hotloop.lowering.steps.data_parallel import SharedStep
 from hotloop.plan import Plan
 from tests.multi.cases import images
 from tests.multi.ranks import of_ranks
@@ -51,8 +50,8 @@ def a_missing_sum(patch: pytest.MonkeyPatch) -> None:
         done.set_result(bucket.buffer())
         return done
 
-    alone.__annotations__ = summing._summed.__annotations__
-    patch.setattr(summing, "_summed", alone)
+    alone.__annotations__ = ddp._summed.__annotations__
+    patch.setattr(ddp, "_summed", alone)
 
 
 def an_average_of_parts(patch: pytest.MonkeyPatch) -> None:
@@ -68,17 +67,17 @@ def an_average_of_parts(patch: pytest.MonkeyPatch) -> None:
 
 def an_unsynchronised_buffer(patch: pytest.MonkeyPatch) -> None:
     """Batch norms follow the mean of the rank's rows alone."""
-    follow = norms._follow
+    follow = sync_batch_norm._follow
 
     def own(running: torch.Tensor, now: torch.Tensor, momentum: float) -> None:
         follow(running, now + 1 + torch.distributed.get_rank(), momentum)
 
-    patch.setattr(norms, "_follow", own)
+    patch.setattr(sync_batch_norm, "_follow", own)
 
 
 def norms_of_parts(patch: pytest.MonkeyPatch) -> None:
     """Batch norms look at the rank's rows alone."""
-    patch.setattr(norms._Total, "apply", lambda own, meter: own)
+    patch.setattr(sync_batch_norm._Total, "apply", lambda own, meter: own)
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -89,7 +88,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 SEEN_BY_THE_RANKS = ("a_missing_sum", "an_unsynchronised_buffer", "norms_of_parts")
 
 
-def after(plan: Plan) -> hotloop.lowering.Program:
+def after(plan: Plan) -> hotloop.lowering.program.Program:
     program = hotloop.lower(small(), plan)
     program.advance(STEPS)
     return program

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import hotloop
-from hotloop.diagnosing import diagnose
-from hotloop.lowering.later_shares import LaterShares
-from hotloop.measuring.runner import Runner
-from hotloop.parallel.waiting import Meter
-from hotloop.parallel.world import World
+from hotloop.core.records.profile import Profile
+from hotloop.distributed.comm_stats import Meter
+from hotloop.distributed.world import World
+from hotloop.lowering.steps.later_gradients import LaterShares
 from hotloop.plan import Plan
-from hotloop.profiles import Profile
-from hotloop.profiling.modules import ModuleClock
-from hotloop.profiling.tasks import profile_program
+from hotloop.profiler.detectors import diagnose
+from hotloop.profiler.task_profile import profile_program
+from hotloop.profiler.timers.modules import ModuleClock
+from hotloop.tuning.races.runner import Runner
 from tests.conftest import RunCli
 from tests.multi.ranks import of_ranks
 from tests.multi.test_command import FILE

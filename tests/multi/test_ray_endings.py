@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hotloop.run import Run, is_run
+from hotloop.training.run import Run, is_run
 from tests.conftest import RunCli
 from tests.forked import Server
 from tests.resuming import until

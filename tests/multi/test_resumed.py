@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import hotloop
+from hotloop.core.plan_request import Wanted
+from hotloop.distributed.launch import launch
 from hotloop.errors import HotloopError
-from hotloop.launch import launch
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.training import go_on
-from hotloop.wanted import Wanted
+from hotloop.training.run import Run
+from hotloop.training.start import go_on
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
 from tests.multi.test_equal import distance
 from tests.resuming import last_checkpoint

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hotloop
+from hotloop.core.state import State
+from hotloop.distributed.world import World
 from hotloop.errors import PlanError
-from hotloop.lowering import Program
-from hotloop.parallel.world import World
+from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from hotloop.state import State
 from tests.multi.ranks import of_ranks
 from tests.multi.test_equal import distance
 

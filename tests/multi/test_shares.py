@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 import hotloop
-from hotloop.data.rows import looks_around
+from hotloop.data.feeds.rank_rows import looks_around
+from hotloop.distributed.world import World
 from hotloop.errors import HotloopError
-from hotloop.parallel.world import World
 from hotloop.plan import Plan
 from tests.multi.losses import HONEST, UNTRIED, WHOLE, WRONG, mean_square, task, vectors
 from tests.multi.ranks import of_ranks

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hotloop import launch as launching
+from hotloop.distributed import launch as forwarding
+from hotloop.distributed import launch as launching
+from hotloop.distributed.join import taking_part
+from hotloop.distributed.launch import launch
 from hotloop.errors import HotloopError
-from hotloop.launch import launch
-from hotloop.parallel import forwarding
 from hotloop.plan import Plan
-from hotloop.taking_part import taking_part
 from tests.forked import Server
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
 
@@ -129,7 +129,7 @@ AT_THE_END = """
 import os, signal, time
 import psutil
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
-from hotloop.launch import launch
+from hotloop.distributed.launch import launch
 
 is_done = MultiprocessContext._is_done
 

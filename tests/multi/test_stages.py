@@ -18,17 +18,17 @@ import torch
 from torch import nn
 
 import hotloop
+from hotloop.core.state import differences
+from hotloop.distributed.launch import launch
+from hotloop.distributed.world import World
 from hotloop.errors import PlanError
-from hotloop.launch import launch
-from hotloop.lowering import conveying, staged
-from hotloop.lowering.pieces import Objective, Piece, Traced
-from hotloop.parallel.ahead import Ahead
-from hotloop.parallel.holding import Holding
-from hotloop.parallel.world import World
+from hotloop.lowering.pipeline import microbatch_runner, pipeline_step
+from hotloop.lowering.pipeline.graph_split import Objective, Piece, Traced
+from hotloop.lowering.pipeline.ownership import Holding
+from hotloop.lowering.pipeline.relay import Ahead
 from hotloop.plan import Plan
-from hotloop.run import Run
-from hotloop.state import differences
-from hotloop.training import go_on
+from hotloop.training.run import Run
+from hotloop.training.start import go_on
 from tests.multi.cases import DTYPES, Images, images, tokens
 from tests.multi.ranks import of_ranks
 from tests.multi.test_equal import come_to, distance
@@ -155,13 +155,13 @@ def test_all_ranks_tell_of_the_same_bits(of_plan: Callable[[str], list[Any]], pl
 
 def equal_shares(patch: pytest.MonkeyPatch) -> None:
     """Each microbatch's mean counts the same, however much of it is ignored."""
-    weights = staged.StagedStep._weights
-    patch.setattr(staged.StagedStep, "_weights", lambda *given: torch.ones_like(weights(*given)))
+    weights = pipeline_step.StagedStep._weights
+    patch.setattr(pipeline_step.StagedStep, "_weights", lambda *given: torch.ones_like(weights(*given)))
 
 
 def no_shares(patch: pytest.MonkeyPatch) -> None:
     """Gradients of microbatches add up to more than those of a mean."""
-    patch.setattr(conveying, "_part_of_the_loss", lambda left, share: left[0])
+    patch.setattr(microbatch_runner, "_part_of_the_loss", lambda left, share: left[0])
 
 
 def a_skip_that_is_lost(patch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def weights_at_both_ends_apart(patch: pytest.MonkeyPatch) -> None:
 def norms_of_parts(patch: pytest.MonkeyPatch) -> None:
     """Each rank clips by the norm of its own gradients."""
     patch.setattr(
-        staged.StagedStep,
+        pipeline_step.StagedStep,
         "_norm",
         lambda self, parameters: torch.nn.utils.get_total_norm([v.grad for v in parameters if v.grad is not None]),
     )
@@ -205,7 +205,7 @@ def small() -> hotloop.Task:
     return words(torch.float64, validation=None, data=tuple(part[:20] for part in words(torch.float64).data))
 
 
-def after(plan: Plan) -> hotloop.lowering.Program:
+def after(plan: Plan) -> hotloop.lowering.program.Program:
     program = hotloop.lower(small(), plan)
     program.advance(1)
     program.end_epoch()

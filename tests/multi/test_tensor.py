@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 import hotloop
+from hotloop.core.state import differences
+from hotloop.distributed.world import World, check_in_step
 from hotloop.errors import PlanError
-from hotloop.lowering.columns import Group, splittable
-from hotloop.parallel.agreeing import check_in_step
-from hotloop.parallel.world import World
+from hotloop.lowering.steps.splittable_layers import Group, splittable
 from hotloop.plan import Plan
-from hotloop.state import differences
 from tests.multi.cases import DTYPES, images
 from tests.multi.ranks import of_ranks
 from tests.multi.test_equal import come_to, distance

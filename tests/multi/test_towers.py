@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import hotloop
+from hotloop.core.state import differences
+from hotloop.distributed.world import World, check_in_step
+from hotloop.distributed.wrappers.parameter_host import Towers
 from hotloop.errors import OutOfStepError
-from hotloop.parallel.agreeing import check_in_step
-from hotloop.parallel.towers import Towers
-from hotloop.parallel.world import World
 from hotloop.plan import Plan
-from hotloop.state import differences
 from tests.multi.ranks import of_ranks
 from tests.multi.test_equal import distance
 from tests.multi.test_planted import STEPS, an_unequal_shard, small

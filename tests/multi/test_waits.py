@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hotloop
-from hotloop import evaluation
 from hotloop.errors import HotloopError, PlanError, TrainingError
+from hotloop.lowering import evaluation
 from hotloop.plan import Plan
-from hotloop.run import Run
+from hotloop.training.run import Run
 from tests.forked import Server
 from tests.multi import ranks  # noqa: F401 - imports what each fork would
 from tests.multi.cases import images

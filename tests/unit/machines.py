@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotloop.hardware import Device, Figure, Hardware, Processor
-from hotloop.records import TaskFacts
+from hotloop.core.records.hardware import Device, Figure, Hardware, Processor
+from hotloop.core.records.training import TaskFacts
 
 GIB = 2**30
 

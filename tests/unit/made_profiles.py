@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotloop.profiles import (
+from hotloop.core.records.profile import (
     Apart,
     GroupTime,
     Limits,
@@ -12,11 +12,11 @@ from hotloop.profiles import (
     ModuleTime,
     OperatorTime,
     OptimizerUse,
-    Overhead,
     Profile,
     Remedy,
     SeldomUpdate,
 )
+from hotloop.core.records.profile_ratios import Overhead
 
 
 def module(name: str, kind: str, forward: float, backward: float, **fields: Any) -> ModuleTime:

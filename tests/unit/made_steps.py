@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hotloop.diagnosing import diagnose
-from hotloop.profiles import GroupTime, Limits, LineTime, LoaderUse, OperatorTime, OptimizerUse, Profile, Remedy
+from hotloop.core.records.profile import (
+    GroupTime,
+    Limits,
+    LineTime,
+    LoaderUse,
+    OperatorTime,
+    OptimizerUse,
+    Profile,
+    Remedy,
+)
+from hotloop.profiler.detectors import diagnose
 
 LIMITS = Limits(flop_per_s={"fp32": 100e9, "fp64": 50e9}, bytes_per_s=10e9, launch_us=3.0)
 STEP_MS = 10.0

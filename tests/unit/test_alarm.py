@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hotloop.alarm import at_most
+from hotloop.core.processes.signals import at_most
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no alarms on Windows")
 

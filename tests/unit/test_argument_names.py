@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hotloop
-from hotloop.argument_names import name_arguments
+from hotloop.core.argument_names import name_arguments
 
 SRC = Path(hotloop.__file__).parent
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

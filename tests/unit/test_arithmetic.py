@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.arithmetic import (
+from hotloop.core.number_formats import (
     IEEE,
     TORCH_DEFAULTS,
     Arithmetic,

@@ -11,27 +11,14 @@ import array_api_strict
 import numpy as np
 import pytest
 
-from hotloop.arrays import (
-    LSTM,
-    RNN,
-    SGD,
-    Adam,
-    AveragePool,
-    BatchNorm,
-    BinaryCrossEntropy,
-    Conv,
-    Dense,
-    Dropout,
-    Embedding,
-    LayerNorm,
-    MaxPool,
-    Network,
-    ReLU,
-    Residual,
-    Sigmoid,
-    Softmax,
-    Tanh,
-)
+from hotloop.arrays.activations import ReLU, Sigmoid, Softmax, Tanh
+from hotloop.arrays.conv import AveragePool, Conv, MaxPool
+from hotloop.arrays.dense import BatchNorm, Dense, Dropout, Embedding, LayerNorm
+from hotloop.arrays.layer import Residual
+from hotloop.arrays.losses import BinaryCrossEntropy
+from hotloop.arrays.network import Network
+from hotloop.arrays.optimizers import SGD, Adam
+from hotloop.arrays.recurrent import LSTM, RNN
 from hotloop.errors import DataError, DeviceError, HotloopError, NonFiniteError, PlanError, TaskError
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.counting import Counts, least_ms, limits_of, operator_counts, precision_of, with_limit_shares
-from hotloop.hardware import Device, Figure, Speed
-from hotloop.profiles import Limits, ModuleTime, OperatorTime, Profile
+from hotloop.core.records.hardware import Device, Figure, Speed
+from hotloop.core.records.profile import Limits, ModuleTime, OperatorTime, Profile
+from hotloop.profiler.costs.op_cost import Counts
+from hotloop.profiler.costs.operator_cost import operator_counts
+from hotloop.profiler.costs.roofline import least_ms, limits_of, precision_of, with_limit_shares
 
 F = "float32"
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from hotloop.cuda_rules import LARGE_WORK, auto_ways, reasons, variants
-from hotloop.feasible import violations
-from hotloop.hardware import Hardware
+from hotloop.core.feasibility.violations import violations
+from hotloop.core.records.hardware import Hardware
+from hotloop.core.records.training import TaskFacts
 from hotloop.plan import Plan
-from hotloop.records import TaskFacts
-from hotloop.rules import COMPILED_FROM_STEPS, ranked
-from hotloop.tuning.candidates import compiled_changes
-from hotloop.tuning.candidates import variants as tuned
+from hotloop.tuning.cuda_rules import LARGE_WORK, auto_ways, reasons, variants
+from hotloop.tuning.rules import COMPILED_FROM_STEPS, ranked
+from hotloop.tuning.search.candidates import compiled_changes
+from hotloop.tuning.search.candidates import variants as tuned
 from tests.unit.machines import A_GPU, LBFGS, a_machine, facts
 
 GPU = a_machine(A_GPU)

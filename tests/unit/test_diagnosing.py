@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.diagnosing import diagnose
-from hotloop.profiles import Habit, ModuleTime, Paging, Profile, Threads
+from hotloop.core.records.profile import ModuleTime, Paging, Profile, Threads
+from hotloop.core.records.profile_terms import Habit
+from hotloop.profiler.detectors import diagnose
 from tests.unit.made_steps import (
     STEP_MS,
     adam,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hotloop.diagnosing import diagnose
-from hotloop.profiles import Limits, Profile, RankTime
+from hotloop.core.records.profile import Limits, Profile, RankTime
+from hotloop.profiler.detectors import diagnose
 from tests.unit.made_steps import first, operator, remedies, seen
 
 BOUNDS: dict[str, Profile] = {

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hotloop.profiles import Habit, LineTime, ModuleTime, OperatorTime
+from hotloop.core.records.profile import LineTime, ModuleTime, OperatorTime
+from hotloop.core.records.profile_terms import Habit
 from tests.unit.made_steps import line, operator, remedies, seen
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.profiles import ModuleTime, OperatorTime, Remedy
+from hotloop.core.records.profile import ModuleTime, OperatorTime, Remedy
 from tests.unit.made_steps import operator, remedies, seen
 
 NAMES = ("exp", "sum", "div", "log")

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from hotloop.counting.shares import with_limit_shares
-from hotloop.diagnosing import diagnose
-from hotloop.diagnosing.compilation import STARTED
-from hotloop.profiles import Apart, CompiledNetwork, Limits, LineTime, ModuleTime, Profile
+from hotloop.core.records.profile import Apart, Limits, LineTime, ModuleTime, Profile
+from hotloop.core.records.profile_ratios import CompiledNetwork
+from hotloop.profiler.costs.roofline import with_limit_shares
+from hotloop.profiler.detectors import diagnose
+from hotloop.profiler.detectors.compilation import STARTED
 from hotloop.report.profile import NOTHING
 from tests.unit.made_steps import as_task, loader, operator, remedies, seen
 from tests.unit.test_report_profile import shown

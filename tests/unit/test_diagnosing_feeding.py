@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hotloop.profiles import Habit, Threads
+from hotloop.core.records.profile import Threads
+from hotloop.core.records.profile_terms import Habit
 from tests.unit.made_steps import first, line, loader, loop, operator, product, remedies, seen
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hotloop.profiles import Habit, ModuleTime, OperatorTime, Remedy
+from hotloop.core.records.profile import ModuleTime, OperatorTime, Remedy
+from hotloop.core.records.profile_terms import Habit
 from tests.unit.made_steps import operator, product, remedies, seen
 
 MODULES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.profiles import Habit
+from hotloop.core.records.profile_terms import Habit
 from tests.unit.made_steps import operator, remedies, seen
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from hotloop.diagnosing import diagnose
-from hotloop.profiles import Apart, Habit, Limits, Paging, Profile, Threads
+from hotloop.core.records.profile import Apart, Limits, Paging, Profile, Threads
+from hotloop.core.records.profile_terms import Habit
+from hotloop.profiler.detectors import diagnose
 from tests.unit.made_steps import (
     adam,
     as_task,

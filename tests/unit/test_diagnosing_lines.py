@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from hotloop.diagnosing.step import Step
-from hotloop.profiles import Habit, LineTime, OperatorTime, Profile, Remedy, Threads
+from hotloop.core.records.profile import LineTime, OperatorTime, Profile, Remedy, Threads
+from hotloop.core.records.profile_terms import Habit
+from hotloop.profiler.detectors.step import Step
 from tests.unit.made_steps import STEP_MS, adam, first, line, loop, operator, remedies, seen
 
 

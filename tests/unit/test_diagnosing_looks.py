@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.profiles import Phase, Remedy
+from hotloop.core.records.profile import Remedy
+from hotloop.core.records.profile_terms import Phase
 from tests.unit.made_steps import line, operator, remedies, seen
 
 

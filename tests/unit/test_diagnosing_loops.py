@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.diagnosing import compilation
-from hotloop.diagnosing.step import Step
-from hotloop.profiles import LineTime
+from hotloop.core.records.profile import LineTime
+from hotloop.profiler.detectors import compilation
+from hotloop.profiler.detectors.step import Step
 from tests.unit.made_steps import STEP_MS, adam, first, loader, loop, operator, remedies, seen
 
 SAMPLE = ["256"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.profiles import Remedy
+from hotloop.core.records.profile import Remedy
 from tests.unit.made_steps import operator, remedies, seen
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.profiles import LineTime, OperatorTime, Remedy
+from hotloop.core.records.profile import LineTime, OperatorTime, Remedy
 from tests.unit.made_steps import adam, operator, remedies, seen
 
 SMALL = {"16x16": 10, "16": 10}

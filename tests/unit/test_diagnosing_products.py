@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotloop.profiles import OperatorTime, Remedy
+from hotloop.core.records.profile import OperatorTime, Remedy
 from tests.unit.made_steps import operator, product, remedies, seen
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hotloop.profiles import Remedy
+from hotloop.core.records.profile import Remedy
 from tests.unit.made_steps import line, loop, remedies, seen
 
 

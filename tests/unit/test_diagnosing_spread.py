@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.profiles import LineTime, Remedy
+from hotloop.core.records.profile import LineTime, Remedy
 from tests.unit.made_steps import line, remedies, seen
 
 

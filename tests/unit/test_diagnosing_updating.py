@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hotloop.profiles import GroupTime, Remedy
+from hotloop.core.records.profile import GroupTime, Remedy
 from tests.unit.made_steps import adam, as_task, operator, remedies, seen, table
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from hotloop.core.feasibility.violations import check, is_plain, refused, violations
+from hotloop.core.records.training import TaskFacts
 from hotloop.errors import DeviceError, PlanError, RoomError
-from hotloop.feasible import check, is_plain, refused, violations
 from hotloop.plan import BASELINE, Plan
-from hotloop.records import TaskFacts
 from tests.unit.machines import A_GPU, AN_OLD_GPU, GIB, LBFGS, a_device, a_machine, facts
 
 CPU, CPU_BF16 = a_machine(), a_machine(cpu=a_device(precisions=("fp32", "bf16", "fp16", "fp64")))

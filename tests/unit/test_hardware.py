@@ -10,9 +10,9 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 from rich.console import Console
 
+from hotloop.core.records.hardware import Device, Figure, Hardware, Processor, Speed
 from hotloop.errors import HotloopError
-from hotloop.hardware import Device, Figure, Hardware, Processor, Speed
-from hotloop.report.devices import advice, human, tables
+from hotloop.report.hardware import advice, human, tables
 
 WHEN = "2026-01-31T12:00:00+00:00"
 
@@ -112,7 +112,7 @@ def test_a_device_is_found_by_its_name_and_no_other_in_its_place() -> None:
 
 def test_records_need_neither_torch_nor_pydantic_to_be_made() -> None:
     code = (
-        "import sys, hotloop.hardware as h; h.Hardware('x', None, (), {}).to_dict()\n"
+        "import sys, hotloop.core.records.hardware as h; h.Hardware('x', None, (), {}).to_dict()\n"
         "sys.exit(', '.join({'torch', 'pydantic'} & set(sys.modules)) or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

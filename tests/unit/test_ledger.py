@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hotloop.parallel.ledger import Ledger, Work
+from hotloop.lowering.parameter_server.scheduler import Ledger, Work
 
 BATCHES = 40
 

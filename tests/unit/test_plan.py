@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotloop.core.plan_request import Wanted
 from hotloop.errors import HotloopError, PlanError
 from hotloop.plan import BASELINE, Placement, Plan, Steps
-from hotloop.wanted import Wanted
 
 # Text that TOML can hold: any but lone surrogates, which are no text in UTF-8.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.profiling.traced import Key, Traced, together
+from hotloop.profiler.trace.totals import Key, Traced, together
 
 KEY = Key("aten::mm", "forward", None, ("train.py", 7), ("8x8",), "float32", "cpu", "", None)
 

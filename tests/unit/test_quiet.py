@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch  # noqa: F401  gives its loggers their handlers
 
-from hotloop.quiet import unlogged
+from hotloop.core.reporter import unlogged
 
 COMPILER = "torch._inductor"
 LOGGER = logging.getLogger(f"{COMPILER}.ir")

@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from hotloop.explanations import Equation, Explanation, Layer, Matrix
-from hotloop.report.explain import page
+from hotloop.core.records.explanation import Equation, Explanation, Layer, Matrix
+from hotloop.report.explanation import page
 
 
 def equation(result: str, difference: float | None = 1e-16, agrees: bool | None = True) -> Equation:

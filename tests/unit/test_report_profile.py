@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from hotloop.amounts import flops, milliseconds, percent, shape, size, time
-from hotloop.profiles import Profile, RankTime, Remedy
+from hotloop.core.format import flops, milliseconds, percent, shape, size, time
+from hotloop.core.records.profile import Profile, RankTime, Remedy
 from hotloop.report.profile import page
 from tests.unit.made_profiles import made, module
 

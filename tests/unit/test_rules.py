@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hotloop.feasible import violations
-from hotloop.hardware import Hardware
+from hotloop.core.feasibility.violations import violations
+from hotloop.core.records.hardware import Hardware
 from hotloop.plan import Plan
-from hotloop.rules import COMPILED_FROM_STEPS, passed_over, ranked
+from hotloop.tuning.rules import COMPILED_FROM_STEPS, passed_over, ranked
 from tests.unit.machines import A_GPU, GIB, LBFGS, a_device, a_machine, facts
 
 CPU, GPU, NO_COMPILER = a_machine(), a_machine(A_GPU), a_machine(compiler=None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hotloop.sources import holds_task
+from hotloop.core.files.source_files import holds_task
 
 TASKS = {
     "a value": "import hotloop\ntask = hotloop.Task(model=None)",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotloop.parallel.splitting import Cost, best_cuts
+from hotloop.lowering.pipeline.piece_costs import Cost, best_cuts
 
 COSTS = st.lists(
     st.builds(

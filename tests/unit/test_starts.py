@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.tuning.starts import on_one_clock
-from hotloop.verdicts import Timing
+from hotloop.core.records.race import Timing
+from hotloop.tuning.races.starts import on_one_clock
 
 
 def timed(name: str, step_ms: float, ratio: float) -> Timing:

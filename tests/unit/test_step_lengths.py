@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hotloop.profiling.facts import StepFact
-from hotloop.profiling.schedule import Kind
-from hotloop.profiling.step_lengths import StepLengths
+from hotloop.profiler.base.schedule import Kind
+from hotloop.profiler.base.step_facts import StepFact
+from hotloop.profiler.base.step_lengths import StepLengths
 
 
 def steps(kind: Kind, *calls: int) -> list[StepFact]:

@@ -8,9 +8,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from hotloop.errors import RunError
-from hotloop.terminal import Terminal
-from hotloop.texts import printable, shortened
+from hotloop.core.terminal import Terminal
+from hotloop.errors import RunError, printable, shortened
 
 EVIL = "a\x1b]0;title\x07\x1b[2Jb\x9bc\rd\x00\u202ee\x7f"
 

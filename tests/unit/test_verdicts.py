@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hotloop.report.contest import page, sentence, table
-from hotloop.verdicts import Timing, Verdict, best_of
+from hotloop.core.records.race import Timing, Verdict, best_of
+from hotloop.report.race import page, sentence, table
 
 
 def timing(name: str, step_ms: float | None, verdict: Any = None, parity: Any = None, **more: Any) -> Timing:

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotloop.records import Evaluation, Mistake, Picture
+from hotloop.core.records.race import Crossing, Scaling, Timing, Verdict
+from hotloop.core.records.training import Evaluation, Mistake, Picture
 from hotloop.report.confusion import most_frequent, write_confusion
-from hotloop.report.curves import write_curves
+from hotloop.report.learning_curves import write_curves
 from hotloop.report.mistakes import write_mistakes
-from hotloop.report.profile_pictures import write_pictures
-from hotloop.report.scales import write_picture
-from hotloop.verdicts import Crossing, Scaling, Timing, Verdict
+from hotloop.report.profile_charts import write_pictures
+from hotloop.report.race_scaling import write_picture
 from tests.unit.made_profiles import made
 from tests.web.chromium import Drawn, draw, needs_browser
 

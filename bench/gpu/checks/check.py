@@ -14,7 +14,7 @@ PLANS = {
 
 
 def run(part: str, setting: Setting) -> Result:
-    from hotloop.verdicts import TRUSTED
+    from hotloop.core.records.race import TRUSTED
 
     axes = setting.fitted(PLANS[part])
     name = part.partition("-")[0]

@@ -30,8 +30,8 @@ def graphs_on_cpu() -> Iterator[None]:
     from tests.cpu.recording import FakeRecorder
 
     with (
-        mock.patch("hotloop.lowering.order._check", lambda parts: None),
-        mock.patch("hotloop.lowering.graphs.Recorder", FakeRecorder),
+        mock.patch("hotloop.lowering.build._check", lambda parts: None),
+        mock.patch("hotloop.lowering.steps.cuda_graph.Recorder", FakeRecorder),
     ):
         yield
 
@@ -57,7 +57,7 @@ def proof_of(
 ) -> Any:
     """The verdict on a plan of `planted`, a Task that should be `task`, whose Program `change` may change, too."""
     from bench.gpu.loops import program_of
-    from hotloop.parity import prove_programs
+    from hotloop.parity.proof import prove_programs
 
     program = program_of(planted, setting.device, dict(pair.split("=") for pair in asked.split()))
     change(program)
@@ -68,7 +68,7 @@ def proof_of(
 
 
 def is_trusted(parity: Any) -> bool:
-    from hotloop.verdicts import TRUSTED
+    from hotloop.core.records.race import TRUSTED
 
     return parity.parity in TRUSTED
 
@@ -238,7 +238,7 @@ def stale_input(setting: Setting) -> Result:
     """At every other step the input of a graph isn't filled, so that the graph reads the batch of the step before."""
     from unittest import mock
 
-    from hotloop.lowering.graphs import Batches
+    from hotloop.lowering.steps.cuda_graph import Batches
 
     task = convolutional(setting)
     found = {}

@@ -101,7 +101,7 @@ def operators_by_torch(steps: Callable[[int], None], setting: Setting) -> dict[s
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from hotloop.measuring.clocks import synchronise
+    from hotloop.tuning.races.runner import synchronise
 
     count = 8 if setting.is_rehearsal else 32
     where = torch.device(setting.device)

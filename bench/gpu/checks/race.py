@@ -7,7 +7,7 @@ from bench.gpu.setting import Result, Setting
 
 
 def run(part: str, setting: Setting) -> Result:
-    from hotloop.verdicts import TRUSTED, Verdict
+    from hotloop.core.records.race import TRUSTED, Verdict
 
     command, name = part.split("-")
     limits = {"race": ("10s", "60s"), "tune": ("3s", "30s")}  # a race's is for preparing and proving as well

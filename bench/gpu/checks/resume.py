@@ -22,7 +22,7 @@ _LIMIT_S = 90.0
 
 
 def run(part: str, setting: Setting) -> Result:
-    from hotloop.run import Run
+    from hotloop.training.run import Run
     from tests.resuming import disagreements
 
     folder = setting.scratch / "resume" / part
@@ -51,7 +51,7 @@ def run(part: str, setting: Setting) -> Result:
 def begun(part: str, folder: Path, options: list[str], setting: Setting) -> subprocess.Popen[str]:
     """Starts the training of a folder, or goes on with it."""
     from bench.gpu.deterministic import NEEDED
-    from hotloop.run import is_run
+    from hotloop.training.run import is_run
 
     run = folder / "run"
     if is_run(run):

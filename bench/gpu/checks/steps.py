@@ -58,9 +58,9 @@ def measured(
 
     from bench.gpu.loops import hotloop_steps, program_of
     from bench.gpu.tasks import network, task
+    from hotloop.core.hardware import machine
     from hotloop.errors import HotloopError
-    from hotloop.measuring.clocks import synchronise
-    from hotloop.probe import machine
+    from hotloop.tuning.races.runner import synchronise
 
     if setting.is_rehearsal and part in ("mlp-1e7", "mlp-1e8"):
         part = "mlp-1e6"  # the same lines, in a second

@@ -45,7 +45,7 @@ def run(part: str, setting: Setting) -> Result:
 
 def start(part: str, name: str, folder: Path, setting: Setting) -> dict[str, Any]:
     """A training from its process's start until `Stop` ends it."""
-    from hotloop.run import Run
+    from hotloop.training.run import Run
 
     marks, run = folder / "marks.json", folder / name
     marks.unlink(missing_ok=True)
@@ -69,7 +69,7 @@ def start(part: str, name: str, folder: Path, setting: Setting) -> dict[str, Any
 def beside(part: str, axes: dict[str, Any], setting: Setting) -> dict[str, Any]:
     """The plan's steps and the tutorial's loop, in interleaved pairs, and their kernels."""
     from bench.gpu.tasks import task
-    from hotloop.lowering import lower
+    from hotloop.lowering.build import lower
     from hotloop.plan import Plan
 
     made, rounds = task(part, setting.size), 3 if setting.is_rehearsal else 12

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace
 
+from hotloop.arrays.backend import Array, Shape
 from hotloop.arrays.layer import Layer, Unfit
-from hotloop.arrays.namespaces import Array, Shape
 
 
 def sigmoid(x: Array) -> Array:

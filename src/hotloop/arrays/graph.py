@@ -7,8 +7,8 @@ from functools import reduce
 from operator import add
 from typing import Any
 
+from hotloop.arrays.backend import Array, Maker, Shape
 from hotloop.arrays.layer import Layer, Unfit, check_layers
-from hotloop.arrays.namespaces import Array, Maker, Shape
 from hotloop.errors import TaskError, kind
 
 INPUT = "x"

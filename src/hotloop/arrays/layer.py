@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hotloop.arrays.namespaces import Array, Maker, Shape
+from hotloop.arrays.backend import Array, Maker, Shape
 from hotloop.errors import TaskError, kind
 
 

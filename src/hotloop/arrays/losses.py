@@ -7,8 +7,8 @@ import math
 from array_api_compat import array_namespace
 
 from hotloop.arrays.activations import Sigmoid, Softmax, sigmoid
+from hotloop.arrays.backend import Array, Shape
 from hotloop.arrays.layer import Layer
-from hotloop.arrays.namespaces import Array, Shape
 from hotloop.errors import DataError, PlanError, TaskError, kind
 
 

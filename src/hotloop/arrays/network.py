@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from array_api_compat import device
 
+from hotloop.arrays.backend import Array, Maker, Shape, namespace, taken
+from hotloop.arrays.dense import Embedding
+from hotloop.arrays.epochs import Epoch, watched
 from hotloop.arrays.layer import Chain, Layer, check_whole, shape_after
-from hotloop.arrays.layers import Embedding
 from hotloop.arrays.losses import Loss, loss_of
-from hotloop.arrays.namespaces import Array, Maker, Shape, namespace, taken
 from hotloop.arrays.optimizers import Memory, Optimizer, optimizer_of
-from hotloop.arrays.returning import sequential
-from hotloop.arrays.watching import Epoch, watched
+from hotloop.arrays.to_torch import sequential
 from hotloop.errors import DataError, NonFiniteError, TaskError, kind
 
 if TYPE_CHECKING:

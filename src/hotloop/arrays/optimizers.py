@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from array_api_compat import array_namespace
 
-from hotloop.arrays.namespaces import Array
+from hotloop.arrays.backend import Array
 from hotloop.errors import PlanError, kind
 
 Memory = dict[str, Array]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from array_api_compat import array_namespace
 
 from hotloop.arrays.activations import sigmoid
+from hotloop.arrays.backend import Array, Maker, Shape
 from hotloop.arrays.layer import Layer, Unfit, check_whole
-from hotloop.arrays.namespaces import Array, Maker, Shape
 
 
 class _Recurrent(Layer):

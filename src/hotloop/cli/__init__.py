@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import run
+from hotloop.cli.options import run
 
 COMMANDS = (
     "devices",

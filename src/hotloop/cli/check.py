@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import (
+from hotloop.cli.options import (
     FAILED,
     AsJson,
     Device,
@@ -23,7 +23,7 @@ from hotloop.cli.common import (
     say,
     stdout_for,
 )
-from hotloop.sources import file_named, split
+from hotloop.core.files.source_files import file_named, split
 
 
 @guarded
@@ -64,14 +64,14 @@ def check(
     on_top = axes(settings, device=device)
     file_named(split(task)[0])
 
-    from hotloop.wanted import Wanted
+    from hotloop.core.plan_request import Wanted
 
     wanted = Wanted.or_auto(plan, on_top)
 
-    from hotloop.proving import check_wanted
-    from hotloop.report.parity import page
+    from hotloop.report.plan import parity_page
     from hotloop.task import overridden
-    from hotloop.taskfile import load_task
+    from hotloop.task_file import load_task
+    from hotloop.tuning.check import check_wanted
 
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json), bar("comparing", of="") as progress:
@@ -86,7 +86,7 @@ def check(
     if as_json:
         print_json(parity.model_dump())
     else:
-        console.print(page(parity))
+        console.print(parity_page(parity))
     if (ends := parity.convergence) is not None and ends.ended is not None:
         end_early(ends.ended_by, f"{ends.ended}; what was found before is shown")
     if parity.parity == "broken":

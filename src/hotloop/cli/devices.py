@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, console, guarded, print_json
+from hotloop.cli.options import AsJson, console, guarded, print_json
 
 
 @guarded
@@ -26,9 +26,9 @@ def devices(
     """
     from rich.progress import BarColumn, TextColumn
 
-    from hotloop.probe import probe
-    from hotloop.report.devices import advice, tables
-    from hotloop.terminal import Bar
+    from hotloop.core.hardware.probe import probe
+    from hotloop.core.terminal import Bar
+    from hotloop.report.hardware import advice, tables
 
     columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.description}", markup=False))
     with Bar(*columns, console=console, transient=True) as bar:

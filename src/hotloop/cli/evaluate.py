@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hotloop.cli.common import (
+from hotloop.cli.options import (
     AsJson,
     Device,
     Trust,
@@ -25,7 +25,7 @@ from hotloop.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from hotloop.records import Evaluation
+    from hotloop.core.records.training import Evaluation
 
 
 class Part(StrEnum):
@@ -59,7 +59,7 @@ def evaluate(
     selects by it: the figure is then better than the network. Choose by --on validation.
     """
     from hotloop import api
-    from hotloop.report.classes import class_tables
+    from hotloop.report.confusion import class_tables
 
     with stdout_for(as_json), bar("evaluating") as progress:
         found = api.evaluate(run, on=on, weights=weights.value, trust=trust, device=device, say=say, progress=progress)
@@ -82,7 +82,7 @@ def evaluate(
 
 
 def _written(found: Evaluation, folder: Path) -> dict[str, Path]:
-    from hotloop.files import write_atomic
+    from hotloop.core.files.atomic_files import write_atomic
     from hotloop.report.confusion import write_confusion
     from hotloop.report.mistakes import write_mistakes
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import FAILED, AsJson, Param, console, guarded, pairs, print_json, stdout_for
-from hotloop.sources import file_named, split
+from hotloop.cli.options import FAILED, AsJson, Param, console, guarded, pairs, print_json, stdout_for
+from hotloop.core.files.source_files import file_named, split
 
 
 @guarded
@@ -34,9 +34,9 @@ def explain(
         raise typer.BadParameter(f"--batch-size is {batch_size}; expected 1 or more")
     file_named(split(task)[0])
 
-    from hotloop.explaining import explain as explained
-    from hotloop.report.explain import page
-    from hotloop.taskfile import load_task
+    from hotloop.explainer.explain import explain as explained
+    from hotloop.report.explanation import page
+    from hotloop.task_file import load_task
 
     with stdout_for(as_json):
         explanation = explained(load_task(task, given).task, batch_size=batch_size)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, Trust, Weights, WhichWeights, guarded, print_json, say, stdout_for
+from hotloop.cli.options import AsJson, Trust, Weights, WhichWeights, guarded, print_json, say, stdout_for
 
 
 @guarded

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, Device, Param, Set, axes, console, guarded, pairs, print_json, say, stdout_for
-from hotloop.sources import file_named, split
+from hotloop.cli.options import AsJson, Device, Param, Set, axes, console, guarded, pairs, print_json, say, stdout_for
+from hotloop.core.files.source_files import file_named, split
 
 
 @guarded
@@ -32,13 +32,13 @@ def plan(
     on_top = axes(settings, device=device)
     file_named(split(task)[0])
 
-    from hotloop.wanted import Wanted
+    from hotloop.core.plan_request import Wanted
 
     wanted = Wanted.of("auto", on_top)
 
     from hotloop import api
-    from hotloop.report.plans import document, page
-    from hotloop.taskfile import load_task
+    from hotloop.report.plan import document, page
+    from hotloop.task_file import load_task
 
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json):

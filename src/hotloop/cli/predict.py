@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, Device, Trust, Weights, WhichWeights, bar, guarded, print_json, say, stdout_for
+from hotloop.cli.options import AsJson, Device, Trust, Weights, WhichWeights, bar, guarded, print_json, say, stdout_for
 
 
 @guarded
@@ -34,7 +34,7 @@ def predict(
     are written; any other dict or tuple goes into a .npz file.
     """
     from hotloop import api
-    from hotloop.npy import check_output, write_arrays
+    from hotloop.inference.npy import check_output, write_arrays
 
     target = out or Path(f"{inputs.stem}-scores.npy")
     check_output(target, inputs)

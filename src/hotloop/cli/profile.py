@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hotloop.cli.common import (
+from hotloop.cli.options import (
     INTERRUPTED,
     AsJson,
     Device,
@@ -29,11 +29,11 @@ from hotloop.cli.common import (
     shared,
     stdout_for,
 )
-from hotloop.files import check_writable
-from hotloop.sources import file_named, holds_task, split
+from hotloop.core.files.atomic_files import check_writable
+from hotloop.core.files.source_files import file_named, holds_task, split
 
 if TYPE_CHECKING:
-    from hotloop.profiles import Profile
+    from hotloop.core.records.profile import Profile
 
 _FOR_TASKS = ("plan", "settings", "device", "param", "batch_size", "ranks")
 
@@ -137,7 +137,7 @@ def profile(
         found = of_task
     _show(found, module, pictures, as_json)
 
-    from hotloop.profiles import CTRL_C
+    from hotloop.core.records.profile import CTRL_C
 
     if found.stopped == CTRL_C:
         raise typer.Exit(INTERRUPTED)
@@ -172,7 +172,7 @@ def _of_script(
     tries: str | None,
     as_json: bool,
 ) -> Profile:
-    from hotloop.pacing import seconds
+    from hotloop.core.format import seconds
 
     given: dict[str, Any] = dict(
         steps=steps,
@@ -182,7 +182,7 @@ def _of_script(
         try_s=None if tries is None else seconds(tries, "time-limit"),
     )
 
-    from hotloop.inspecting import inspected_script
+    from hotloop.profiler.profile import inspected_script
 
     return inspected_script(path, arguments, progress=_first_said(), **given)
 
@@ -205,7 +205,7 @@ def _of_task(
     began, on_top = time.monotonic(), axes(given["settings"], device=given["device"], ranks=given["ranks"])
     parameters = pairs(given["param"] or [])
 
-    from hotloop.wanted import Wanted
+    from hotloop.core.plan_request import Wanted
 
     wanted = Wanted.of(given["plan"], on_top)  # a wrong plan shows at once
     if shared(given["ranks"], wanted.plan):
@@ -214,13 +214,13 @@ def _of_task(
 
     end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
-    from hotloop import inspecting
-    from hotloop.launch import command, launch, ranks_of
-    from hotloop.parallel.world import World
-    from hotloop.profiles import CTRL_C
-    from hotloop.taking_part import to_start
+    from hotloop.core.records.profile import CTRL_C
+    from hotloop.distributed.join import to_start
+    from hotloop.distributed.launch import command, launch, ranks_of
+    from hotloop.distributed.world import World
+    from hotloop.profiler import profile as inspecting
     from hotloop.task import overridden
-    from hotloop.taskfile import load_task
+    from hotloop.task_file import load_task
 
     inspecting.refuse_for_ranks(wanted.plan, try_remedies=given["try_remedies"])
     if (ranked := to_start(given["plan"], on_top)) is not None:
@@ -243,7 +243,7 @@ def _show(found: Profile, module: str | None, pictures: Path | None, as_json: bo
     pages: list[Path] | None = []
     unwritten = None
     if pictures is not None:
-        from hotloop.report.profile_pictures import write_pictures
+        from hotloop.report.profile_charts import write_pictures
 
         pages, unwritten = attempted(lambda: write_pictures(found, pictures))
     if as_json:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hotloop.cli.common import (
+from hotloop.cli.options import (
     AsJson,
     Param,
     attempted,
@@ -21,8 +21,8 @@ from hotloop.cli.common import (
     say,
     stdout_for,
 )
-from hotloop.files import check_writable
-from hotloop.sources import file_named, split
+from hotloop.core.files.atomic_files import check_writable
+from hotloop.core.files.source_files import file_named, split
 
 
 @guarded
@@ -83,14 +83,14 @@ def race(
     named = _listed(plans) if plans is not None else ["baseline"] + ["auto"] * (devices is None)
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
 
-    from hotloop.rivals import Contest
+    from hotloop.tuning.contenders import Contest
 
     contest = Contest(named, devices=None if devices is None else _listed(devices), axes=on_top, time_limit=time_limit)
     contest.entries()  # a wrong plan shows at once, before the seconds that importing torch takes
 
-    from hotloop import contests
-    from hotloop.report.contest import watched
-    from hotloop.taskfile import load_task
+    from hotloop.report.race import watched
+    from hotloop.task_file import load_task
+    from hotloop.tuning import race as contests
 
     with stdout_for(as_json), watched(console) as moved:
         common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
@@ -107,7 +107,7 @@ def race(
 
 
 def _show(verdict: Any, as_json: bool) -> None:
-    from hotloop.report.contest import page
+    from hotloop.report.race import page
 
     if as_json:
         print_json(verdict.model_dump())
@@ -118,7 +118,7 @@ def _show(verdict: Any, as_json: bool) -> None:
 
 
 def _show_scaling(scaling: Any, path: Path, as_json: bool) -> None:
-    from hotloop.report.scales import page, write_picture
+    from hotloop.report.race_scaling import page, write_picture
 
     _, unwritten = attempted(lambda: write_picture(scaling, path))
     if as_json:

@@ -13,9 +13,9 @@ import typer
 if TYPE_CHECKING:
     from hotloop.plan import Plan
     from hotloop.report.progress import Display
-    from hotloop.taskfile import Loaded
+    from hotloop.task_file import Loaded
 
-from hotloop.cli.common import (
+from hotloop.cli.options import (
     AsJson,
     Param,
     Set,
@@ -31,7 +31,7 @@ from hotloop.cli.common import (
     started_ranks,
     stdout_for,
 )
-from hotloop.sources import file_named, split
+from hotloop.core.files.source_files import file_named, split
 
 
 @guarded
@@ -124,7 +124,7 @@ def train(
     if task is not None:
         file_named(split(task)[0])  # a wrong path shows at once, before the seconds that importing torch takes
 
-    from hotloop.wanted import Wanted
+    from hotloop.core.plan_request import Wanted
 
     wanted = Wanted.of(plan, on_top)  # and so does a wrong plan
     if shared(ranks, wanted.plan) and (resume is None or plan is not None or _was_of_one_process(resume)):
@@ -133,17 +133,17 @@ def train(
     end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of a worker's end say less than hotloop's
     from hotloop import api
-    from hotloop.launch import command, launch, ranks_of
+    from hotloop.distributed.join import to_start
+    from hotloop.distributed.launch import command, launch, ranks_of
     from hotloop.report.progress import Display, summary
-    from hotloop.run import Following, Run
-    from hotloop.taking_part import to_start
     from hotloop.task import overridden
-    from hotloop.taskfile import load_task
-    from hotloop.training import checked
+    from hotloop.task_file import load_task
+    from hotloop.training.run import Following, Run
+    from hotloop.training.start import checked
 
     if (ranked := to_start(plan, on_top, resume)) is not None:
         if ranked.workforce == "ray":
-            from hotloop.on_ray import launch_on_ray
+            from hotloop.distributed.ray.ray_launch import launch_on_ray
 
             raise typer.Exit(launch_on_ray(ranked, command(), say)[1])
         raise typer.Exit(launch(ranks_of(ranked), command(), say)[1])
@@ -205,9 +205,9 @@ def _found(
     loaded: Loaded, on_top: dict[str, Any], overrides: dict[str, Any], until: float, display: Display
 ) -> Plan | None:
     """The plan that is remembered for this Task, or that a search finds now; None leaves it to the rules."""
-    from hotloop import seeking
-    from hotloop.report.contest import watched
-    from hotloop.wanted import Wanted
+    from hotloop.core.plan_request import Wanted
+    from hotloop.report.race import watched
+    from hotloop.tuning import tune as seeking
 
     with watched(console) as moved:
         plan, told = seeking.remembered_or_tuned(

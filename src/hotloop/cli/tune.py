@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from hotloop.cli.common import AsJson, Device, Param, Set, axes, console, guarded, pairs, print_json, say, stdout_for
-from hotloop.sources import file_named, split
+from hotloop.cli.options import AsJson, Device, Param, Set, axes, console, guarded, pairs, print_json, say, stdout_for
+from hotloop.core.files.source_files import file_named, split
 
 
 @guarded
@@ -41,13 +41,13 @@ def tune(
     on_top = axes(settings, device=device)
     file_named(split(task)[0])
 
-    from hotloop.wanted import Wanted
+    from hotloop.core.plan_request import Wanted
 
     wanted = Wanted.of("auto", on_top)
 
-    from hotloop import seeking
-    from hotloop.report.contest import page, watched
-    from hotloop.taskfile import load_task
+    from hotloop.report.race import page, watched
+    from hotloop.task_file import load_task
+    from hotloop.tuning import tune as seeking
 
     overrides = {key: v for key, v in dict(epochs=epochs, batch_size=batch_size).items() if v is not None}
     with stdout_for(as_json), watched(console) as moved:

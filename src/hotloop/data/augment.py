@@ -19,8 +19,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from hotloop.core.random.rng import seed_for
 from hotloop.errors import DataError
-from hotloop.rng import seed_for
 
 
 def _signed(word: int) -> int:

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotloop.core.files.user_folders import cache_folder
 from hotloop.data.bundle import Bundle, Pair, Standardize
-from hotloop.data.idx import read_idx
+from hotloop.data.downloads.idx_files import read_idx
 from hotloop.errors import DataError
-from hotloop.places import cache_folder
 
 SIDE = 28
 DIGITS_TEST = 297
@@ -217,7 +217,7 @@ def _find(spec: IdxSet, download: bool) -> Path:
     if not download:
         raise DataError(f"{sought}, and downloading is off", fix=f"Pass download=True, {remedy}")
     # What talks to the web takes time to import.
-    from hotloop.data.download import download_files
+    from hotloop.data.downloads.download import download_files
 
     if failure := download_files(spec.urls, spec.sha256, cache):
         raise DataError(f"{sought}, and {failure}", fix=f"Check the network, {remedy}")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hotloop.core.random.rng import generator_for
 from hotloop.errors import DataError
-from hotloop.rng import generator_for
 
 
 @dataclass(frozen=True)

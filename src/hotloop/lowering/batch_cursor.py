@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from hotloop.data.cut import Cut
-from hotloop.data.feed import Feed, TableFeed
-from hotloop.lowering.batch_checks import BatchChecks
-from hotloop.lowering.step import EagerStep
-from hotloop.parallel.progress import PROGRESS
-from hotloop.state import Position
+from hotloop.core.state import Position
+from hotloop.data.feeds.batches import Cut
+from hotloop.data.feeds.feed import Feed, TableFeed
+from hotloop.distributed.rank_progress import PROGRESS
+from hotloop.lowering.checks.batch_rows import BatchChecks
+from hotloop.lowering.eager_step import EagerStep
 
 
 class BatchCursor:

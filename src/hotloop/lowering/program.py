@@ -11,26 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from hotloop.data.feed import Feed, SamplesFeed, StreamFeed
-from hotloop.data.row_count import count_rows
-from hotloop.data.tree import to_device
-from hotloop.data.workers import Check, goes_on
-from hotloop.lowering.again import any_of_users
-from hotloop.lowering.allocator import keeps, let_go
-from hotloop.lowering.attributes import Attributes, changes_of_samples
-from hotloop.lowering.batch_checks import BatchChecks
-from hotloop.lowering.batch_cursor import BatchCursor
-from hotloop.lowering.data_changes import DataChanges
-from hotloop.lowering.ingredients import Ingredients
-from hotloop.lowering.schedules import restore_schedule, schedule_left
-from hotloop.lowering.step import EagerStep
-from hotloop.lowering.training_mode import TrainingMode
-from hotloop.modes import evaluation_mode
-from hotloop.optimizer_state import restore as restore_optimizer
-from hotloop.parallel.waiting import Spent
-from hotloop.rng import preserved
-from hotloop.schedules import state_of
-from hotloop.state import (
+from hotloop.core.callback import any_of_users
+from hotloop.core.random.rng import preserved
+from hotloop.core.state import (
     Position,
     State,
     capture_model,
@@ -40,6 +23,23 @@ from hotloop.state import (
     restore_model,
     sums_on_host,
 )
+from hotloop.core.task_parts.module_modes import evaluation_mode
+from hotloop.core.task_parts.optimizer_state import restore as restore_optimizer
+from hotloop.core.task_parts.schedules import state_of
+from hotloop.data.batch_tree import to_device
+from hotloop.data.feeds.feed import Feed, SamplesFeed, StreamFeed
+from hotloop.data.feeds.loader_workers import Check, goes_on
+from hotloop.data.row_count import count_rows
+from hotloop.distributed.comm_stats import Spent
+from hotloop.lowering.batch_cursor import BatchCursor
+from hotloop.lowering.checks.batch_rows import BatchChecks
+from hotloop.lowering.checks.dataset_staleness import DataChanges
+from hotloop.lowering.context import Ingredients
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.lowering.object_state.attributes import Attributes, changes_of_samples
+from hotloop.lowering.object_state.schedule_state import restore_schedule, schedule_left
+from hotloop.lowering.training_mode import TrainingMode
+from hotloop.lowering.transforms.allocator import keeps, let_go
 from hotloop.task import Computed
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from hotloop.generators import OwnedGenerators
-from hotloop.parallel.world import World
-from hotloop.rng import seed_for
+from hotloop.core.random.generators import OwnedGenerators
+from hotloop.core.random.rng import seed_for
+from hotloop.distributed.world import World
 from hotloop.task import Task
 
 _NEAREST_OBJECTS = 64

@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from torch import nn
 
+from hotloop.core.task_parts.module_modes import set_training, stays_in_eval
 from hotloop.errors import PlanError
-from hotloop.modes import set_training, stays_in_eval
 
 
 class TrainingMode:

@@ -10,8 +10,8 @@ import plotly.express as px
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from hotloop.records import Evaluation, Mistake, Picture
-from hotloop.report.page import styled, write_page
+from hotloop.core.records.training import Evaluation, Mistake, Picture
+from hotloop.report.html import styled, write_page
 
 _COLUMNS = 6
 _CELL = 150

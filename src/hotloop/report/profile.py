@@ -14,9 +14,18 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hotloop.amounts import flops, percent, size, time
-from hotloop.diagnosing.step import COUNTS
-from hotloop.profiles import CTRL_C, LineTime, ModuleTime, OperatorTime, Phase, Profile, Remedy, SeldomUpdate
+from hotloop.core.format import flops, percent, size, time
+from hotloop.core.records.profile import (
+    COUNTS,
+    CTRL_C,
+    LineTime,
+    ModuleTime,
+    OperatorTime,
+    Profile,
+    Remedy,
+    SeldomUpdate,
+)
+from hotloop.core.records.profile_terms import Phase
 
 COLOURS: dict[str, str] = {
     "data": "#d9622b",

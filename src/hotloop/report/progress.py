@@ -26,9 +26,9 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from hotloop.interrupts import REASONS
-from hotloop.terminal import Bar
-from hotloop.view import View
+from hotloop.core.callback import View
+from hotloop.core.processes.signals import REASONS
+from hotloop.core.terminal import Bar
 
 
 @contextmanager

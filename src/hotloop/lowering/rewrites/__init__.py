@@ -14,13 +14,13 @@ from hotloop.lowering.rewrites.conv_in_pool import (
     convolution_in_pooling,
     convolution_in_small_pooling,
 )
-from hotloop.lowering.rewrites.draw_by_words import LEAST, draws_by_words
+from hotloop.lowering.rewrites.dropout_from_words import LEAST, draws_by_words
+from hotloop.lowering.rewrites.fx_nodes import straightened
 from hotloop.lowering.rewrites.mm_by_onednn import product_by_onednn, product_where_mkl_is_slow
 from hotloop.lowering.rewrites.mm_on_gpu import MOST_OF_SUM, product_as_sum, product_in_parts
 from hotloop.lowering.rewrites.pool_as_max import MOST as MOST_IN_WINDOW
 from hotloop.lowering.rewrites.pool_as_max import pooling_as_maximum
 from hotloop.lowering.rewrites.pool_first import relu_after_pooling
-from hotloop.lowering.rewrites.walking import straightened
 
 REWRITES: dict[str, Callable[[GraphModule], int]] = {
     "pool_first": relu_after_pooling,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
-from hotloop.lowering.rewrites.walking import (
+from hotloop.lowering.rewrites.fx_nodes import (
     argument,
     aten,
     calls,

@@ -17,9 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional
 
 from hotloop.lowering.rewrites.conv_as_gemm import is_ordinary, summed_by_filter
-from hotloop.lowering.rewrites.pool_as_max import largest_of, window_of
-from hotloop.lowering.rewrites.pool_first import gate_of, is_gradient, swapped
-from hotloop.lowering.rewrites.walking import (
+from hotloop.lowering.rewrites.fx_nodes import (
     argument,
     aten,
     calls,
@@ -31,6 +29,8 @@ from hotloop.lowering.rewrites.walking import (
     value_of,
     written,
 )
+from hotloop.lowering.rewrites.pool_as_max import largest_of, window_of
+from hotloop.lowering.rewrites.pool_first import gate_of, is_gradient, swapped
 
 MOST_TERMS = 128
 """Numbers of a window times weights of a filter, each of which is an operation to compile: 108 of them, of 3 x 3 weights and 3

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from hotloop.lowering.rewrites.walking import at_least, product_replaced, products, value_of
-from hotloop.probe import machine
+from hotloop.core.hardware import machine
+from hotloop.lowering.rewrites.fx_nodes import at_least, product_replaced, products, value_of
 
 LEAST_FLOP = 2e6
 """A smaller product is over before another library could win anything."""

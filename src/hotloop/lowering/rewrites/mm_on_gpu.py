@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from hotloop.lowering.rewrites.walking import operand, product_replaced, products, value_of
+from hotloop.lowering.rewrites.fx_nodes import operand, product_replaced, products, value_of
 
 MOST_OF_SUM = 1 << 21
 """Multiplications of a product that is written as a sum."""

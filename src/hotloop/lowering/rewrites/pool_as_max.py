@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from hotloop.lowering.rewrites.laid_out import laid_out
-from hotloop.lowering.rewrites.walking import (
+from hotloop.lowering.rewrites.fx_nodes import (
     argument,
     aten,
     calls,
     dropped,
     is_plain,
+    laid_out,
     operand,
     pair,
     part,

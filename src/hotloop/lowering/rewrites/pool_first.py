@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from hotloop.lowering.rewrites.walking import aten, calls, operand, part, replaced, written
+from hotloop.lowering.rewrites.fx_nodes import aten, calls, operand, part, replaced, written
 
 
 def relu_after_pooling(graph: GraphModule) -> int:

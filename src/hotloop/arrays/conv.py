@@ -1,0 +1,277 @@
+"""Layers that look at an image through a window: convolution and pooling, both over the same two operations.
+
+`unfold` (im2col) writes down what each window sees, and `fold` (col2im) is its transpose: it adds up what belongs to each
+pixel. Written as a matrix that takes the pixels of an image to those of its windows, one is U and the other Uᵀ. Both
+walk over the k_h·k_w places of a window, and for each move all windows at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from hotloop.arrays.backend import Array, Maker, Shape
+from hotloop.arrays.layer import Layer, Unfit, check_whole
+from hotloop.errors import TaskError
+
+Pair = int | tuple[int, int]
+
+
+def pair(name: str, value: Any, least: int) -> tuple[int, int]:
+    """Rows and columns; one number is both.
+
+    Raises:
+        TaskError: it is neither one whole number nor two.
+    """
+    both = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(both) != 2:
+        raise TaskError(f"{name}={value!r} of a window", expected="one number, or two: rows and columns")
+    for one in both:
+        check_whole("a window", least, **{name: one})
+    return both
+
+
+class Window:
+    """How a window of (k_h, k_w) places goes over an image (h, w), with (oh, ow) positions.
+
+    Args:
+        size, stride, pad, dilation: rows and columns; `pad` is added on each side, and with a dilation of d the places
+            of the window lie d pixels apart.
+    """
+
+    def __init__(self, size: Pair, stride: Pair, pad: Pair = 0, dilation: Pair = 1) -> None:
+        self.size, self.stride = pair("size", size, 1), pair("stride", stride, 1)
+        self.pad, self.dilation = pair("pad", pad, 0), pair("dilation", dilation, 1)
+
+    @property
+    def places(self) -> int:
+        return math.prod(self.size)
+
+    def positions(self, image: Shape) -> tuple[int, int]:
+        """(oh, ow); zero or less where the window doesn't fit."""
+        rows, columns = (
+            (image[axis] + 2 * self.pad[axis] - self.dilation[axis] * (self.size[axis] - 1) - 1) // self.stride[axis]
+            + 1
+            for axis in (0, 1)
+        )
+        return rows, columns
+
+    def shape(self, shape: Shape, channels: int) -> Shape:
+        """Shape of what a layer gives that has so many channels and a number for each position."""
+        if len(shape) != 3 or min(self.positions(shape[1:])) < 1:
+            raise Unfit(f"images (channels, height, width) that hold a window of {self._extent()}")
+        return (channels, *self.positions(shape[1:]))
+
+    def _extent(self) -> str:
+        reach = [d * (k - 1) + 1 - 2 * p for d, k, p in zip(self.dilation, self.size, self.pad, strict=True)]
+        return " x ".join(str(max(1, number)) for number in reach)
+
+    def unfold(self, x: Array, fill: float = 0.0) -> Array:
+        """(n, c, h, w) -> (n, c, k_h·k_w, oh, ow): what each window sees; `fill` is what lies outside of the image."""
+        xp, (n, c) = array_namespace(x), x.shape[:2]
+        oh, ow = self.positions(x.shape[2:])
+        x = self._padded(x, fill)
+        seen = xp.empty((n, c, self.places, oh, ow), dtype=x.dtype, device=x.device)
+        for place, (rows, columns) in enumerate(self._slices(oh, ow)):
+            seen[:, :, place, :, :] = x[:, :, rows, columns]
+        return seen
+
+    def fold(self, seen: Array, image: Shape) -> Array:
+        """(n, c, k_h·k_w, oh, ow) -> (n, c, h, w), the transpose of `unfold`: sums over the windows at each pixel."""
+        xp, (n, c, _, oh, ow) = array_namespace(seen), seen.shape
+        (h, w), (above, left) = image, self.pad
+        x = xp.zeros((n, c, h + 2 * above, w + 2 * left), dtype=seen.dtype, device=seen.device)
+        for place, (rows, columns) in enumerate(self._slices(oh, ow)):
+            x[:, :, rows, columns] += seen[:, :, place, :, :]
+        return x[:, :, above : above + h, left : left + w]
+
+    def _slices(self, oh: int, ow: int) -> list[tuple[slice, slice]]:
+        """For each place of the window, the pixels that it lies on at all positions."""
+        (kh, kw), (sh, sw), (dh, dw) = self.size, self.stride, self.dilation
+        return [
+            (slice(i * dh, i * dh + sh * (oh - 1) + 1, sh), slice(j * dw, j * dw + sw * (ow - 1) + 1, sw))
+            for i in range(kh)
+            for j in range(kw)
+        ]
+
+    def _padded(self, x: Array, fill: float) -> Array:
+        above, left = self.pad
+        if not above and not left:
+            return x
+        n, c, h, w = x.shape
+        wide = array_namespace(x).full((n, c, h + 2 * above, w + 2 * left), fill, dtype=x.dtype, device=x.device)
+        wide[:, :, above : above + h, left : left + w] = x
+        return wide
+
+    def __repr__(self) -> str:
+        return "x".join(map(str, self.size))
+
+
+class Conv(Layer):
+    """A convolution, as one product of matrices for each sample (Chellapilla et al.: High Performance Convolutional
+    Neural Networks for Document Processing, 2006).
+
+        forward   P  = U X              unfold: (c, h, w) -> (c·k_h·k_w, oh·ow), a column for each position of the window
+                  Y  = W P + b          W (o, c·k_h·k_w)   b (o, 1)   Y (o, oh·ow), read as (o, oh, ow)
+        backward  dW = Σ_n dY Pᵀ        (o, oh·ow) (oh·ow, c·k_h·k_w)
+                  db = Σ_n Σ dY         (o), over the positions
+                  dX = Uᵀ (Wᵀ dY)       fold: (c·k_h·k_w, oh·ow) -> (c, h, w)
+
+    With g groups, the first c/g channels are seen by the first o/g outputs, and so on: W is (g, o/g, c/g·k_h·k_w), P is
+    (g, c/g·k_h·k_w, oh·ow), and all products are g products side by side.
+
+    Weights start uniformly in ±1/√(c/g·k_h·k_w), as torch's do.
+
+    Args:
+        channels: o.
+        size: k_h and k_w; like the others one number, or two.
+        stride, pad, dilation: see `Window`.
+        groups: g.
+        bias: whether there is a b.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        size: Pair,
+        stride: Pair = 1,
+        pad: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        check_whole("Conv", 1, channels=channels, groups=groups)
+        self.channels, self.groups, self.bias = channels, groups, bias
+        self.window = Window(size, stride, pad, dilation)
+
+    def shape(self, shape: Shape) -> Shape:
+        after = self.window.shape(shape, self.channels)
+        weight = self.weights.get("weight")
+        if weight is not None and weight.shape[1] * self.groups != shape[0]:
+            raise Unfit(f"images of {weight.shape[1] * self.groups} channels")
+        if shape[0] % self.groups or self.channels % self.groups:
+            raise Unfit(
+                f"{self.groups} groups to divide both the channels that it gets and the {self.channels} it gives"
+            )
+        return after
+
+    def build(self, shape: Shape, make: Maker) -> None:
+        seen = shape[0] // self.groups
+        bound = (seen * self.window.places) ** -0.5
+        self.weights = {"weight": make.uniform((self.channels, seen, *self.window.size), bound)}
+        if self.bias:
+            self.weights["bias"] = make.uniform((self.channels,), bound)
+
+    def forward(self, x: Array, training: bool = False) -> Array:
+        xp, n = array_namespace(x), x.shape[0]
+        self._image = x.shape[2:]
+        seen = self.window.unfold(x)
+        self._p = xp.reshape(seen, (n, self.groups, -1, math.prod(seen.shape[3:])))
+        y = xp.reshape(self._matrix() @ self._p, (n, self.channels, *seen.shape[3:]))
+        return y + xp.reshape(self.weights["bias"], (-1, 1, 1)) if self.bias else y
+
+    def backward(self, dy: Array) -> Array:
+        xp, (n, _, oh, ow) = array_namespace(dy), dy.shape
+        if self.bias:
+            self.gradients["bias"] = xp.sum(dy, axis=(0, 2, 3))
+        dy = xp.reshape(dy, (n, self.groups, -1, oh * ow))
+        dw = xp.sum(dy @ xp.matrix_transpose(self._p), axis=0)
+        self.gradients["weight"] = xp.reshape(dw, self.weights["weight"].shape)
+        dp = xp.matrix_transpose(self._matrix()) @ dy
+        return self.window.fold(xp.reshape(dp, (n, -1, self.window.places, oh, ow)), self._image)
+
+    def _matrix(self) -> Array:
+        """W as (g, o/g, c/g·k_h·k_w)."""
+        weight = self.weights["weight"]
+        return array_namespace(weight).reshape(weight, (self.groups, self.channels // self.groups, -1))
+
+    def __repr__(self) -> str:
+        return f"Conv({self.channels}, {self.window!r})"
+
+
+class _Pool(Layer):
+    def __init__(self, size: Pair, stride: Pair | None = None, pad: Pair = 0, dilation: Pair = 1) -> None:
+        super().__init__()
+        self.window = Window(size, size if stride is None else stride, pad, dilation)
+        if any(2 * outside > inside for outside, inside in zip(self.window.pad, self.window.size, strict=True)):
+            raise TaskError(
+                f"pad={pad!r} around a pooling window of {self.window!r}",
+                expected="half of the window at most, so that each sees a pixel",
+            )
+
+    def shape(self, shape: Shape) -> Shape:
+        return self.window.shape(shape, shape[0] if shape else 0)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.window!r})"
+
+
+class MaxPool(_Pool):
+    """The largest number in each window, channel by channel.
+
+        forward   P  = U X              unfold: (n, c, h, w) -> (n, c, k_h·k_w, oh, ow)
+                  Y  = max P            over the places of the window: (n, c, oh, ow)
+                  M  = (P = Y) / count  a mask: 1 where the largest number was, 0 elsewhere, as large as P
+        backward  dX = Uᵀ (M ∘ dY)      each derivative goes back to where its number came from
+
+    Where several numbers of a window are the largest, each gets the same share, and `count` is how many there are. torch
+    gives all to the first of them. Both are right: there the function has no derivative, but only directions in which
+    it grows. Equal numbers come from zeros after a ReLU, where it makes no difference, since the ReLU passes nothing
+    on, and from flat areas of an image.
+
+    A mask that is multiplied needs no list of places; docs/arrays.md shows what the way with such a list costs.
+
+    Args:
+        size, stride, pad, dilation: see `Window`; the stride is the size unless given.
+    """
+
+    def forward(self, x: Array, training: bool = False) -> Array:
+        xp = array_namespace(x)
+        self._image = x.shape[2:]
+        seen = self.window.unfold(x, fill=-math.inf)
+        y = xp.max(seen, axis=2, keepdims=True)
+        if training:
+            largest = xp.astype(seen == y, x.dtype)
+            self._mask = largest / xp.sum(largest, axis=2, keepdims=True)
+        return y[:, :, 0, :, :]
+
+    def backward(self, dy: Array) -> Array:
+        return self.window.fold(self._mask * dy[:, :, None, :, :], self._image)
+
+
+class AveragePool(_Pool):
+    """The mean of each window, channel by channel; the padding counts as zeros.
+
+        forward   Y  = mean of U X      over the places of the window: (n, c, k_h·k_w, oh, ow) -> (n, c, oh, ow)
+        backward  dX = Uᵀ (dY / (k_h·k_w)), the same share for each place
+
+    Args:
+        size, stride, pad: see `Window`; the stride is the size unless given. Without a size the window is the image.
+    """
+
+    def __init__(self, size: Pair | None = None, stride: Pair | None = None, pad: Pair = 0) -> None:
+        super().__init__(1 if size is None else size, stride, pad)
+        self.whole = size is None
+
+    def shape(self, shape: Shape) -> Shape:
+        self._fit(shape)
+        return super().shape(shape)
+
+    def _fit(self, shape: Any) -> None:
+        if self.whole and len(shape) == 3:
+            self.window = Window(shape[1:], shape[1:])
+
+    def forward(self, x: Array, training: bool = False) -> Array:
+        xp = array_namespace(x)
+        self._fit(x.shape[1:])
+        self._image = x.shape[2:]
+        return xp.mean(self.window.unfold(x), axis=2)
+
+    def backward(self, dy: Array) -> Array:
+        xp, places = array_namespace(dy), self.window.places
+        n, c, oh, ow = dy.shape
+        share = xp.broadcast_to((dy / places)[:, :, None, :, :], (n, c, places, oh, ow))
+        return self.window.fold(share, self._image)

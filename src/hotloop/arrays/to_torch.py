@@ -1,0 +1,215 @@
+"""A network's layers as modules of torch, with the same weights. torch is imported only where that is asked for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from hotloop.arrays import activations as act
+from hotloop.arrays.backend import Shape
+from hotloop.arrays.conv import AveragePool, Conv, MaxPool
+from hotloop.arrays.dense import BatchNorm, Dense, Dropout, Embedding, Flatten, LayerNorm
+from hotloop.arrays.graph import INPUT, Graph
+from hotloop.arrays.layer import Chain, Layer, Residual
+from hotloop.arrays.recurrent import LSTM, RNN
+from hotloop.arrays.reshape import At, Mean, Reshape
+from hotloop.errors import TaskError
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+Build = Callable[["fx.Graph", "fx.Node"], "fx.Node"]
+"""Writes into a graph what is done with a value, and returns the result."""
+
+
+def sequential(chain: Chain, sample: Shape) -> nn.Sequential:
+    """Modules that do what the layers do, with copies of their weights.
+
+    What torch has no module for, such as a residual sum, becomes one that torch.fx makes.
+
+    Args:
+        sample: shape of a sample that goes in.
+
+    Raises:
+        TaskError: a layer has nothing like it in torch.
+    """
+    from torch import nn
+
+    made: list[nn.Module] = []
+    for layer in chain.layers:
+        made += _modules(layer, sample)
+        sample = tuple(layer.shape(sample))
+    return nn.Sequential(*made)
+
+
+def _modules(layer: Layer, sample: Shape) -> list[nn.Module]:
+    """What does the same as one layer, one after the other."""
+    from torch import nn
+
+    if isinstance(layer, Dense) and not layer.each and len(sample) > 1:
+        return [nn.Flatten(), *_modules_of_one(layer, sample)]
+    return _modules_of_one(layer, sample)
+
+
+def _modules_of_one(layer: Layer, sample: Shape) -> list[nn.Module]:
+    if type(layer) in _NESTED:
+        return [_NESTED[type(layer)](layer, sample)]
+    make = _PLAIN.get(type(layer))
+    if make is None:
+        raise TaskError(
+            f"{layer!r} has nothing like it in torch",
+            expected="layers that torch has modules for",
+            fix="leave that layer out, or use the network itself",
+        )
+    from torch import nn
+
+    made = _with_weights(make(nn, layer, sample), layer)
+    return [_FOLLOWED[type(layer)](made, layer) if type(layer) in _FOLLOWED else made]
+
+
+def _with_weights(module: nn.Module, layer: Layer) -> nn.Module:
+    import torch
+
+    suffix = "_l0" if isinstance(layer, LSTM | RNN) else ""
+    given = {f"{name}{suffix}": value for name, value in layer.weights.items()} | layer.buffers
+    state = {name: torch.from_dlpack(value) for name, value in given.items()}
+    for value in state.values():
+        if value.is_floating_point():
+            module.to(value.device, value.dtype)
+    module.load_state_dict(state)
+    return module
+
+
+def _convolution(nn: Any, layer: Conv, sample: Shape) -> nn.Module:
+    seen = layer.window
+    sizes = (seen.size, seen.stride, seen.pad, seen.dilation)
+    return nn.Conv2d(sample[0], layer.channels, *sizes, layer.groups, bias=layer.bias)
+
+
+def _batch_norm(nn: Any, layer: BatchNorm, sample: Shape) -> nn.Module:
+    make = {3: nn.BatchNorm2d, 4: nn.BatchNorm3d}.get(len(sample), nn.BatchNorm1d)
+    return make(sample[0], layer.eps, layer.momentum, layer.affine)
+
+
+def _layer_norm(nn: Any, layer: LayerNorm, sample: Shape) -> nn.Module:
+    return nn.LayerNorm(sample[-layer.dims :], layer.eps, layer.affine, layer.bias)
+
+
+def _average_pool(nn: Any, layer: AveragePool, sample: Shape) -> nn.Module:
+    seen = layer.window
+    return nn.AdaptiveAvgPool2d(1) if layer.whole else nn.AvgPool2d(seen.size, seen.stride, seen.pad)
+
+
+def _dense(nn: Any, layer: Dense, sample: Shape) -> nn.Module:
+    return nn.Linear(layer.weights["weight"].shape[1], layer.units, bias=layer.bias)
+
+
+def _max_pool(nn: Any, layer: MaxPool, sample: Shape) -> nn.Module:
+    seen = layer.window
+    return nn.MaxPool2d(seen.size, seen.stride, seen.pad, seen.dilation)
+
+
+_PLAIN: dict[type[Layer], Callable[[Any, Any, Shape], nn.Module]] = {
+    AveragePool: _average_pool,
+    BatchNorm: _batch_norm,
+    Conv: _convolution,
+    Dense: _dense,
+    Dropout: lambda nn, layer, sample: nn.Dropout(layer.p),
+    Embedding: lambda nn, layer, sample: nn.Embedding(layer.numbers, layer.size),
+    Flatten: lambda nn, layer, sample: nn.Flatten(),
+    LayerNorm: _layer_norm,
+    LSTM: lambda nn, layer, sample: nn.LSTM(sample[1], layer.units, batch_first=True),
+    MaxPool: _max_pool,
+    RNN: lambda nn, layer, sample: nn.RNN(sample[1], layer.units, batch_first=True),
+    act.ELU: lambda nn, layer, sample: nn.ELU(layer.a),
+    act.GELU: lambda nn, layer, sample: nn.GELU(),
+    act.Identity: lambda nn, layer, sample: nn.Identity(),
+    act.LeakyReLU: lambda nn, layer, sample: nn.LeakyReLU(layer.s),
+    act.ReLU: lambda nn, layer, sample: nn.ReLU(),
+    act.Sigmoid: lambda nn, layer, sample: nn.Sigmoid(),
+    act.SiLU: lambda nn, layer, sample: nn.SiLU(),
+    act.Softmax: lambda nn, layer, sample: nn.Softmax(layer.axis),
+    act.Softplus: lambda nn, layer, sample: nn.Softplus(),
+    act.Tanh: lambda nn, layer, sample: nn.Tanh(),
+}
+
+
+# --- what is more than one module of torch's
+
+
+def _written(name: str, parts: dict[str, nn.Module], build: Build) -> nn.Module:
+    """A module that torch.fx makes, of other modules and what is done with what they give."""
+    from torch import fx, nn
+
+    graph = fx.Graph()
+    graph.output(build(graph, graph.placeholder(INPUT)))
+    return fx.GraphModule(nn.ModuleDict(parts), graph, name)
+
+
+def _recurrent(module: nn.Module, layer: RNN | LSTM) -> nn.Module:
+    """Without the states, which a recurrent module of torch's gives too."""
+
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        every = graph.call_function(operator.getitem, (graph.call_module("recurrent", (x,)), 0))
+        return _picked(graph, every, -1) if layer.last else every
+
+    return _written(type(layer).__name__, {"recurrent": module}, build)
+
+
+_FOLLOWED: dict[type[Layer], Callable[[Any, Any], nn.Module]] = {RNN: _recurrent, LSTM: _recurrent}
+
+
+def _picked(graph: fx.Graph, x: fx.Node, step: int) -> fx.Node:
+    return graph.call_function(operator.getitem, (x, (slice(None), step)))
+
+
+def _residual(layer: Residual, sample: Shape) -> nn.Module:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        return graph.call_function(operator.add, (x, graph.call_module("layers", (x,))))
+
+    return _written("Residual", {"layers": sequential(layer, sample)}, build)
+
+
+def _graph(layer: Graph, sample: Shape) -> nn.Module:
+    shapes = layer.shapes(sample)
+    modules: dict[str, nn.Module] = {
+        f"layer{place}": sequential(Chain([one]), shapes[given[0]])
+        for place, (one, given) in enumerate(layer.nodes.values())
+    }
+
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        values = {INPUT: x}
+        for place, name in enumerate(layer.nodes):
+            coming = [values[one] for one in layer.nodes[name][1]]
+            total = reduce(lambda one, other: graph.call_function(operator.add, (one, other)), coming)
+            values[name] = graph.call_module(f"layer{place}", (total,))
+        return values[name]
+
+    return _written("Graph", modules, build)
+
+
+def _reshaped(layer: Reshape, sample: Shape) -> nn.Module:
+    def build(graph: fx.Graph, x: fx.Node) -> fx.Node:
+        return graph.call_method("reshape", (x, graph.call_method("size", (x, 0)), *layer.sizes))
+
+    return _written("Reshape", {}, build)
+
+
+def _mean(layer: Mean, sample: Shape) -> nn.Module:
+    return _written("Mean", {}, lambda graph, x: graph.call_method("mean", (x, layer.axes)))
+
+
+def _at(layer: At, sample: Shape) -> nn.Module:
+    return _written("At", {}, lambda graph, x: _picked(graph, x, layer.step))
+
+
+_NESTED: dict[type[Layer], Callable[[Any, Shape], nn.Module]] = {
+    At: _at,
+    Chain: sequential,
+    Graph: _graph,
+    Mean: _mean,
+    Residual: _residual,
+    Reshape: _reshaped,
+}

@@ -1,0 +1,298 @@
+"""What every command does the same way: where it prints, and how it fails.
+
+A person's words go to stderr, through `console`; a machine's document goes to stdout, through `print_json`.
+A command ends with 0 when it did what was asked, 1 with one line when the user can put it right
+(`HotloopError`), 2 with one line when it was called wrongly, 130 when stopped by Ctrl-C, 143 when by SIGTERM.
+Anything else is a bug in hotloop and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+from hotloop.core.processes.parent_death import LAUNCHER, end_with_parent
+from hotloop.core.processes.signals import Terminated, signals_raise
+from hotloop.core.terminal import Terminal
+from hotloop.errors import DiskError, HotloopError, lost_workers_told, shortened
+
+if TYPE_CHECKING:
+    from hotloop.plan import Plan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FAILED = 1
+INTERRUPTED = 130  # what shells report for SIGINT
+READER_GONE = 141  # what shells report for SIGPIPE
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # typer has no name of its own for it
+
+console = Terminal()
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, mps or xpu.", show_default="the accelerator, else cpu")
+]
+
+Param = Annotated[
+    list[str] | None,
+    typer.Option("--param", "-p", help="name=value for a task(...) that is a function; repeatable."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="axis=value of the plan, such as compile=step; repeatable."),
+]
+
+
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Run the code in the folder of a run that you didn't start, now and from now on."),
+]
+
+
+class Weights(StrEnum):
+    """Of a run."""
+
+    best = "best"
+    last = "last"
+
+
+WhichWeights = Annotated[
+    Weights, typer.Option(help="Those of the best epoch by validation (without it, the last), or the last.")
+]
+
+
+def say(line: str) -> None:
+    """Shows a person a line, as it is."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def bar(doing: str, of: str = "samples") -> AbstractContextManager[Callable[[int, int | None], None]]:
+    """A progress bar for work that lasts; it is told `(done, of how many)`."""
+    from hotloop.report import progress
+
+    return progress.bar(console, doing, of)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Prints the one JSON document of a command on stdout.
+
+    JSON has no NaN and no infinity: such numbers become null.
+
+    Raises:
+        DiskError: it can't be written.
+    """
+    text = json.dumps(_finite(document), indent=2, allow_nan=False)
+    if sys.stdout is None:
+        raise DiskError("stdout is closed", expected="a place for the one JSON document", fix="open it, or omit --json")
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _silence_stdout()
+        raise DiskError(
+            f"stdout can't be written: {error.strerror}", fix="free some space, or write elsewhere"
+        ) from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+@contextmanager
+def stdout_for(as_json: bool) -> Iterator[None]:
+    """With `--json`, sends what the user's own code prints to stderr: stdout is for the one document alone."""
+    if not as_json:
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def run(app: typer.Typer) -> None:
+    """Runs the command line in `sys.argv`; a wrong call fails as anything else does, in one line."""
+    _open_streams()
+    sys.unraisablehook = _report_unraisable
+    try:
+        code = app(prog_name="hotloop", standalone_mode=False)
+    except UsageError as error:
+        if not sys.argv[1:]:
+            error.show()  # a bare `hotloop` explains itself
+        else:
+            _report("UsageError", _usage(error), "--json" in sys.argv)
+        sys.exit(error.exit_code)
+    ended = code if isinstance(code, int) else 0
+    if ended == INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the same key, still pressed, would break Python's own end
+    sys.exit(ended)
+
+
+def _report_unraisable(found: sys.UnraisableHookArgs) -> None:
+    """Reports an error in a finalizer as Python does, but for an interrupt: Ctrl-C may come while one runs."""
+    if found.exc_type is None or not issubclass(found.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(found)
+
+
+def _open_streams() -> None:
+    """Puts nothing in the place of a standard stream that is closed: the next file opened would get its number, and what
+    torch writes to that number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _usage(error: Any) -> str:
+    message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
+    command = error.ctx.command_path if error.ctx is not None else "hotloop"
+    stop = "" if message.endswith("?") else "."
+    return f"{message[:1].lower()}{message[1:]}{stop} See: {command} --help"
+
+
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
+    """Turns the failures that a user can put right into one line and an exit code.
+
+    Goes on a command function that takes `as_json: AsJson = False`: with `--json` the failure is also the one
+    document on stdout, `{"error": {"kind": ..., "message": ...}}`.
+    """
+    if "as_json" not in inspect.signature(command).parameters:
+        raise TypeError(f"the command {command.__name__} must take `as_json: AsJson = False`")
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        as_json = bool(kwargs.get("as_json"))
+        with signals_raise():  # while a failure is told, too
+            return _told(command, as_json, *args, **kwargs)
+
+    return run
+
+
+def _told(command: Callable[P, R], as_json: bool, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    try:
+        try:
+            with lost_workers_told():
+                return command(*args, **kwargs)
+        except HotloopError as error:
+            if error.detail:
+                say(error.detail)
+            _report(type(error).__name__, str(error), as_json)
+            raise typer.Exit(FAILED) from error
+        except Terminated as error:
+            if not _is_launched():  # else the launcher tells why
+                _report("Interrupted", f"stopped by {signal.Signals(error.number).name}", as_json)
+            raise typer.Exit(128 + error.number) from error
+        except KeyboardInterrupt as error:
+            _report("Interrupted", "stopped by Ctrl-C", as_json)
+            raise typer.Exit(INTERRUPTED) from error
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            _report("RunError", f"a name is too long for the system: {shortened(error.filename)}", as_json)
+            raise typer.Exit(FAILED) from error
+    except BrokenPipeError as error:
+        _silence_stdout()
+        raise typer.Exit(READER_GONE) from error
+
+
+def attempted(write: Callable[[], R]) -> tuple[R | None, HotloopError | None]:
+    """Writes what goes beside what is printed; where it can't be, the error is for `end_with`, once all is printed."""
+    try:
+        return write(), None
+    except HotloopError as error:
+        return None, error
+
+
+def end_with(error: HotloopError | None) -> None:
+    """Ends a command that has printed its document already, if something went wrong."""
+    if error is not None:
+        say(f"error: {error}")
+        raise typer.Exit(FAILED)
+
+
+def end_early(by: str | None, said: str) -> None:
+    """Ends a command that was kept from its end, by `failure` or a signal, and has printed what it found before."""
+    say(f"{'error: ' if by == 'failure' else ''}{said}")
+    raise typer.Exit(128 + signal.Signals[by] if by and by in signal.Signals.__members__ else FAILED)
+
+
+def end_with_launcher() -> None:
+    """In a rank, asks the system for SIGTERM when the process that started the rank is killed, which may be before it trains."""
+    if _is_launched():
+        end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
+
+
+def _is_launched() -> bool:
+    """Whether this process is one of the ranks that a `hotloop` has started: `LAUNCHED` in distributed/process_group.py, which
+    takes seconds to import."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("hotloop-")
+
+
+def _report(kind: str, message: str, as_json: bool) -> None:
+    say(f"error: {message}")
+    if as_json:
+        with suppress(DiskError):  # the line above is all that can be said then
+            print_json({"error": {"kind": kind, "message": message}})
+
+
+def _silence_stdout() -> None:
+    """Nobody reads stdout any more: keep Python from failing once more when it flushes at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def pairs(texts: list[str]) -> dict[str, str]:
+    """`["a=1", "b=x"]` as a dict.
+
+    Raises:
+        typer.BadParameter: one has no equals sign.
+    """
+    for text in texts:
+        if "=" not in text:
+            raise typer.BadParameter(f"{text!r} is not of the form name=value")
+    return {name.strip(): value.strip() for name, _, value in (text.partition("=") for text in texts)}
+
+
+def shared(ranks: int | None, plan: Plan) -> bool:
+    """Whether several ranks without a word on `parallel` are to share each batch, which is `parallel=data`."""
+    return (started_ranks() if ranks is None else ranks) > 1 and "parallel" not in plan.model_fields_set
+
+
+def started_ranks() -> int:
+    """How many processes torchrun, or the like, has started beside this one, which is counted; 1 without it."""
+    number = os.environ.get("WORLD_SIZE", "")
+    return int(number) if number.isdecimal() else 1
+
+
+def axes(settings: list[str] | None, **short: object) -> dict[str, str]:
+    """The axes of a plan given by `--set` and by options of their own, which are None where they weren't given.
+
+    Raises:
+        typer.BadParameter: an axis is given twice, with different values.
+    """
+    found: dict[str, str] = {}
+    given = [f"{axis}={value}" for axis, value in short.items() if value is not None]
+    for text in [*(settings or []), *given]:
+        for axis, value in pairs([text]).items():
+            if found.setdefault(axis, value) != value:
+                raise typer.BadParameter(f"{axis} is given as {found[axis]} and as {value}")
+    return found

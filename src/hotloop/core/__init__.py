@@ -1,0 +1,1 @@
+"""What all packages stand on: values, files, processes and random numbers."""

@@ -1,0 +1,87 @@
+"""Rules that exclude plans with a compiled, rewritten or recorded step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hotloop.core.feasibility.forecast import Case, Rule, Violation
+
+# --- compile
+
+
+def _compiler(case: Case) -> Iterator[Violation]:
+    if case.plan.compile != "none" and case.device.kind == "cpu" and case.hardware.compiler is None:
+        reason = "compiling for the CPU needs a C++ compiler, and there is none"
+        yield Violation(("compile",), reason, f"{case.hardware.compiler_remedy}, or use compile=none")
+
+
+def _compiled_step(case: Case) -> Iterator[Violation]:
+    """Excludes Tasks and axes that a compiled program can't represent."""
+    plan, facts = case.plan, case.facts
+    if plan.compile == "none":
+        return
+    fix = "use compile=none"
+    if facts.closure:
+        yield Violation(("compile",), f"{facts.optimizer} calls the loss itself, as often as it likes", fix)
+    if plan.compile == "package" and case.device.kind != "cpu":
+        yield Violation(
+            ("compile", "device"),
+            "a package is made for the CPU: none for another device has ever been run",
+            "use compile=step",
+        )
+    if plan.precision == "fp16" and plan.compile != "forward":
+        reason = "fp16 leaves out a step whose gradients overflow, which is decided beside the step and not in it"
+        yield Violation(("compile", "precision"), reason, "use compile=forward, or precision=bf16")
+
+
+_KIND_NAMES = {"cpu": "the CPU", "cuda": "CUDA devices"}
+
+_REWRITES_OF = {"mm_by_onednn": "cpu", "draw_by_words": "cpu", "mm_as_sum": "cuda", "mm_in_parts": "cuda"}
+"""Rewrites that are for one kind of device alone, by name."""
+
+
+def _rewritten(case: Case) -> Iterator[Violation]:
+    plan = case.plan
+    if plan.rewrites == "none":
+        return
+    if plan.compile == "none":
+        reason = "it is a captured step that is rewritten"
+        yield Violation(("rewrites", "compile"), reason, "use compile=step, or rewrites=none")
+    if plan.rewrites in _REWRITES_OF and case.device.kind != (kind := _REWRITES_OF[plan.rewrites]):
+        yield Violation(("rewrites", "device"), f"{plan.rewrites} is for {_KIND_NAMES[kind]}", "use rewrites=none")
+    elif case.device.kind not in _KIND_NAMES:
+        reason = "what a CPU or CUDA runs faster has been measured nowhere else"
+        yield Violation(("rewrites", "device"), reason, "use rewrites=none")
+    if plan.rewrites in ("conv_as_gemm", "conv_in_pool") and not case.facts.convolutions:
+        yield Violation(("rewrites",), "the model has no convolution", "use rewrites=none")
+    if plan.rewrites == "draw_by_words" and plan.accumulation > 1:
+        reason = "a proof follows what is drawn by words for a whole batch, and pieces draw each for itself"
+        yield Violation(("rewrites", "accumulation"), reason, "use accumulation=1, or rewrites=none")
+
+
+# --- graphs
+
+
+def _graphs(case: Case) -> Iterator[Violation]:
+    plan, facts = case.plan, case.facts
+    if plan.graphs == "none":
+        return
+    fix = "use graphs=none"
+    if case.device.kind != "cuda":
+        yield Violation(("graphs", "device"), f"graphs are CUDA's, and {case.device.name} has none", fix)
+    if plan.graphs != "step" and plan.residency != "device":
+        reason = "several steps in one replay cut their batches on the device, so the data must lie there"
+        yield Violation(("graphs", "residency"), reason, "use residency=device, or graphs=step")
+    if plan.compile == "forward":
+        reason = "a graph takes in the whole step, and forward leaves the update out of what is compiled"
+        yield Violation(("graphs", "compile"), reason, "use compile=step, or compile=none")
+    if plan.compile == "package":
+        yield Violation(("graphs", "compile"), "a package is for the CPU, and graphs are CUDA's", "use compile=step")
+    if plan.precision == "fp16":
+        reason = "fp16 leaves out a step whose gradients overflow, which the host decides"
+        yield Violation(("graphs", "precision"), reason, "use precision=bf16, or graphs=none")
+    if facts.closure:
+        yield Violation(("graphs",), f"{facts.optimizer} calls the loss itself, as often as it likes", fix)
+
+
+RULES_OF_CAPTURED: tuple[Rule, ...] = (_compiler, _compiled_step, _rewritten, _graphs)

@@ -1,0 +1,140 @@
+"""What keeps a plan for several ranks, or for workers and their server, from being run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hotloop.core.feasibility.forecast import Case, Rule, Violation
+from hotloop.plan import BASELINE, OF_PARALLEL
+
+JOINT = ("tensor", "stages")
+"""Whose ranks have a part of the model each, and compute each batch together."""
+
+_IN_STEP = ("data", "sharded", "towers", "local", *JOINT)
+"""Whose ranks go through the batches together."""
+
+_ALONE = {
+    "engine": "ranks share what autograd computes",
+    "compile": "a compiled step has never been run by several ranks",
+    "graphs": "a graph of a step that ranks share has never been recorded",
+    "accumulation": "the ranks cut each batch into parts already",
+}
+"""Why an axis is not for ranks that take each step together."""
+
+
+def _ranks(case: Case) -> Iterator[Violation]:
+    plan = case.plan
+    if plan.parallel == "none" and plan.ranks not in (None, 1):
+        reason = "nothing says how the ranks share the training"
+        yield Violation(("ranks", "parallel"), reason, "use parallel=data, or leave ranks out")
+    if plan.parallel == "none" and plan.workforce != BASELINE.workforce:
+        reason = "a single process is where it was started"
+        yield Violation(("workforce", "parallel"), reason, "use parallel=data, or leave workforce out")
+
+
+_ONLY = {
+    "local": "only the ranks of parallel=local average their weights",
+    "stages": "only parallel=stages passes microbatches from rank to rank",
+    "async": "only the workers of parallel=async are ever behind",
+}
+"""Why axes of one value of `parallel` say nothing of the others."""
+
+
+def _of_others(case: Case) -> Iterator[Violation]:
+    plan = case.plan
+    for parallel, reason in _ONLY.items():
+        for axis in OF_PARALLEL[parallel]:
+            if plan.parallel != parallel and getattr(plan, axis) != getattr(BASELINE, axis):
+                yield Violation((axis, "parallel"), reason, f"leave {axis} out, or use parallel={parallel}")
+
+
+def _synchronous(case: Case) -> Iterator[Violation]:
+    """What ranks that are in step can't do yet."""
+    plan, facts = case.plan, case.facts
+    if plan.parallel not in _IN_STEP:
+        return
+    for axis, reason in _ALONE.items():
+        plain = getattr(BASELINE, axis)
+        if getattr(plan, axis) != plain:
+            yield Violation((axis, "parallel"), reason, f"use {axis}={plain}, or parallel=none")
+    if facts.data == "Stream":
+        reason = "the data is a stream with an order of its own, which ranks can't be sure to share"
+        yield Violation(("parallel",), reason, "use parallel=none, or give a map-style data set or arrays")
+    if plan.ranks is not None and plan.ranks > facts.batch_size and plan.parallel not in JOINT:
+        reason = f"a batch of {facts.batch_size} has no part for each of {plan.ranks} ranks"
+        yield Violation(("ranks", "parallel"), reason, f"use at most ranks={facts.batch_size}")
+    if case.device.kind not in ("cpu", "cuda"):
+        reason = f"ranks talk by gloo or NCCL, and neither knows {case.device.name}"
+        yield Violation(("parallel", "device"), reason, "use --device cpu, or parallel=none")
+
+
+def _updates(case: Case) -> Iterator[Violation]:
+    """What only ranks that all update the same tensors can do."""
+    plan, facts = case.plan, case.facts
+    if plan.parallel not in ("towers", "local", "tensor"):
+        return
+    if plan.precision == "fp16":
+        reason = "all ranks would have to leave out the same steps, those whose scaled gradients overflow"
+        yield Violation(("precision", "parallel"), reason, "use precision=bf16, or parallel=data")
+    if facts.closure:
+        reason = f"{facts.optimizer} calls the loss itself, as often as it likes"
+        yield Violation(("parallel",), reason, "use parallel=data, or another optimizer")
+    if plan.parallel == "tensor" and plan.optimizer in ("foreach", "fused"):
+        reason = "some parameters are spread over the ranks and some are whole, and one list can't hold both"
+        yield Violation(("optimizer", "parallel"), reason, "use optimizer=default")
+
+
+def _staged(case: Case) -> Iterator[Violation]:
+    plan, facts = case.plan, case.facts
+    if plan.parallel != "stages":
+        return
+    if plan.ranks == 1 and plan.pipeline != "interleaved":
+        yield Violation(("ranks", "parallel"), "a single stage is the whole model", "use --ranks 2, or parallel=none")
+    if plan.layout != "contiguous":
+        reason = "an exported graph has the order of dimensions that it was made with"
+        yield Violation(("layout", "parallel"), reason, "use layout=contiguous")
+    if plan.precision == "fp16":
+        reason = "a step whose gradients overflow on one rank would have to be left out by all"
+        yield Violation(("precision", "parallel"), reason, "use precision=bf16")
+    if facts.closure:
+        reason = f"{facts.optimizer} calls the loss itself, as often as it likes"
+        yield Violation(("parallel",), reason, "use parallel=data, or another optimizer")
+    if plan.microbatches is not None and plan.microbatches > facts.batch_size:
+        reason = f"a batch of {facts.batch_size} can't be cut into {plan.microbatches} microbatches"
+        yield Violation(("microbatches", "parallel"), reason, f"use at most microbatches={facts.batch_size}")
+
+
+# --- asynchronous
+
+
+_WITH_THE_UPDATE = {
+    "engine": "workers compute gradients by autograd",
+    "compile": "the gradient is a worker's and the update the server's, and what is compiled holds both",
+    "graphs": "the gradient is a worker's and the update the server's, and a graph holds both",
+    "residency": "workers read their batches themselves",
+    "workers": "a worker of parallel=async loads its samples itself",
+}
+"""Why an axis is not for a parameter server and its workers."""
+
+
+def _asynchronous(case: Case) -> Iterator[Violation]:
+    plan, facts = case.plan, case.facts
+    if plan.parallel != "async":
+        return
+    for axis, reason in _WITH_THE_UPDATE.items():
+        plain = getattr(BASELINE, axis)
+        if getattr(plan, axis) not in (plain, 0):
+            value = "none" if plain is None else plain
+            yield Violation((axis, "parallel"), reason, f"use {axis}={value}, or parallel=none")
+    if plan.precision == "fp16":
+        reason = "the scale of fp16's loss would have to be the same on all workers"
+        yield Violation(("precision", "parallel"), reason, "use precision=bf16, or parallel=none")
+    if facts.data == "Stream":
+        reason = "the data is a stream with an order of its own, which can't be handed out batch by batch"
+        yield Violation(("parallel",), reason, "use parallel=none, or give a map-style data set or arrays")
+    if facts.closure:
+        reason = f"{facts.optimizer} calls the loss itself, which the server can't compute"
+        yield Violation(("parallel",), reason, "use parallel=none, or another optimizer")
+
+
+RULES_OF_RANKS: tuple[Rule, ...] = (_ranks, _of_others, _synchronous, _updates, _staged, _asynchronous)

@@ -1,0 +1,325 @@
+"""(Plan, TaskFacts, Hardware) -> what can't be run, why, and what to do instead. Nothing is asked and nothing chosen.
+
+Each rule is a function that yields violations; `RULES` holds them, the most fundamental first. Those of ranks are in
+`rank_plans.py`, those of compiled and recorded steps in `captured_plans.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from hotloop.core.feasibility.captured_plans import RULES_OF_CAPTURED
+from hotloop.core.feasibility.forecast import Case, Refused, Rule, Violation
+from hotloop.core.feasibility.rank_plans import RULES_OF_RANKS
+from hotloop.core.format import digits
+from hotloop.core.number_formats import REDUCED
+from hotloop.core.records.hardware import Device, Hardware
+from hotloop.core.records.training import TaskFacts
+from hotloop.errors import DeviceError, PlanError, RoomError
+from hotloop.plan import BASELINE, Plan
+
+_SHOWN = 3
+"""Violations named in an error, which is one line."""
+
+
+def violations(plan: Plan, facts: TaskFacts, hardware: Hardware) -> list[Violation]:
+    """All that keeps the plan from being run for this Task on this machine; empty if nothing does."""
+    device = device_of(plan, hardware)
+    if device is None:
+        return [_absent(plan, hardware)]
+    case = Case(plan, facts, hardware, device)
+    return [found for rule in RULES for found in rule(case)]
+
+
+def check(plan: Plan, facts: TaskFacts, hardware: Hardware) -> None:
+    """Refuses a plan that can't be run.
+
+    Raises:
+        PlanError: naming the first violations, with what to do; a RoomError where it may be run another time.
+    """
+    found = violations(plan, facts, hardware)
+    if found:
+        passing = all(one.passing for one in found)
+        kind = DeviceError if found[0].axes == ("device",) else RoomError if passing else PlanError
+        shown = found[:_SHOWN]
+        reasons = [f"{settings(plan, one)} can't be run here: {one.reason}" for one in shown]
+        raise kind("; ".join(reasons), fix="; ".join(dict.fromkeys(one.fix for one in shown)))
+
+
+def settings(plan: Plan, violation: Violation) -> str:
+    """The values that a violation is about: `precision=fp16 with device=cpu`."""
+    return " with ".join(f"{axis}={getattr(plan, axis)}" for axis in violation.axes)
+
+
+def is_plain(plan: Plan) -> bool:
+    """Whether the plan is the baseline but for where it runs, which any device can."""
+    where = ("device", "workers", "threads")
+    return plan.with_axes(**{axis: getattr(BASELINE, axis) for axis in where}) == BASELINE
+
+
+def refused(plan: Plan, facts: TaskFacts, hardware: Hardware) -> list[Refused]:
+    """The values of each axis that can't be run where all other axes are as in `plan`."""
+    found = []
+    for axis, values in _alternatives(hardware).items():
+        for value in values:
+            other = plan.with_axes(**{axis: value})
+            about = [one for one in violations(other, facts, hardware) if axis in one.axes]
+            found += [Refused(axis, value, about[0])] if about else []
+    return found
+
+
+def _alternatives(hardware: Hardware) -> dict[str, tuple[Any, ...]]:
+    """Values to try, one axis at a time; of numbers, one that stands for the others."""
+    kinds = {device.kind for device in hardware.devices}
+    named = {
+        axis: get_args(Plan.model_fields[axis].annotation)
+        for axis in ("engine", "precision", "layout", "residency", "compile", "optimizer", "allocator", "cudnn")
+    }
+    missing = tuple(kind for kind in ("cuda", "mps", "xpu") if kind not in kinds)
+    return {"device": missing, **named, "rewrites": ("all",), "graphs": ("step", 8), "accumulation": (2,)}
+
+
+def device_of(plan: Plan, hardware: Hardware) -> Device | None:
+    """The machine's device of the plan's name; `cuda` without a number is the first of its kind."""
+    return _named(plan.device, hardware)
+
+
+def _named(name: str, hardware: Hardware) -> Device | None:
+    alike = (device for device in hardware.devices if name == device.kind)
+    return hardware.device(name) or next(alike, None)
+
+
+def _absent(plan: Plan, hardware: Hardware) -> Violation:
+    names = ", ".join(device.name for device in hardware.devices)
+    return Violation(("device",), f"this machine has {names}", f"use --device {hardware.devices[0].name}")
+
+
+# --- numbers of threads and processes
+
+_THREADS_PER_CORE = 4
+
+_WORKERS_PER_CORE = 16
+
+
+def _crowded(case: Case) -> Iterator[Violation]:
+    """What would keep the whole machine from working, and not only this training."""
+    cores = case.hardware.processor.logical_cores or case.hardware.processor.allowed_cores
+    for axis, most, kind in (
+        ("threads", _THREADS_PER_CORE * cores, "threads of one operation"),
+        ("workers", _WORKERS_PER_CORE * cores, "processes that load data"),
+    ):
+        if (getattr(case.plan, axis) or 0) > most:
+            yield Violation(
+                (axis,),
+                f"this machine has {cores} logical core{'' if cores == 1 else 's'}, and more than {most} {kind}"
+                " keep it from any work",
+                f"use {axis}={cores}",
+            )
+
+
+# --- engine
+
+
+_OF_TORCH = {
+    "precision": "array operations compute in the model's own numbers",
+    "layout": "the layers of hotloop.arrays know one order of dimensions",
+    "compile": "it is torch's operations that are compiled",
+    "rewrites": "it is a captured step that is rewritten",
+    "graphs": "it is torch's operations that are recorded",
+    "optimizer": "the update is written out",
+    "accumulation": "a batch is not cut into pieces there",
+    "threads": "it sets torch's threads, and NumPy has its own",
+    "cudnn": "array operations don't call cuDNN",
+}
+"""Why an axis is not for the arrays engine."""
+
+
+def _written_out(case: Case) -> Iterator[Violation]:
+    plan, device = case.plan, case.device
+    if plan.engine != "arrays":
+        return
+    for axis, reason in _OF_TORCH.items():
+        plain = getattr(BASELINE, axis)
+        if getattr(plan, axis) not in (plain, "fp32"):  # which are the model's own numbers
+            value = "none" if plain is None else plain
+            yield Violation((axis, "engine"), reason, f"use {axis}={value}, or engine=eager")
+    if device.kind not in ("cpu", "cuda"):
+        reason = f"arrays are NumPy's or CuPy's, and neither computes on {device.name}"
+        yield Violation(("engine", "device"), reason, "use --device cpu, or engine=eager")
+    if case.facts.closure:
+        reason = f"{case.facts.optimizer} calls the loss itself, as often as it likes"
+        yield Violation(("engine",), reason, "use engine=eager")
+
+
+# --- placement
+
+
+_IN_ONE_PLACE = {
+    "engine": "array operations are on one device",
+    "compile": "what is compiled is a step on one device",
+    "graphs": "what is recorded is a step on one device",
+    "parallel": "a rank has one device",
+}
+"""Why an axis is not for modules on devices of their own."""
+
+
+def _apart(case: Case) -> Iterator[Violation]:
+    plan, hardware = case.plan, case.hardware
+    if plan.placement is None:
+        return
+    for axis, reason in _IN_ONE_PLACE.items():
+        plain = getattr(BASELINE, axis)
+        if getattr(plan, axis) != plain:
+            yield Violation((axis, "placement"), reason, f"use {axis}={plain}, or placement=none")
+    there = ", ".join(device.name for device in hardware.devices)
+    for module, name in plan.placement.items():
+        if _named(name, hardware) is None:
+            yield Violation(
+                ("placement",), f"there is no {name} for {module!r}: this machine has {there}", "use one of these"
+            )
+    kinds = {name.partition(":")[0] for name in (case.device.name, *plan.placement.values())}
+    if plan.precision in ("bf16", "fp16") and len(kinds) > 1:
+        reason = f"autocast would have to be the same on {' and '.join(sorted(kinds))}"
+        yield Violation(
+            ("precision", "placement"), reason, "use precision=default or precision=fp32, or devices of one kind"
+        )
+    if case.facts.closure:
+        reason = f"{case.facts.optimizer} takes all parameters for one vector, which is on one device"
+        yield Violation(("placement",), reason, "use placement=none, or another optimizer")
+
+
+# --- several optimizers
+
+
+_IN_ONE_UPDATE = ("engine", "compile", "rewrites", "graphs", "accumulation", "parallel")
+"""Axes whose steps compute all gradients before one update."""
+
+
+def _in_turns(case: Case) -> Iterator[Violation]:
+    if not case.facts.optimizers:
+        return
+    names = ", ".join(map(repr, case.facts.optimizers))
+    reason = f"the step updates the optimizers {names} in turn, which is run eagerly, by one process, on whole batches"
+    for axis in _IN_ONE_UPDATE:
+        plain = getattr(BASELINE, axis)
+        if getattr(case.plan, axis) != plain:
+            yield Violation((axis,), reason, f"use {axis}={plain}")
+    if case.plan.precision == "fp16":
+        reason = f"fp16 scales one loss, and the step has one for each of the optimizers {names}"
+        yield Violation(("precision",), reason, "use precision=bf16 or precision=fp32")
+
+
+# --- precision, layout
+
+
+def _arithmetic(case: Case) -> Iterator[Violation]:
+    """Formats that the device has no instructions for."""
+    plan, device, axes = case.plan, case.device, ("precision", "device")
+    fix = "use precision=default or precision=fp32"
+    if plan.precision == "fp16" and device.kind == "cpu":
+        yield Violation(axes, "on a CPU there is no loss scaling, and no fp16 arithmetic that would be faster", fix)
+    elif plan.precision in REDUCED and plan.precision not in device.precisions:
+        yield Violation(axes, _LACKING[plan.precision].format(device=device.name), fix)
+
+
+_LACKING = {
+    "tf32": "{device} has no tf32 arithmetic, which GPUs of NVIDIA have from Ampere on",
+    "bf16": "{device} has no bf16 instructions (a CPU: avx512_bf16, amx_bf16 or ARM's bf16), so it would only be slow",
+    "fp16": "{device} has no fp16 arithmetic",
+}
+
+
+def _images(case: Case) -> Iterator[Violation]:
+    if case.plan.layout == "channels_last" and not case.facts.images:
+        reason = "no input and no parameter has the 4 or 5 dimensions of images"
+        yield Violation(("layout",), reason, "use layout=contiguous")
+
+
+# --- data
+
+
+def _resident(case: Case) -> Iterator[Violation]:
+    """Data that can't be read into memory, or has no room on the device."""
+    residency, facts, free = case.plan.residency, case.facts, case.device.memory_free
+    if residency != "stream" and facts.data == "Stream":
+        reason = "the data is a stream with an order of its own, which can't be read once and kept"
+        yield Violation(("residency",), reason, "use residency=stream, or give a map-style data set or arrays")
+    wanted = (facts.data_bytes or 0) if residency == "device" and case.device.is_accelerator else 0
+    if free is not None and wanted > free.value:
+        sizes = f"the data takes {_gib(wanted)} and {case.device.name} has {_gib(free.value)} free"
+        yield Violation(("residency", "device"), sizes, "use residency=host", passing=True)
+
+
+def _gib(count: float) -> str:
+    return f"{digits(count / 2**30)} GiB"
+
+
+# --- memory
+
+
+def _kept_memory(case: Case) -> Iterator[Violation]:
+    if case.plan.allocator == "keep" and case.hardware.allocator is None:
+        reason = "only glibc can be told, which here isn't what allocates, or was told already by the environment"
+        yield Violation(("allocator",), reason, "use allocator=default")
+
+
+# --- cudnn
+
+
+def _algorithms(case: Case) -> Iterator[Violation]:
+    if case.plan.cudnn == "default":
+        return
+    fix = "use cudnn=default"
+    if case.device.kind != "cuda":
+        yield Violation(("cudnn", "device"), f"cuDNN is for CUDA devices, and {case.device.name} is none", fix)
+    if not case.facts.has_convolution_layers:
+        yield Violation(("cudnn",), "the model has no convolution, whose algorithm cuDNN could choose", fix)
+
+
+# --- update
+
+
+def _implementation(case: Case) -> Iterator[Violation]:
+    wanted, facts = case.plan.optimizer, case.facts
+    if wanted == "default" or wanted in facts.implementations:
+        return
+    reason = f"{facts.optimizer} has no such implementation"
+    if wanted == "fused" and facts.not_fused:
+        reason += f" for this model: {facts.not_fused}"
+    if facts.implementations:
+        yield Violation(("optimizer",), reason, f"use one of: default, {', '.join(facts.implementations)}")
+    else:
+        yield Violation(("optimizer",), f"{reason}, and no other to choose from", "use optimizer=default")
+
+
+def _pieces(case: Case) -> Iterator[Violation]:
+    pieces, facts = case.plan.accumulation, case.facts
+    if pieces > facts.batch_size:
+        reason = f"a batch of {facts.batch_size} can't be cut into {pieces} pieces"
+        yield Violation(("accumulation",), reason, f"use at most accumulation={facts.batch_size}")
+    if pieces > 1 and facts.closure:
+        reason = f"{facts.optimizer} calls the loss itself, and wants that of the whole batch"
+        yield Violation(("accumulation",), reason, "use accumulation=1")
+
+
+RULES: tuple[Rule, ...] = (
+    _crowded,
+    *RULES_OF_RANKS,
+    _written_out,
+    _apart,
+    _in_turns,
+    _arithmetic,
+    _images,
+    _resident,
+    *RULES_OF_CAPTURED,
+    _kept_memory,
+    _algorithms,
+    _implementation,
+    _pieces,
+)
+
+
+def read_again(facts: TaskFacts) -> bool:
+    """Whether samples are loaded more than once; data of one epoch is better loaded while training goes on."""
+    return facts.steps is None or facts.batches is None or facts.steps > facts.batches

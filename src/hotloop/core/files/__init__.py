@@ -1,0 +1,1 @@
+"""Files: atomic writes, the user's folders, journals and the sources of a Task."""

@@ -1,0 +1,192 @@
+"""Reading and writing files: a reader, or a kill at any instant, never meets half of one; what is no file never blocks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from hotloop.errors import DiskError, RunError, shortened
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file; a pipe without a writer would block whoever opens it otherwise.
+
+    Raises:
+        RunError: something else is there: a folder, a pipe, a device, or a link to nothing.
+        OSError: the file isn't there, or the system refuses.
+    """
+    if path.is_symlink() and not os.path.exists(path):  # opening would create what it leads to
+        raise _no_file(path, "a link to nothing")
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if path.exists() and (what := _kind_of(os.stat(path).st_mode)) is not None:
+            raise _no_file(path, what) from error
+        raise
+    if (what := _kind_of(os.fstat(descriptor).st_mode)) is not None:
+        os.close(descriptor)
+        raise _no_file(path, what)
+    return descriptor
+
+
+def read_regular(path: Path) -> bytes | None:
+    """The content of a regular file; None where nothing is there.
+
+    Raises:
+        RunError: something else is there, or the system refuses.
+    """
+    try:
+        with open(open_regular(path), "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"{path} can't be read ({error.strerror})", fix="check the path") from error
+
+
+def append(path: Path, content: bytes) -> None:
+    """Adds to a regular file, durably; a last line without its end, which a kill tore, stays apart.
+
+    Raises:
+        DiskError: the disk is full.
+        RunError: something else is there, or the system refuses.
+    """
+    with explained(path), open(open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            content = content if file.read(1) == b"\n" else b"\n" + content
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _kind_of(mode: int) -> str | None:
+    """What a path is that is no regular file; None for one."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
+
+
+def _no_file(path: Path, what: str) -> RunError:
+    return RunError(f"{path} is {what}", expected="a file", fix="remove it, or put the file back")
+
+
+@contextmanager
+def explained(path: Path, option: str | None = None) -> Iterator[None]:
+    """Turns the operating system's refusal to write below `path` into one clear line.
+
+    Args:
+        option: of the command, names another place; None for what belongs to a run.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            name = max(path.absolute().parts, key=len)
+            raise RunError(
+                f"the name {shortened(name)} is too long for the system",
+                expected="at most 255 bytes for each part of a path",
+                fix=f"choose a shorter one with {option or '--run'}",
+            ) from error
+        if error.errno in DISK_FULL:
+            free = shutil.disk_usage(_existing_parent(path)).free
+            raise DiskError(
+                f"{path} can't be written: {error.strerror} ({free / 1e6:.0f} MB free on the disk)",
+                expected="room for it",
+                fix="free some space",
+            ) from error
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            raise RunError(
+                f"no permission to write {path}",
+                expected="a folder that you may write",
+                fix=f"choose another with {option or '--run'}",
+            ) from error
+        raise RunError(f"{path} can't be written: {error.strerror or error}", fix="check the path") from error
+
+
+def _existing_parent(path: Path) -> Path:
+    return next((folder for folder in [path, *path.parents] if folder.exists()), Path.cwd())
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Tries whether a file can be written there, before what takes long; nothing is left behind.
+
+    Raises:
+        RunError: it can't be; `option` names another place.
+    """
+    with explained(path, option):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        with tempfile.TemporaryFile(dir=_existing_parent(path.absolute().parent)):
+            pass
+
+
+def write_atomic(path: Path, content: bytes | str, option: str | None = None) -> None:
+    """Writes `content` to `path`: afterwards it holds all of it, durably, or what it held before.
+
+    Raises:
+        DiskError: the disk is full; nothing is left behind.
+        RunError: the folder can't be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+
+    def write(file: BinaryIO) -> Path:
+        file.write(data)
+        return path
+
+    write_named(path, write, option)
+
+
+def write_named(path: Path, write: Callable[[BinaryIO], Path], option: str | None = None) -> Path:
+    """The same piece by piece, for a file whose name may tell its content.
+
+    Args:
+        path: names the file in messages, and while it is unfinished.
+        write: fills it, and says where it belongs, beside `path`.
+
+    Returns:
+        where it is.
+
+    Raises:
+        DiskError: the disk is full; nothing is left behind.
+        RunError: the folder can't be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with explained(path, option):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                final = write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(final)
+            sync_folder(path.parent)
+            return final
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames and removals in `folder` durable, where the system can (Windows can't and needn't)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

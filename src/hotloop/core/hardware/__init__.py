@@ -1,0 +1,1 @@
+"""This machine: its devices, their memory and their measured speed."""

@@ -1,0 +1,216 @@
+"""What the operating system, the drivers and torch say of this machine, without measuring."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import sys
+from datetime import UTC, datetime
+from functools import cache
+
+import psutil
+import torch
+
+from hotloop import __version__
+from hotloop.core.hardware import limits
+from hotloop.core.records.hardware import PRECISIONS, Device, Figure, Processor
+
+# In the order shown; any other entry of torch's list is no vector or matrix extension.
+VECTORS = (
+    *("sse4_2", "avx", "fma3", "avx2", "avx_vnni", "avx_vnni_int8", "avx_vnni_int16", "avx_ne_convert"),
+    *("avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("avx10_1", "avx10_2", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
+    *("neon", "dot", "fp16_arith", "i8mm", "bf16", "sve", "sve2", "sve_bf16", "sme", "sme2"),
+)
+
+BF16 = {"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"}
+
+FP16 = {"avx512_fp16", "amx_fp16", "fp16_arith"}
+
+
+def processor() -> Processor:
+    """The CPU and how much of it this process may use."""
+    told = torch.cpu.get_capabilities()
+    allowed = limits.allowed_cores()
+    quota = limits.cgroup_limits().cores
+    return Processor(
+        model=_cpu_model(),
+        architecture=platform.machine(),
+        vectors=tuple(name for name in VECTORS if told.get(name)),
+        kernels=torch.backends.cpu.get_cpu_capability(),
+        physical_cores=psutil.cpu_count(logical=False),
+        logical_cores=psutil.cpu_count(),
+        allowed_cores=len(allowed),
+        quota_cores=quota,
+        threads=limits.sensible_threads(len(allowed), limits.physical_among(allowed), quota),
+    )
+
+
+def _cpu_model() -> str | None:
+    return torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or None
+
+
+def describe(name: str, vectors: tuple[str, ...]) -> Device:
+    """A device of `hotloop.core.hardware.probe.devices()`, not measured. `vectors` are the CPU's extensions."""
+    kind, _, number = name.partition(":")
+    index = int(number or 0)
+    model, capability, precisions = _identity(kind, index, vectors)
+    total, free = _memory(kind, index)
+    how = "what Metal recommends at most, of the memory shared with the CPU" if kind == "mps" else ""
+    return Device(name, kind, model, capability, precisions, _bytes(total, how), _bytes(free, how))
+
+
+def _identity(kind: str, index: int, vectors: tuple[str, ...]) -> tuple[str | None, str | None, tuple[str, ...]]:
+    """Model, capability and precisions of a device."""
+    if kind == "cuda":
+        return _cuda(index)
+    if kind == "xpu":
+        return _xpu(index)
+    if kind == "mps":
+        return _mps_model(), None, _mps_precisions()
+    return _cpu_model(), None, cpu_precisions(vectors)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of a device's memory, within the container's limits on a CPU; None where nobody says."""
+    return _memory(device.type, device.index or 0)[1]
+
+
+def _memory(kind: str, index: int) -> tuple[int | None, int | None]:
+    """Total and free bytes of a device; None where nobody says."""
+    if kind == "cpu":
+        return _host_memory()
+    if kind == "mps":
+        total = torch.mps.recommended_max_memory()
+        return total, max(0, total - torch.mps.driver_allocated_memory())
+    try:
+        free, total = torch.get_device_module(kind).mem_get_info(index)
+    except RuntimeError:  # some drivers of integrated GPUs don't say
+        return None, None
+    return total, free
+
+
+def _bytes(value: float | None, how: str = "") -> Figure | None:
+    return None if value is None else Figure(float(value), "bytes", "os", now(), how)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _host_memory() -> tuple[int, int]:
+    """Total and free bytes of the host's memory, within the container's limits."""
+    memory, within = psutil.virtual_memory(), limits.cgroup_limits()
+    total = min(memory.total, within.memory_bytes or memory.total)
+    room = memory.available if within.memory_room_bytes is None else within.memory_room_bytes
+    return total, min(memory.available, room)
+
+
+def cpu_precisions(vectors: tuple[str, ...]) -> tuple[str, ...]:
+    """fp32 and fp64 anywhere; bf16 and fp16 only where the CPU has instructions, for emulation is slow."""
+    half = {"bf16": bool(BF16 & set(vectors)), "fp16": bool(FP16 & set(vectors)), "tf32": False}
+    return tuple(precision for precision in PRECISIONS if half.get(precision, True))
+
+
+def cuda_precisions(capability: tuple[int, int], amd: str | None) -> tuple[str, ...]:
+    """Precisions of a GPU of NVIDIA by its compute capability, or of AMD by its architecture (`gfx942`)."""
+    bf16 = True if amd else capability >= (8, 0)
+    tf32 = amd.startswith(("gfx94", "gfx95")) if amd else capability >= (8, 0)
+    has = {"bf16": bf16, "tf32": tf32}
+    return tuple(precision for precision in PRECISIONS if has.get(precision, True))
+
+
+def _cuda(index: int) -> tuple[str, str, tuple[str, ...]]:
+    facts = torch.cuda.get_device_properties(index)
+    amd = facts.gcnArchName if torch.version.hip else None
+    return facts.name, amd or f"{facts.major}.{facts.minor}", cuda_precisions((facts.major, facts.minor), amd)
+
+
+def _xpu(index: int) -> tuple[str, None, tuple[str, ...]]:
+    facts = torch.xpu.get_device_properties(index)
+    has = {
+        "fp32": True,
+        "bf16": getattr(facts, "has_bfloat16_conversions", False),
+        "fp16": getattr(facts, "has_fp16", False),
+        "fp64": getattr(facts, "has_fp64", False),
+    }
+    return facts.name, None, tuple(precision for precision in PRECISIONS if has.get(precision))
+
+
+def _mps_model() -> str | None:
+    return limits.told("sysctl", "-n", "machdep.cpu.brand_string") or None
+
+
+def _mps_precisions() -> tuple[str, ...]:
+    bf16 = torch.backends.mps.is_macos_or_newer(14, 0)
+    return ("fp32", "bf16", "fp16") if bf16 else ("fp32", "fp16")
+
+
+def versions(driver: str | None) -> dict[str, str | None]:
+    """Versions of what the figures depend on; None where there is none."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hotloop": __version__,
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "xpu": torch.version.xpu,
+        "nvidia_driver": driver,
+    }
+
+
+def nvidia() -> tuple[list[str], str | None]:
+    """Models of the NVIDIA GPUs that the driver lists, and the driver's version; nothing without a driver."""
+    rows = limits.told("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    found = [line.rsplit(", ", 1) for line in (rows or "").splitlines() if ", " in line]
+    return [model for model, _ in found], found[0][1] if found else None
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler that torch.compile would use on the CPU; None if there is none."""
+    usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    path = shutil.which(os.environ.get("CXX") or usual)  # torch.compile reads CXX too
+    if path == "/usr/bin/clang++" and sys.platform == "darwin" and limits.told("xcode-select", "-p") is None:
+        return None  # a stand-in that only offers to install the real one
+    return path
+
+
+def compiler_build() -> str | None:
+    """The compiler's own file and when it was made (ns), which tells it from the next one without running it."""
+    path = compiler()
+    if path is None:
+        return None
+    file = os.path.realpath(path)
+    return f"{file}, {os.stat(file).st_mtime_ns}"
+
+
+def system() -> str:
+    return f"{platform.system()} {platform.release()}"
+
+
+GLIBC = "glibc"
+
+_SET_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+"""Variables of the environment by which a user has told glibc already."""
+
+
+def in_use() -> str | None:
+    """`glibc`, where a program may tell it what to keep; None for any other, or where the environment has told it."""
+    told = any(map(os.environ.get, _SET_BY)) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    return GLIBC if _is_glibcs() and not told else None
+
+
+@cache
+def _is_glibcs() -> bool:
+    """Whether glibc's own `malloc` is the one in use: jemalloc and tcmalloc take its place where they are preloaded."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
+            return False
+        used, own = (ctypes.CDLL(name).malloc for name in (None, "libc.so.6"))
+    except (ValueError, OSError, AttributeError):  # another C library
+        return False
+    return ctypes.cast(used, ctypes.c_void_p).value == ctypes.cast(own, ctypes.c_void_p).value

@@ -1,0 +1,68 @@
+"""Measured speeds, kept in the user's cache folder, so that a machine is measured once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.files.user_folders import cache_folder
+from hotloop.core.hardware.benchmarks import METHOD
+from hotloop.core.records.hardware import Device, Processor, Speed
+from hotloop.errors import HotloopError
+
+
+def folder() -> Path:
+    """Where this user's measured speeds are kept."""
+    return cache_folder() / "devices"
+
+
+def key(device: Device, processor: Processor) -> dict[str, Any]:
+    """All that a stored speed depends on.
+
+    The host's name counts, for homes shared by many machines, but as a hash alone: it is nobody's business.
+    """
+    return {
+        "method": METHOD,
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
+        "device": device.name,
+        "model": device.model,
+        "precisions": list(device.precisions),
+        "processor": processor.model,
+        "threads": processor.threads,
+        "torch": torch.__version__,
+    }
+
+
+def read(wanted: dict[str, Any]) -> tuple[Speed | None, list[str]]:
+    """The stored speed with its notes, or None; then with a note if there is one that can't be used."""
+    path = _path(wanted)
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict) or stored.get("key") != wanted:
+            raise ValueError("its content is not what its name says")
+        return Speed.from_dict(stored.get("speed")), [str(note) for note in stored.get("notes") or ()]
+    except FileNotFoundError:
+        return None, []
+    except (OSError, ValueError, HotloopError) as error:
+        return None, [f"the stored figures in {path} can't be used ({error}), so they were measured anew"]
+
+
+def write(wanted: dict[str, Any], speed: Speed, notes: list[str]) -> list[str]:
+    """Stores a speed; returns a note if that failed, which costs nothing but measuring again."""
+    content = {"key": wanted, "speed": speed.to_dict(), "notes": notes}
+    try:
+        write_atomic(_path(wanted), json.dumps(content, indent=2))
+    except HotloopError as error:
+        return [f"the measured figures couldn't be stored: {error.given}"]
+    return []
+
+
+def _path(wanted: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:16]
+    return folder() / f"{wanted['device'].replace(':', '')}-{digest}.json"

@@ -1,0 +1,44 @@
+"""What a result depends on beside Task and Plan: the machine, and the versions of what computes."""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+import torch
+
+from hotloop import __version__
+from hotloop.core.float32_switches import read
+from hotloop.core.hardware import machine
+from hotloop.core.hardware.devices import devices
+from hotloop.core.number_formats import written
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    return {
+        "hotloop": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def machine_name() -> str:
+    """The processor, how much of it this process may use, torch's threads (unless a plan says so) and kernels, accelerators."""
+    processor = machine.processor()
+    found = [machine.describe(name, processor.vectors) for name in devices() if name != "cpu"]
+    cores = f"{processor.model or processor.architecture}, {processor.allowed_cores} cores"
+    if processor.quota_cores is not None:
+        cores += f" for the time of {processor.quota_cores:g}"
+    used = f"{torch.get_num_threads()} threads, {processor.kernels} kernels"
+    return ", ".join([cores, used, *(device.model or device.name for device in found)])
+
+
+def speed_versions() -> dict[str, str]:
+    """Versions of what speed depends on: the above, the C++ compiler, the driver of NVIDIA's GPUs and an allocator that
+    can be told, where there are any; and torch's switches of precision that aren't as torch begins."""
+    driver = machine.nvidia()[1] if any(name.startswith("cuda") for name in devices()) else None
+    found = {"compiler": machine.compiler_build(), "nvidia_driver": driver, "allocator": machine.in_use()}
+    found["switches"] = written(read()) or None
+    return versions() | {name: version for name, version in found.items() if version is not None}

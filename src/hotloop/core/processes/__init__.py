@@ -1,0 +1,1 @@
+"""Processes: signals, deadlines, and child processes that end with their parent."""

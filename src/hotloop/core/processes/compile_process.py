@@ -1,0 +1,122 @@
+"""A child process that compiles and measures code, so that the parent can stop the work at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NoReturn
+
+from hotloop.core.processes.parent_death import end_with_parent
+from hotloop.errors import blame
+
+Work = Callable[[], dict[str, Any]]
+
+
+class CompileChild:
+    """A fork of this process that calls `work` with copies of all of the parent's objects.
+
+    Compilers that the child starts belong to the child's process group and end with the child. A fork can't use the CUDA
+    context of its parent, so `work` must use the CPU alone.
+
+    Args:
+        work: returns values that JSON can represent.
+
+    Attributes:
+        pid: the process id of the child.
+    """
+
+    def __init__(self, work: Work) -> None:
+        reading, writing = os.pipe()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(reading)
+            _run(work, writing, parent)
+        os.close(writing)
+        with suppress(OSError):
+            os.setpgid(self.pid, self.pid)  # the child makes the same call; either call may be the first
+        self._reading, self._ended = reading, False
+
+    def __enter__(self) -> CompileChild:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def result(self, seconds: float) -> dict[str, Any]:
+        """Returns the result of `work`; `{"failure": why}` if it raised an error, died or took longer than `seconds`."""
+        until, text = time.monotonic() + seconds, b""
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._reading, selectors.EVENT_READ)
+            while (left_s := until - time.monotonic()) > 0:
+                if not waiting.select(left_s):
+                    break
+                if not (part := os.read(self._reading, 1 << 16)):
+                    return _parsed(text)
+                text += part
+        return {"failure": f"compiling and measuring did not come to an end within {seconds:.0f} s"}
+
+    def end(self) -> None:
+        """Kills the child and its compilers if they still run."""
+        if self._ended:
+            return
+        self._ended = True
+        os.close(self._reading)
+        with suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """The child's result; a child that died wrote no result or a part of one."""
+    try:
+        return dict(json.loads(text))
+    except ValueError:
+        return {"failure": "the compiling process died"}
+
+
+def _run(work: Work, writing: int, parent: int) -> NoReturn:
+    """Runs in the child: detaches it from the parent's signals and streams, calls `work` and exits."""
+    try:
+        with suppress(OSError):
+            os.setpgid(0, 0)
+        end_with_parent(parent, signal.SIGKILL)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        _allow_threads()
+        # OpenMP caches a pool per thread, and a fork copies no pool threads: a new thread gets a new pool.
+        thread = threading.Thread(target=_report, args=(work, writing))
+        thread.start()
+        thread.join()
+    finally:
+        os._exit(1)
+
+
+def _allow_threads() -> None:
+    """Allows new executors, which torch's compiler needs: CPython (3.9 to 3.13) refuses them if the parent is exiting."""
+    for module, name in (("threading", "_SHUTTING_DOWN"), ("concurrent.futures.thread", "_shutdown")):
+        if getattr(sys.modules.get(module), name, False):
+            setattr(sys.modules[module], name, False)
+
+
+def _report(work: Work, writing: int) -> None:
+    try:
+        found = work()
+    except BaseException as error:
+        found = {"failure": blame(error)}
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(json.dumps(found).encode())

@@ -1,0 +1,100 @@
+"""A deadline for work: work that would exceed the deadline is skipped, and work that exceeds it is ended."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hotloop.core.processes.signals import at_most
+from hotloop.errors import TimeOverError
+
+SEARCHED = 1 / 3
+"""Largest share of the time until a run's stop that a search may use; the rest is for training."""
+
+GRACE_S = 2.0
+"""Seconds after the deadline for the cleanup of ended work."""
+
+_MIN_S = 1.0
+"""Shortest time for one piece of work, in seconds: a limit of milliseconds ends a command within seconds."""
+
+
+@dataclass
+class Deadline:
+    """A point in time at which work must end.
+
+    Attributes:
+        at: the deadline, in seconds of `time.monotonic()`.
+        met: whether the deadline skipped or shortened any work.
+        of: the name of the time budget in messages.
+    """
+
+    at: float = math.inf
+    met: bool = False
+    of: str = "of the third of the time until stop-after that a search may take"
+
+    @classmethod
+    def before(cls, until: float, limit_at: float = math.inf) -> Deadline:
+        """Returns the deadline of a search that begins now.
+
+        Args:
+            until: the run's stop, in seconds of `time.monotonic()`.
+            limit_at: the user's own limit of the search, in seconds of `time.monotonic()`.
+        """
+        now = time.monotonic()
+        own = cls(now + SEARCHED * (until - now))
+        return own if own.at <= limit_at else cls(limit_at, of="of the time limit")
+
+    @classmethod
+    def of_limit(cls, limit_s: float | None, began: float | None = None) -> Deadline:
+        """Returns the deadline of a time limit in seconds; None is no limit.
+
+        Args:
+            limit_s: the limit.
+            began: the begin of the work, in seconds of `time.monotonic()`; None is now.
+        """
+        if limit_s is None:
+            return cls(of="of the time limit")
+        return cls((time.monotonic() if began is None else began) + limit_s, of="of the time limit")
+
+    @property
+    def left_s(self) -> float:
+        return self.at - time.monotonic()
+
+    def allows(self, seconds: float) -> bool:
+        """Whether so many seconds remain; records in `met` that they don't."""
+        allowed = seconds <= self.left_s
+        self.met |= not allowed
+        return allowed
+
+    def part(self, share: float) -> Deadline:
+        """Returns the deadline of a piece of the work that may take a share of the remaining time."""
+        return self if math.isinf(self.at) else Deadline(self.at - (1 - share) * max(0.0, self.left_s), of=self.of)
+
+    @contextmanager
+    def enforced(self, what: str, *, reserve_s: float = 0.0) -> Iterator[None]:
+        """Ends the work within the context when only `reserve_s` seconds remain.
+
+        Args:
+            what: the work's name in the message, such as `its proof`.
+
+        Raises:
+            TimeOverError: the work was ended.
+        """
+        if math.isinf(self.at):
+            yield
+            return
+
+        def timeout_error() -> TimeOverError:
+            self.met = True
+            return TimeOverError(
+                f"{what} was ended: {self}", expected="work that fits into the time", fix="give it more time"
+            )
+
+        with at_most(max(_MIN_S, self.left_s - reserve_s), timeout_error):
+            yield
+
+    def __str__(self) -> str:
+        return f"{max(0.0, self.left_s):.0f} s are left {self.of}"

@@ -1,0 +1,1 @@
+"""Random numbers: hotloop's own streams, and the generators in users' objects."""

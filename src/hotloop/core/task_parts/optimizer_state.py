@@ -1,0 +1,236 @@
+"""An optimizer's state as part of State: by parameter name, or by the class's own `state_dict`.
+
+A class that overrides `state_dict` or `load_state_dict`, or has hooks on them, defines its state by these two methods.
+The state of wrapped optimizers is saved separately if the wrapper's `state_dict` excludes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotloop.core.state import (
+    bits,
+    capture_groups,
+    capture_optimizer,
+    held_like,
+    host_copy,
+    leaves,
+    on_host,
+    restore_optimizer,
+)
+from hotloop.core.task_parts.named_optimizers import NamedOptimizers, described
+from hotloop.errors import CheckpointError, blame
+
+_METHODS = ("state_dict", "load_state_dict")
+_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_IMPLEMENTATION = ("foreach", "fused", "capturable")
+"""Keys of a group that the Plan sets; restoring a checkpoint doesn't change them."""
+
+
+def has_own_state_dict(optimizer: Optimizer) -> bool:
+    """Whether the class, the object or a hook replaces the state_dict of torch.optim.Optimizer."""
+    kind, attributes = type(optimizer), getattr(optimizer, "__dict__", {})
+    replaced = any(name in attributes or getattr(kind, name) is not getattr(Optimizer, name) for name in _METHODS)
+    return replaced or any(attributes.get(name) for name in _HOOKS)
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Returns the optimizers that this optimizer wraps, by their attribute paths."""
+    if type(optimizer).__module__.startswith("torch."):
+        return {}
+    return dict(_wrapped(vars(optimizer), "", {id(optimizer)}))
+
+
+def _wrapped(values: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Optimizer]]:
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in items:
+        place = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Optimizer) and id(value) not in seen:
+            seen.add(id(value))
+            yield place, value
+            yield from _wrapped(vars(value), place, seen)
+        elif isinstance(value, dict | list | tuple) and key not in ("state", "param_groups") and id(value) not in seen:
+            seen.add(id(value))
+            yield from _wrapped(value, place, seen)
+
+
+def capture(optimizer: Optimizer, model: nn.Module, *, lent: bool = False) -> dict[str, Any]:
+    """Returns the optimizer's state on the CPU; with `lent`, tensors on the CPU are shared and not copied."""
+    if isinstance(optimizer, NamedOptimizers):
+        members = {name: capture(one, model, lent=lent) for name, one in optimizer.members.items()}
+        groups = [{"params": names} for names in capture_groups(optimizer, model)]
+        return {"name": described(optimizer), "groups": groups, "members": members}
+    inner, own = inner_optimizers(optimizer), optimizer.state_dict()
+    if has_own_state_dict(optimizer):
+        groups = [{"params": names} for names in capture_groups(optimizer, model)]
+        found = {"name": type(optimizer).__name__, "state": {}, "own": {}, "groups": groups}
+        found["state_dict"] = on_host(own, lent=lent)
+    else:
+        found = capture_optimizer(optimizer, model, lent=lent)
+    optimizers = {"": optimizer, **inner} if "state_dict" in found else inner
+    if optimizers:
+        covered = {id(value) for _, value in leaves(own) if isinstance(value, Tensor)}
+        left_out = {path: one for path, one in optimizers.items() if not _is_covered(one, covered)}
+        found["inner"] = {path: _whole_state(one, model, lent=lent) for path, one in left_out.items()}
+    return found
+
+
+def _is_covered(optimizer: Optimizer, covered: set[int]) -> bool:
+    """Whether the wrapper's state_dict contains all tensors of an optimizer's state."""
+    tensors = [value for _, value in leaves(list(optimizer.state.values())) if isinstance(value, Tensor)]
+    return bool(tensors) and all(id(value) in covered for value in tensors)
+
+
+def _whole_state(optimizer: Optimizer, model: nn.Module, *, lent: bool) -> dict[str, Any]:
+    """Returns state and groups by parameter name; the optimizer's `state_dict` if a parameter isn't the model's."""
+    known = {id(value) for value in model.parameters()}
+    if all(id(value) in known for group in optimizer.param_groups for value in group["params"]):
+        return capture_optimizer(optimizer, model, lent=lent)
+    return {"state_dict": on_host(optimizer.state_dict(), lent=lent)}
+
+
+def restore(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> list[str]:
+    """Restores a saved state.
+
+    Returns the paths of values that the optimizer's `load_state_dict` doesn't restore bit by bit.
+
+    Raises:
+        CheckpointError: the state belongs to another optimizer, or `load_state_dict` raises an error.
+    """
+    if isinstance(optimizer, NamedOptimizers):
+        return _restore_members(optimizer, model, saved)
+    add_missing_parameters(optimizer, model, saved["groups"])
+    if "state_dict" in saved and has_own_state_dict(optimizer):
+        check_same_groups(optimizer, model, saved)
+        changed = _load(optimizer, saved["state_dict"])
+    else:
+        restore_optimizer(optimizer, model, saved)
+        changed = []
+    optimizers = {"": optimizer, **inner_optimizers(optimizer)}
+    for path, state in saved.get("inner", {}).items():
+        if path in optimizers and "state_dict" in state:
+            changed += [f"{path}{place}" for place in _load(optimizers[path], state["state_dict"])]
+        elif path in optimizers:
+            restore_optimizer(optimizers[path], model, state)
+    return changed
+
+
+def _restore_members(optimizer: NamedOptimizers, model: nn.Module, saved: dict[str, Any]) -> list[str]:
+    if saved["name"] != described(optimizer):
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: {saved['name']}, where the Task has {described(optimizer)}",
+            expected="the same optimizers",
+            fix="use the Task that the run was started with",
+        )
+    members = optimizer.members.items()
+    return [f"{name}{path}" for name, one in members for path in restore(one, model, saved["members"][name])]
+
+
+def add_missing_parameters(optimizer: Optimizer, model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    """Adds the saved optimizer's additional groups and parameters, such as from `add_param_group` in a callback."""
+    named = dict(model.named_parameters())
+    now = capture_groups(optimizer, model)
+    before = {name for names in now for name in names}
+    wanted = [group["params"] for group in groups]
+    added = [name for names in wanted for name in names if name not in before]
+    grown = all(set(have) <= set(names) for have, names in zip(now, wanted, strict=False)) and len(now) <= len(wanted)
+    if not added or not grown or not all(name in named for name in added):
+        return
+    for group, names in zip(optimizer.param_groups, wanted, strict=False):
+        group["params"][:] = [named[name] for name in names]
+    for group in groups[len(now) :]:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        optimizer.add_param_group({"params": [named[name] for name in group["params"]], **host_copy(settings)})
+
+
+def check_same_groups(optimizer: Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
+    """Raises CheckpointError if the class or the parameter groups differ from the saved optimizer's."""
+    now = capture_groups(optimizer, model)
+    if saved["name"] != type(optimizer).__name__ or [group["params"] for group in saved["groups"]] != now:
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer: {saved['name']} with {len(saved['groups'])} parameter groups, where"
+            f" the Task has {type(optimizer).__name__} with {len(now)}",
+            expected="the same optimizer over the same parameters",
+            fix="use the Task that the run was started with",
+        )
+
+
+def _load(optimizer: Optimizer, state: Any) -> list[str]:
+    """Calls `load_state_dict`, then restores values that it rounded; returns the paths that still differ."""
+    try:
+        optimizer.load_state_dict(_with_implementation_of(optimizer, host_copy(state)))
+    except Exception as error:
+        raise CheckpointError(
+            f"load_state_dict of {type(optimizer).__name__} doesn't take what its state_dict gave: {blame(error)}",
+            expected="an optimizer whose two methods fit together",
+            fix="correct the two methods, or use the Task that the run was started with",
+        ) from error
+    _repair(optimizer.state_dict(), state)
+    _match_strides(optimizer)
+    return _differences(optimizer.state_dict(), _with_implementation_of(optimizer, host_copy(state)))
+
+
+def _with_implementation_of(optimizer: Optimizer, tree: Any) -> Any:
+    """Sets the Plan's implementation of the update in the groups of a saved state; returns the state."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if key == "param_groups" and isinstance(value, list) and len(value) == len(optimizer.param_groups):
+                for group, now in zip(value, optimizer.param_groups, strict=True):
+                    group.update({name: now[name] for name in _IMPLEMENTATION if name in group and name in now})
+            else:
+                _with_implementation_of(optimizer, value)
+    return tree
+
+
+def _repair(live: Any, saved: Any) -> None:
+    """Replaces tensors whose dtype `load_state_dict` changed; torch's method casts state to its parameter's dtype."""
+    if isinstance(live, dict) and isinstance(saved, dict):
+        pairs = [(key, live[key], saved[key]) for key in live.keys() & saved.keys()]
+    elif isinstance(live, list) and isinstance(saved, list) and len(live) == len(saved):
+        pairs = [(place, *both) for place, both in enumerate(zip(live, saved, strict=True))]
+    else:
+        return
+    for key, now, before in pairs:
+        if isinstance(now, Tensor) and isinstance(before, Tensor):
+            if now.dtype != before.dtype:
+                live[key] = before.to(now.device, copy=True)
+        else:
+            _repair(now, before)
+
+
+def _match_strides(optimizer: Optimizer) -> None:
+    """Gives state of a parameter's shape the parameter's strides, as fused kernels read both in memory order."""
+    for one in (optimizer, *inner_optimizers(optimizer).values()):
+        for parameter, values in one.state.items():
+            if isinstance(parameter, Tensor) and isinstance(values, dict):
+                values.update({key: _with_strides_of(value, parameter) for key, value in values.items()})
+
+
+def _with_strides_of(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    like = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    return like.copy_(held_like(value, parameter))
+
+
+def _differences(live: Any, saved: Any) -> list[str]:
+    now, before = (dict(leaves(tree)) for tree in (live, saved))
+    paths = sorted(now.keys() ^ before.keys())
+    return paths + [path for path in sorted(now.keys() & before.keys()) if not _is_same(now[path], before[path])]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same_kind = one.dtype == other.dtype and one.shape == other.shape
+        return same_kind and bits(one).equal(bits(other))
+    return type(one) is type(other) and repr(one) == repr(other)

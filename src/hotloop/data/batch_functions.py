@@ -1,0 +1,46 @@
+"""Calls of the Task's functions on the inputs of batches, each with seeded random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hotloop.core.random.generators import OwnedGenerators
+from hotloop.data.batch_tree import apply_to_inputs, map_tensors
+from hotloop.errors import calling
+
+
+class OnBatches:
+    """A function of the Task that receives the inputs of batches.
+
+    Args:
+        name: the function's name in errors.
+    """
+
+    def __init__(self, name: str, function: Any) -> None:
+        self._name, self._function = name, function
+        self._owned = OwnedGenerators({name: function})
+        self._is_first = True
+
+    def __call__(self, batch: Any, seed: Callable[[], int], *further: Callable[[], Any]) -> Any:
+        """Returns the batch with its inputs replaced by the function's result.
+
+        Args:
+            seed: seeds the global generators, and returns the seed of the function's own generators.
+            further: functions that return the function's other arguments.
+        """
+        spare = map_tensors(torch.clone, batch) if self._is_first else None
+        result = self._applied(batch, seed, further)
+        if self._is_first and self._owned.found_late():  # the first call of the function may create its generators
+            result = self._applied(spare, seed, further)
+        self._is_first = False
+        return result
+
+    def _applied(self, batch: Any, seed: Callable[[], int], further: tuple[Callable[[], Any], ...]) -> Any:
+        self._owned.refresh()
+        self._owned.seed(seed())
+        return apply_to_inputs(
+            lambda inputs: calling(self._name, self._function, inputs, *(make() for make in further)), batch
+        )

@@ -1,0 +1,1 @@
+"""Downloads of built-in data sets, and the files that they come in."""

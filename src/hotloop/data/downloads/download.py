@@ -1,0 +1,131 @@
+"""Files from the web into a folder: each whole and checked, or not there at all."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pooch
+import requests
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from hotloop.core.terminal import Bar, Terminal
+from hotloop.errors import DataError, DiskError
+
+# One try for each address: who is offline should hear of it within seconds.
+CONNECT_S, READ_S = 5, 20
+
+
+def download_files(urls: tuple[str, ...], sha256: Mapping[str, str], folder: Path) -> str:
+    """Downloads the files that `folder` lacks; a file with another checksum counts as lacking.
+
+    Args:
+        urls: folders on the web that hold the files, tried in turn; each ends in "/".
+        sha256: file name -> hex digest.
+        folder: where the files go; made if need be. A file gets its name there only once it is checked.
+
+    Returns:
+        What went wrong, in a few words, or "". The files before that one are kept.
+
+    Raises:
+        DiskError: the disk is full.
+        DataError: `folder` can't be written.
+    """
+    with _quiet_pooch(), _progress() as progress:
+        for name, digest in sha256.items():
+            if failure := _download_file(urls, name, digest, folder, progress):
+                return failure
+    return ""
+
+
+def _download_file(urls: tuple[str, ...], name: str, digest: str, folder: Path, progress: Progress) -> str:
+    failures = []
+    for url in urls:
+        downloader = pooch.HTTPDownloader(
+            progressbar=_Bar(progress, name), timeout=(CONNECT_S, READ_S), chunk_size=1 << 16
+        )
+        try:
+            pooch.retrieve(url + name, f"sha256:{digest}", name, folder, downloader=downloader)
+            return ""
+        except (requests.RequestException, ValueError) as error:
+            failures.append(f"{url} ({_reason(error)})")
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            raise (DiskError if full else DataError)(
+                f"{folder} can't take {name} ({error.strerror or error})",
+                expected="a writable folder with 40 MB free",
+                fix="Make room, or give folder= where the files lie",
+            ) from error
+    return f"{name} can't be had from {' nor '.join(failures)}"
+
+
+def _reason(error: Exception) -> str:
+    """A download's failure in a few words; requests' own messages run over several lines."""
+    match error:
+        case requests.HTTPError(response=requests.Response(status_code=status)):
+            return f"HTTP status {status}"
+        case requests.Timeout():
+            return "no answer in time"
+        case requests.exceptions.ChunkedEncodingError():
+            return "the connection broke off"
+        case requests.exceptions.ProxyError():
+            return "the proxy can't be reached"
+        case requests.exceptions.SSLError():
+            return "no trusted TLS connection"
+        case requests.ConnectionError():
+            return "no connection"
+        case requests.RequestException():
+            return type(error).__name__
+        case _:
+            return "wrong SHA-256, so the file was thrown away"
+
+
+@contextmanager
+def _quiet_pooch() -> Iterator[None]:
+    """The progress bar says it already."""
+    logger = pooch.get_logger()
+    logger.addFilter(_is_warning)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_warning)
+
+
+def _is_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
+
+
+def _progress() -> Progress:
+    console = Terminal()
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return Bar(*columns, console=console, disable=not console.is_terminal)
+
+
+class _Bar:
+    """One file's line in rich's progress, with the methods by which pooch tells of a download."""
+
+    def __init__(self, progress: Progress, name: str) -> None:
+        self._progress, self._task = progress, progress.add_task(name, total=None, visible=False)
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes to come; set once the server has answered."""
+        return self._total
+
+    @total.setter
+    def total(self, size_bytes: int) -> None:
+        self._total = size_bytes
+        self._progress.update(self._task, total=size_bytes or None, visible=True)
+
+    def update(self, size_bytes: int) -> None:
+        self._progress.advance(self._task, size_bytes)
+
+    def reset(self) -> None:
+        self._progress.reset(self._task)
+
+    def close(self) -> None:
+        """Nothing to do: all bars end together."""

@@ -1,0 +1,360 @@
+"""Batches in the Task's order, from each form of data, on the device.
+
+A feed's `epoch(epoch, start)` yields `(batch, samples)` from batch number `start` on. What it yields follows from
+(seed, epoch, start) alone, so that a run resumes anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hotloop.core.processes.signals import Stopped
+from hotloop.core.random.generators import OwnedGenerators
+from hotloop.core.random.rng import Streams, preserved, seed_for
+from hotloop.data.augment import Draws
+from hotloop.data.batch_functions import OnBatches
+from hotloop.data.batch_tree import map_tensors, to_device
+from hotloop.data.dataset_changes import summary
+from hotloop.data.feeds.batches import Cut
+from hotloop.data.feeds.loader_workers import Check, InWorker, checking, end_workers, goes_on, reporting
+from hotloop.data.feeds.prefetch import moved
+from hotloop.data.order import Order
+from hotloop.data.row_count import count_rows
+from hotloop.data.seeded_dataset import NOTE, Seeded, iterated, owners_of
+from hotloop.data.sources import Samples, Stream, Table
+from hotloop.data.splits import Roles
+from hotloop.errors import DataError, HotloopError, blame, lost_worker
+
+
+class Feed(Protocol):
+    batches: int | None
+    """Batches in an epoch; None where only running it tells."""
+    reseeds: bool
+    """Whether making a batch may reseed Python's and NumPy's generators in this process."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        """`(batch, samples)` of one epoch from batch `start` on."""
+
+    def close(self) -> None:
+        """Ends worker processes."""
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What happens to a batch, or a rank's rows of it, on its way: `prepare`, `augment` (training only), the device."""
+
+    device: torch.device
+    seed: int
+    prepare: Callable[[Any], Any] | None = None
+    augment: Callable[[Any, Draws], Any] | None = None
+    rank: int = 0
+
+    @cached_property
+    def none(self) -> bool:
+        """Whether batches that are on the CPU stay as they are."""
+        return self.device.type == "cpu" and self.prepare is None and self.augment is None
+
+    def __call__(self, batch: Any, epoch: int, number: int, samples: Tensor) -> Any:
+        batch = to_device(batch, self.device)
+        if self.prepare is not None:
+            batch = self._prepared(batch, lambda: seed_for(self.seed, "prepare", epoch, number))
+        if self.augment is not None:
+            samples, streams = samples.to(self.device), Streams(self.seed, self.device)
+            # For one that draws by torch.rand and the like instead of `draws`: on each rank other numbers.
+            stream: tuple[Any, ...] = ("augment", epoch, number, *[self.rank] * (self.rank > 0))
+            draws = partial(Draws, self.seed, epoch, samples)
+            batch = self._augmented(batch, lambda: streams.reseed(*stream), draws)
+        return batch
+
+    @cached_property
+    def _prepared(self) -> OnBatches:
+        return OnBatches("prepare", self.prepare)
+
+    @cached_property
+    def _augmented(self) -> OnBatches:
+        return OnBatches("augment", self.augment)
+
+
+@dataclass
+class TableFeed:
+    """Cuts batches out of arrays in memory."""
+
+    table: Table
+    order: Order
+    treatment: Treatment
+
+    def __post_init__(self) -> None:
+        self.batches: int | None = self.order.batches
+        self.reseeds = self.treatment.augment is not None or not (self.table.prepared or self.treatment.prepare is None)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether batches are rows of the arrays and nothing else, and nobody's function runs between them."""
+        treatment = self.treatment
+        return treatment.prepare is None and treatment.augment is None and self.table.device == treatment.device
+
+    def cut(self, epoch: int, start: int = 0) -> Cut:
+        """The batches of one epoch from `start` on, where they are `untouched`."""
+        return Cut(self.table, self.order, self.order.epoch(epoch).to(self.table.device), start)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        taken = self._taken(self.order.epoch(epoch).to(self.table.device), start)
+        if self.table.device != self.treatment.device:
+            taken = moved(taken, self.treatment.device)
+        for batch, index, number in taken:
+            yield batch if self.treatment.none else self.treatment(batch, epoch, number, index), len(index)
+
+    def _taken(self, permutation: Tensor, start: int) -> Iterator[tuple[Any, ...]]:
+        """`(batch, index, number)`, where the table lies."""
+        for number in range(start, self.order.batches):
+            index = self.order.batch(permutation, number)
+            yield self.table.take(index), index, number
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class SamplesFeed:
+    """Loads a map-style data set, here or in workers; each sample's random draws follow from (seed, epoch, sample).
+
+    One loader serves all epochs, so that workers start once and go on loading across the end of an epoch. Where the data set
+    has changed since they started, they start again at the next epoch: their copies of it don't see that.
+
+    Attributes:
+        check: is called while a batch is waited for; raises Stopped to give that up.
+    """
+
+    samples: Samples
+    order: Order
+    treatment: Treatment
+    workers: int | None = None
+    endless: bool = True
+    check: Check = field(default_factory=lambda: goes_on, init=False)
+    _batches: Any = field(default=None, init=False)
+    _summary: tuple[Any, ...] = field(default=(), init=False)
+    _next: tuple[int, int] | None = field(default=None, init=False)
+    reseeds: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        self.batches: int | None = self.order.batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        if self._next != (epoch, start) or self._has_changed():
+            self._start(epoch, start)
+        loaded = self._loaded(epoch, start)
+        if self.treatment.device.type != "cpu":
+            loaded = moved(loaded, self.treatment.device)
+        for batch, index, number in loaded:
+            yield self.treatment(batch, epoch, number, index), len(index)
+
+    def _loaded(self, epoch: int, start: int) -> Iterator[tuple[Any, ...]]:
+        """`(batch, index, number)`, on the CPU."""
+        permutation = self.order.epoch(epoch)
+        for number in range(start, self.order.batches):
+            index = self.order.batch(permutation, number)
+            self._next = (epoch, number + 1) if number + 1 < self.order.batches else self._after(epoch)
+            yield self._load(), index, number
+
+    def _after(self, epoch: int) -> tuple[int, int] | None:
+        return (epoch + 1, 0) if self.endless else None
+
+    def _has_changed(self) -> bool:
+        """Whether the data set is another one than the workers have."""
+        return self._loads_apart and self._summary != summary(self.samples.dataset)
+
+    @property
+    def _loads_apart(self) -> bool:
+        return bool(self.samples.workers if self.workers is None else self.workers)
+
+    def _start(self, epoch: int, start: int) -> None:
+        self.close()
+        if self._loads_apart:
+            self._summary = summary(self.samples.dataset)
+        seed = self.treatment.seed
+        pinned = {"pin_memory": True} if self.treatment.device.type == "cuda" else {}
+        batches = started(
+            self.samples,
+            Seeded(self.samples, seed),
+            seed,
+            self.workers,
+            batch_sampler=_Keys(self.order, epoch, start, self.endless),
+            collate_fn=self.samples.collate,
+            **pinned,
+        )
+        self._batches = checking(batches, lambda: self.check())
+
+    def _load(self) -> Any:
+        try:
+            return next(self._batches)
+        except Stopped:
+            self.close()
+            raise
+        except Exception as error:
+            self.close()
+            raise of_data(error) from error
+
+    def close(self) -> None:
+        end_workers(self._batches)
+        self._batches = self._next = None
+
+
+def started(samples: Samples, dataset: Any, seed: int, workers: int | None, **how: Any) -> Iterator[Any]:
+    """Runs a loader over `dataset`, with the workers and options that go with `samples`; see `end_workers`."""
+    workers = samples.workers if workers is None else workers
+    options = samples.loader_options if workers else {}
+    return iter(
+        DataLoader(
+            dataset,
+            num_workers=workers,
+            generator=torch.Generator().manual_seed(seed_for(seed, "workers")),
+            **options | how | {"worker_init_fn": InWorker(options.get("worker_init_fn"))},
+        )
+    )
+
+
+@dataclass
+class StreamFeed:
+    """Runs a user's loader as it is; resuming skips the batches already seen.
+
+    Attributes:
+        check: is called while a batch is waited for; raises Stopped to give that up.
+    """
+
+    stream: Stream
+    treatment: Treatment
+    check: Check = field(default_factory=lambda: goes_on, init=False)
+    reseeds: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        self.batches: int | None = self.stream.batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        loader, streams = self.stream.loader, Streams(self.treatment.seed)
+        seed = seed_for(self.treatment.seed, "stream", epoch)
+        streams.reseed("stream", epoch)
+        names = ("dataset", "sampler", "batch_sampler")
+        for part in [loader, *(getattr(loader, name, None) for name in names)]:
+            if isinstance(getattr(part, "generator", None), torch.Generator):
+                part.generator.manual_seed(seed)
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        self._owned.refresh()
+        self._owned.seed(seed)
+        done = seen = 0
+        for number, batch in enumerate(_guarded(loader, seed, partial(self._begin, streams, epoch), self.check)):
+            done, size = number + 1, count_rows(batch).number
+            if number >= start:  # a sample's place in the stream is its number
+                yield self.treatment(batch, epoch, number, torch.arange(seen, seen + size)), size
+            seen += size
+        if done < max(start, 1):
+            again = epoch or start
+            raise DataError(
+                f"epoch {epoch + 1} of the data has {done} batches" if again else "data is empty",
+                expected=f"{start} or more" if start else "one batch or more",
+                fix="give data that can be run through again and again" if again else "check what it iterates over",
+            )
+
+    @cached_property
+    def _owned(self) -> OwnedGenerators:
+        """The random generators that the loader holds, but for those that are set once in an epoch."""
+        loader = self.stream.loader
+        parts = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+        return OwnedGenerators(owners_of(self.stream), left_out=[getattr(part, "generator", None) for part in parts])
+
+    def _begin(self, streams: Streams, epoch: int, number: int) -> None:
+        """Sets the generators for one batch."""
+        self._owned.found_late()
+        self._owned.seed(streams.reseed("stream", epoch, number))
+
+    def close(self) -> None:
+        pass
+
+
+def _guarded(loader: Any, seed: int, before: Callable[[int], None], check: Check) -> Iterator[Any]:
+    """The batches of a user's loader, with `before(number)` called before each; its error becomes one line."""
+    try:
+        with reporting(loader):
+            batches = checking(iterated(loader, seed), check)
+        for number in itertools.count():
+            before(number)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+    except Stopped:
+        end_workers(batches)
+        raise
+    except Exception as error:
+        raise of_data(error) from error
+
+
+def of_data(error: Exception) -> HotloopError:
+    """One line for what a data set raised, here or in a worker process."""
+    # What a worker caught arrives as text alone, in an error of the same class.
+    if isinstance(error, HotloopError) and not error.given.startswith("Caught "):
+        return error
+    if (lost := lost_worker(error)) is not None:
+        return lost
+    last = (getattr(error, "__notes__", None) or str(error).splitlines() or [""])[-1]
+    where, remedy = (f" {last}", ", or leave that sample out") if last.startswith(NOTE) else ("", "")
+    return DataError(f"the data set raised {blame(error)}{where}", fix=f"correct the data set{remedy}")
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """`(epoch, sample)` keys, batch by batch, from a position on; for one epoch or without end."""
+
+    order: Order
+    first_epoch: int
+    start: int
+    endless: bool
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        start = self.start
+        for epoch in itertools.count(self.first_epoch):
+            permutation = self.order.epoch(epoch)
+            for number in range(start, self.order.batches):
+                yield [(epoch, sample) for sample in self.order.batch(permutation, number).tolist()]
+            if not self.endless:
+                return
+            start = 0
+
+
+def open_feed(
+    source: Table | Samples | Stream,
+    order: Order | None,
+    treatment: Treatment,
+    *,
+    workers: int | None = None,
+    endless: bool = True,
+) -> Feed:
+    """The feed for one form of data; `order` is None for a stream, which has its own."""
+    if isinstance(source, Stream):
+        return StreamFeed(source, treatment)
+    assert order is not None
+    if isinstance(source, Table):
+        if source.prepared:
+            treatment = replace(treatment, prepare=None)
+        return TableFeed(source, order, treatment)
+    return SamplesFeed(source, order, treatment, workers, endless)
+
+
+def peek(roles: Roles, samples: int = 2) -> Any:
+    """The first samples of the training data, prepared, on the CPU, as a batch; no position moves, and no generator."""
+    treatment = Treatment(torch.device("cpu"), roles.seed, roles.prepare)
+    order = None
+    if not isinstance(roles.train, Stream):
+        order = Order(len(roles.train), min(samples, len(roles.train)), roles.seed, shuffle=False)
+    with preserved():
+        batch, size = next(open_feed(roles.train, order, treatment, workers=0, endless=False).epoch(0))
+    return map_tensors(lambda tensor: tensor[:samples] if tensor.ndim and len(tensor) == size else tensor, batch)

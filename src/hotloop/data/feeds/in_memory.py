@@ -1,0 +1,354 @@
+"""Reads a map-style data set into memory once, where that changes nothing but the time that loading takes.
+
+It must give the same sample each time that it is asked, its batches must be its samples put together, and all must
+fit. What can't be seen by asking some of the samples is not seen: a data set that is random in one sample of
+thousands, or that changes while training goes on, is for its author to tell (`Task.deterministic`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hotloop.core.random.rng import generator_for, generator_states, seed_for
+from hotloop.core.reporter import Progress
+from hotloop.data.batch_functions import OnBatches
+from hotloop.data.batch_tree import map_tensors, tensors
+from hotloop.data.feeds.feed import of_data, started
+from hotloop.data.feeds.loader_workers import end_workers
+from hotloop.data.order import Order
+from hotloop.data.seeded_dataset import Seeded, sample_of
+from hotloop.data.sources import Samples, Table
+from hotloop.errors import DataError, PlanError, RoomError, blame, kind
+
+ASKED = 256
+"""Samples that are asked twice, spread over the data set."""
+
+_TOGETHER = (2, 3, 5)
+"""Sizes of the batches that are compared with their samples before anything is read."""
+
+_BY_SAMPLE = "use residency='stream', which loads it sample by sample"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a data set is read.
+
+    Attributes:
+        name: what to call it in an error: `data`, `validation`.
+        order: the order that its batches come in, from which the sizes of the batches that are compared follow.
+        deterministic: as the Task says; None to find out.
+        prepare: applied to the whole table, where that gives the same bits as applied batch by batch.
+        workers: processes that read; None for those that go with the data set.
+        free_bytes: memory that is free; half of it may be taken. None where nobody knows.
+    """
+
+    name: str
+    order: Order
+    deterministic: bool | None = None
+    prepare: Callable[[Any], Any] | None = None
+    workers: int | None = None
+    free_bytes: int | None = None
+    progress: Progress = lambda done, samples: None
+
+    def refused(self, why: str, fix: str = _BY_SAMPLE) -> PlanError:
+        return PlanError(self._not_read(why), fix=fix)
+
+    def no_room(self, why: str) -> RoomError:
+        return RoomError(self._not_read(why), fix=_BY_SAMPLE)
+
+    def _not_read(self, why: str) -> str:
+        return f"{self.name} can't be read into memory: {why}"
+
+
+def materialise(samples: Samples, how: Reading) -> Table:
+    """The data set as a table whose batches are, bit by bit, those that it gives sample by sample.
+
+    Raises:
+        PlanError: it is random, its batches are not its samples put together, or it doesn't fit; the message names the
+            first sample that showed it.
+        DataError: the data set raised something.
+    """
+    if how.deterministic is False:
+        raise how.refused("the Task says deterministic=False")
+    form, sample_bytes = _examine(samples, how)
+    needed = sample_bytes * len(samples)
+    if how.free_bytes is not None and needed > how.free_bytes // 2:
+        raise how.no_room(f"it takes about {megabytes(needed)}, more than half of the {megabytes(how.free_bytes)} free")
+    table = _read(samples, how, form)
+    _compare(samples, how, table)
+    return _prepared(table, how)
+
+
+def megabytes(number: float) -> str:
+    """`45 MB`: 10^6 bytes."""
+    return f"{number / 1e6:,.0f} MB" if number >= 1e7 else f"{number / 1e6:,.1f} MB"
+
+
+# --- looking at some of the samples --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one request for a sample gave: its form, its bytes, and which generator it drew from (empty for none)."""
+
+    digest: bytes
+    form: tuple[str, ...]
+    nbytes: int
+    drawn: str = ""
+    why: str = ""
+
+
+class _Requests(Dataset):
+    """Answers `(round, samples)`: one sample is described, several are compared with each of them alone.
+
+    It runs in a worker where the data set has any, so that files that it opens late are not opened here and then
+    shared by processes.
+    """
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self.samples, self.seed = samples, seed
+
+    def __getitem__(self, key: tuple[int, tuple[int, ...]]) -> _Answer:
+        again, numbers = key
+        return self._alone(again, numbers[0]) if len(numbers) == 1 else self._together(numbers)
+
+    def _alone(self, again: int, number: int) -> _Answer:
+        self._seeded.begin("asked", again, number)
+        before = self._states()
+        item = sample_of(self.samples.dataset, number)
+        try:
+            batch = self.samples.collate([item])
+        except Exception as error:
+            return _Answer(b"", (), 0, why=f"collate raised {blame(error)} for a batch of sample {number} alone")
+        after = self._states()
+        drawn = next((whose for whose, state in before.items() if state != after[whose]), "")
+        if why := _not_rows(batch, 1):
+            return _Answer(b"", (), 0, drawn, f"in a batch of sample {number} alone, {why}")
+        return _Answer(_digest(batch), _form(batch), sum(tensor.nbytes for tensor in tensors(batch)), drawn)
+
+    @cached_property
+    def _seeded(self) -> Seeded:
+        return Seeded(self.samples, self.seed)
+
+    def _states(self) -> dict[str, Any]:
+        """States of all generators, by what to call them."""
+        common = {f"{whose} random generator": state for whose, state in generator_states().items()}
+        return common | {f"the random generator {path}": state for path, state in self._seeded.owned.states().items()}
+
+    def _together(self, numbers: tuple[int, ...]) -> _Answer:
+        seeded = self._seeded
+        alone = [self.samples.collate([seeded[0, number]]) for number in numbers]
+        items = [seeded[0, number] for number in numbers]
+        try:
+            batch = self.samples.collate(items)
+        except Exception as error:
+            return _Answer(b"", (), 0, why=f"collate raised {blame(error)} for a batch of {len(numbers)}")
+        columns = zip(*map(tensors, alone), strict=True)
+        wanted = iter([torch.cat(column) for column in columns])
+        why = _not_rows(batch, len(numbers)) or difference(batch, map_tensors(lambda _: next(wanted), alone[0]))
+        return _Answer(b"", (), 0, why=why and f"its samples {list(numbers)} put together are not their batch: {why}")
+
+
+def _examine(samples: Samples, how: Reading) -> tuple[tuple[str, ...], float]:
+    """The form and the mean bytes of a sample; refuses what is seen to be random, or can't be put together."""
+    count = len(samples)
+    numbers = torch.linspace(0, count - 1, min(ASKED, count), dtype=torch.float64).round().long().unique().tolist()
+    keys = [(0, (number,)) for number in numbers]
+    if how.deterministic is None:  # in another order, which shows what depends on the past
+        keys += [(1, (number,)) for number in reversed(numbers)]
+    first: dict[int, _Answer] = {}
+    with closing(_answers(samples, how, keys)) as answers:
+        for (again, (number,)), answer in answers:
+            how.progress(0, count)
+            if answer.drawn and how.deterministic is None:
+                raise how.refused(
+                    f"its sample {number} draws from {answer.drawn}",
+                    "use residency='stream'; or say deterministic=True in the Task, if one draw for each sample will do",
+                )
+            if answer.why:
+                raise how.refused(answer.why)
+            known = first.setdefault(number, answer)
+            if again and known.digest != answer.digest:
+                raise how.refused(f"its sample {number} is another one when asked for again")
+            if known.form != first[numbers[0]].form:
+                one, other = _unlike(first[numbers[0]].form, known.form)
+                raise how.refused(f"in sample {numbers[0]} {one}, in sample {number} {other}")
+    with closing(_answers(samples, how, list(_batches_to_try(numbers, how)))) as answers:
+        for _, answer in answers:
+            if answer.why:
+                raise how.refused(answer.why)
+    return first[numbers[0]].form, sum(answer.nbytes for answer in first.values()) / len(first)
+
+
+def _batches_to_try(numbers: list[int], how: Reading) -> Iterator[tuple[int, tuple[int, ...]]]:
+    for size in _TOGETHER:
+        if size <= len(numbers):
+            chosen = torch.randperm(len(numbers), generator=generator_for(how.order.seed, "together", size))[:size]
+            yield 2, tuple(numbers[place] for place in chosen.tolist())
+
+
+def _answers(samples: Samples, how: Reading, keys: list) -> Generator[tuple[Any, _Answer]]:
+    requests = _Requests(samples, how.order.seed)
+    with closing(_run(samples, how, requests, batch_size=None, sampler=keys)) as answers:
+        yield from zip(keys, answers, strict=True)
+
+
+def _run(samples: Samples, how: Reading, dataset: Any, **options: Any) -> Generator[Any]:
+    """What a loader over `dataset` gives; what the user's data set raises becomes one line."""
+    running: Any = None
+    try:
+        running = started(samples, dataset, how.order.seed, how.workers, **options)
+        yield from running
+    except Exception as error:
+        raise of_data(error) from error
+    finally:
+        end_workers(running)
+
+
+# --- reading all of them -------------------------------------------------------------------------------------------
+
+
+def _read(samples: Samples, how: Reading, form: tuple[str, ...]) -> Table:
+    count, size = len(samples), how.order.batch_size
+    columns: Any = None
+    done = 0
+    with closing(_batches(samples, how, torch.arange(count).split(size))) as batches:
+        for batch in batches:
+            rows = min(size, count - done)
+            if why := _not_rows(batch, rows):
+                raise how.refused(f"in the batch of samples {done} to {done + rows - 1}, {why}")
+            if (now := _form(batch)) != form:
+                one, other = _unlike(form, now)
+                raise how.refused(f"in the first samples {one}, in the batch from sample {done} on {other}")
+            if columns is None:
+                columns = map_tensors(lambda tensor: tensor.new_empty((count, *tensor.shape[1:])), batch)
+            for column, values in zip(tensors(columns), tensors(batch), strict=True):
+                column[done : done + rows] = values
+            done += rows
+            how.progress(done, count)
+    return Table(columns, read=True, batching=samples.batching)
+
+
+def _batches(samples: Samples, how: Reading, indices: Any) -> Generator[Any]:
+    """Batches of these samples, drawn as in the first epoch."""
+    keys = [[(0, sample) for sample in index.tolist()] for index in indices]
+    dataset = Seeded(samples, how.order.seed)
+    return _run(samples, how, dataset, batch_sampler=keys, collate_fn=samples.collate)
+
+
+def _first_and_last(order: Order) -> list[Tensor]:
+    permutation = torch.randperm(order.samples, generator=generator_for(order.seed, "order", 0))
+    return [order.batch(permutation, number) for number in sorted({0, order.batches - 1})]
+
+
+def _compare(samples: Samples, how: Reading, table: Table) -> None:
+    """Whole batches in a shuffled order, loaded once more, must be those of the table."""
+    indices = _first_and_last(how.order)
+    with closing(_batches(samples, how, indices)) as batches:
+        for index, batch in zip(indices, batches, strict=True):
+            if why := difference(batch, table.take(index)):
+                raise how.refused(f"the batch of its samples {index[:3].tolist()} and so on came out otherwise: {why}")
+
+
+def _prepared(table: Table, how: Reading) -> Table:
+    """With `prepare` applied to the whole, unless it gives other bits than batch by batch (as sums over a batch do)."""
+    prepare = how.prepare
+    if prepare is None:
+        return table.apply(None)
+    try:
+        whole = table.apply(prepare, how.order.seed)
+    except DataError:  # it gives no row for each sample
+        return table
+    if not whole.prepared:
+        return table
+    named = OnBatches("prepare", prepare)
+    pairs = (
+        (named(table.take(index), lambda: seed_for(how.order.seed, "prepare", 0, 1)), whole.take(index))
+        for index in _first_and_last(how.order)
+    )
+    return table if any(difference(batch, rows) for batch, rows in pairs) else whole
+
+
+# --- trees of tensors, compared ------------------------------------------------------------------------------------
+
+
+def _leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """The leaves of a batch with what to call them: `batch[0]`, `batch['x']`."""
+    if isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from _leaves(item, f"{path}[{key!r}]")
+    elif type(tree) in (tuple, list) or hasattr(tree, "_fields"):
+        for place, item in enumerate(tree):
+            yield from _leaves(item, f"{path}[{place}]")
+    else:
+        yield path, tree
+
+
+def _not_rows(batch: Any, samples: int) -> str:
+    """Why a batch isn't made of tensors with a row for each sample; empty if it is."""
+    leaves = list(_leaves(batch))
+    for path, leaf in leaves:
+        if type(leaf) is not Tensor:
+            return f"{path} is {kind(leaf)} and no tensor"
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.device.type != "cpu" or leaf.requires_grad:
+            return f"{path} is no plain tensor on the CPU"
+        if leaf.ndim == 0 or len(leaf) != samples:
+            return f"{path} has shape {tuple(leaf.shape)}, which is no row for each of {samples} samples"
+    return "" if leaves else "there is no tensor"
+
+
+def _form(batch: Any) -> tuple[str, ...]:
+    """Each tensor's path, dtype and shape without the batch dimension."""
+    return tuple(
+        f"{path} is {str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape[1:])}"
+        for path, leaf in _leaves(batch)
+    )
+
+
+def _unlike(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
+    """The first entries in which two forms differ."""
+    for mine, others in zip(one, other, strict=False):
+        if mine != others:
+            return mine, others
+    return f"there are {len(one)} tensors", f"{len(other)}"
+
+
+def difference(one: Any, other: Any) -> str:
+    """Where two batches differ in form, strides or bits; empty where they don't."""
+    mine, others = _form(one), _form(other)
+    if mine != others:
+        return " where it should be ".join(_unlike(mine, others))
+    if _containers(one) != _containers(other):
+        return f"{kind(one)} of other containers"
+    for (path, a), (_, b) in zip(_leaves(one), _leaves(other), strict=True):
+        if a.shape != b.shape or a.stride() != b.stride():
+            return f"{path} has strides {a.stride()} where a copy has {b.stride()}"
+        if not _raw(a).equal(_raw(b)):
+            return f"{path} holds other values"
+    return ""
+
+
+def _containers(tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return type(tree), [_containers(item) for item in tree.values()]
+    return (type(tree), [_containers(item) for item in tree]) if isinstance(tree, tuple | list) else None
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _digest(batch: Any) -> bytes:
+    digest = hashlib.blake2b(repr(_form(batch)).encode())
+    for tensor in tensors(batch):
+        digest.update(_raw(tensor).numpy().data)
+    return digest.digest()

@@ -1,0 +1,155 @@
+"""Batches for ranks that take rows of each: loaded row by row, or whole where rows depend on what stands beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from hotloop.core.random.rng import Streams, preserved
+from hotloop.data.batch_tree import map_tensors, tensors
+from hotloop.data.feeds.feed import Feed, SamplesFeed, TableFeed, of_data
+from hotloop.data.order import Order, Parted, part
+from hotloop.data.row_count import count_rows
+from hotloop.data.seeded_dataset import Seeded
+from hotloop.data.sources import Samples, Source
+from hotloop.errors import PlanError
+
+_SAMPLES = 8
+"""Enough that sequences of them have different lengths."""
+
+
+@dataclass
+class PartedFeed:
+    """Each rank's rows of each batch, told with the samples of the whole batch.
+
+    Args:
+        feed: of the rank's rows.
+        order: of whole batches.
+    """
+
+    feed: Feed
+    order: Order
+
+    def __post_init__(self) -> None:
+        self.batches: int | None = self.order.batches
+        self.reseeds = self.feed.reseeds
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        for number, (batch, _) in enumerate(self.feed.epoch(epoch, start), start):
+            yield batch, self.order.size(number)
+
+    def close(self) -> None:
+        self.feed.close()
+
+
+@dataclass
+class CutFeed:
+    """The same out of whole batches, which each rank loads.
+
+    Args:
+        feed: of whole batches.
+        order: of the rank's rows.
+    """
+
+    feed: Feed
+    order: Parted
+
+    def __post_init__(self) -> None:
+        self.batches: int | None = self.feed.batches
+        self.reseeds = self.feed.reseeds
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        for batch, asked in self.feed.epoch(epoch, start):
+            samples = count_rows(batch, asked).number
+            first, last = part(samples, self.order.rank, self.order.ranks)
+            rows = slice(first, last) if first < last else slice(1)
+            yield map_tensors(lambda value, rows=rows: value[rows], batch), samples  # type: ignore[misc]
+
+    def close(self) -> None:
+        self.feed.close()
+
+
+def looks_around(source: Source, order: Order) -> bool:
+    """Whether `collate` makes something else of a sample beside others than of that sample alone, as padding does.
+
+    Some samples of the first batch are read, once each. False where a batch can't be cut into its rows, or made.
+    """
+    if not isinstance(source, Samples) or source.collate is default_collate:
+        return False
+    numbers = order.batch(order.epoch(0), 0)[:_SAMPLES].tolist()
+    with preserved():
+        try:
+            items = Seeded(source, order.seed).__getitems__([(0, number) for number in numbers])
+            whole = _collated(source, items, order.seed)
+        except Exception:  # training comes to the same, and says what is wrong
+            return False
+        if others_in(whole) or any(not value.ndim or len(value) != len(items) for value in tensors(whole)):
+            return False
+        try:
+            alone = [list(tensors(_collated(source, [item], order.seed))) for item in items]
+        except Exception:  # of one sample it can't make a batch
+            return True
+    rows = zip(*(value.split(1) for value in tensors(whole)), strict=True)
+    return not all(map(_same, alone, rows))
+
+
+def others_in(batch: Any) -> list[Any]:
+    """What a batch holds beside tensors, which isn't cut with their rows."""
+    others: list[Any] = []
+    map_tensors(lambda value: value, batch, others.append)
+    return [value for value in others if value is not None]
+
+
+def _collated(source: Samples, items: Sequence[Any], seed: int) -> Any:
+    Streams(seed).reseed("look")
+    return source.collate(copy.deepcopy(list(items)))  # it may take targets out of its samples
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    pairs = list(zip(some, others, strict=False))
+    return len(some) == len(others) and all(
+        one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs
+    )
+
+
+class Positions:
+    """Makes the same batches as a feed that runs through, here and one at a time.
+
+    Raises:
+        PlanError: the feed is of a stream, whose order is its own.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        if not isinstance(feed, TableFeed | SamplesFeed):
+            raise PlanError(
+                "data that has an order of its own can't be handed out batch by batch",
+                expected="arrays or a map-style data set, whose order is the Task's",
+                fix="use parallel=none",
+            )
+        self._feed = feed
+        self._permutation: tuple[int, Tensor] | None = None
+
+    def at(self, epoch: int, number: int) -> tuple[Any, int]:
+        """`(batch, samples)` of batch `number` of an epoch, on the device."""
+        feed = self._feed
+        if self._permutation is None or self._permutation[0] != epoch:
+            self._permutation = epoch, feed.order.epoch(epoch)
+        index = feed.order.batch(self._permutation[1], number)
+        if isinstance(feed, TableFeed):
+            batch = feed.table.take(index.to(feed.table.device))
+        else:
+            batch = _loaded(feed, [(epoch, sample) for sample in index.tolist()])
+        return feed.treatment(batch, epoch, number, index), len(index)
+
+
+def _loaded(feed: SamplesFeed, keys: list[tuple[int, int]]) -> Any:
+    try:
+        return feed.samples.collate(Seeded(feed.samples, feed.treatment.seed).__getitems__(keys))
+    except Exception as error:
+        raise of_data(error) from error

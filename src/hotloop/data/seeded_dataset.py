@@ -1,0 +1,109 @@
+"""A data set whose random numbers depend on (seed, epoch, sample) alone, independent of the process that loads the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from hotloop.core.random.generators import OwnedGenerators
+from hotloop.core.random.rng import Streams, seed_for
+from hotloop.data.sources import Samples, Source, Stream
+
+NOTE = "in sample "
+"""The start of an error's note that names the sample."""
+
+
+def sample_of(dataset: Any, sample: int) -> Any:
+    """Returns one sample; an error's note names the sample."""
+    try:
+        return dataset[sample]
+    except Exception as error:
+        error.add_note(f"{NOTE}{sample}")  # a worker sends the note as the last line of its traceback
+        raise
+
+
+def owners_of(source: Source | None, name: str = "data") -> dict[str, Any]:
+    """Returns the objects of a source that may contain random generators, by their names in messages."""
+    if isinstance(source, Samples):
+        return {name: source.dataset, "collate": source.collate}
+    return {name: source.loader} if isinstance(source, Stream) else {}
+
+
+class Seeded(torch.utils.data.Dataset):
+    """The user's data set with keys `(epoch, sample)`, which seeds all random generators for each sample.
+
+    All generators are the global ones and those of the data set and of `collate`, of which each process has copies.
+    """
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self.dataset, self.seed = samples.dataset, seed
+        self._owners = owners_of(samples)
+        self._epoch: int | None = None
+
+    @cached_property
+    def owned(self) -> OwnedGenerators:
+        return OwnedGenerators(self._owners)
+
+    @cached_property
+    def _streams(self) -> Streams:
+        return Streams(self.seed)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        return [self._sample(epoch, sample) for epoch, sample in keys]
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self._sample(*key)
+
+    def _sample(self, epoch: int, sample: int) -> Any:
+        self.begin("sample", epoch, sample)
+        item = sample_of(self.dataset, sample)
+        if self.owned.found_late():  # the first request may create generators, as in MONAI
+            self.begin("sample", epoch, sample)
+            item = sample_of(self.dataset, sample)
+        return item
+
+    def begin(self, name: str, epoch: int, sample: int) -> None:
+        """Seeds all generators for one sample."""
+        if epoch != self._epoch:
+            self.owned.refresh()
+            self._epoch = epoch
+        self.owned.seed(self._streams.reseed(name, epoch, sample))
+
+
+def show_dataset() -> None:
+    """In a worker process, makes `torch.utils.data.get_worker_info()` return the user's data set instead of its wrapper."""
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, Seeded):
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch declares it read-only
+
+
+def iterated(loader: Any, seed: int) -> Iterator[Any]:
+    """Returns `iter(loader)`; each torch worker that it starts seeds the generators of its copy of the data set."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return iter(loader)
+    own = loader.worker_init_fn
+    loader.worker_init_fn = _SeededWorker(seed, loader.collate_fn, own)
+    try:
+        return iter(loader)
+    finally:
+        loader.worker_init_fn = own
+
+
+@dataclass(frozen=True)
+class _SeededWorker:
+    seed: int
+    collate: Any
+    then: Callable[[int], Any] | None
+
+    def __call__(self, worker: int) -> None:
+        if self.then is not None:
+            self.then(worker)
+        info = get_worker_info()
+        owned = OwnedGenerators({"data": info and info.dataset, "collate": self.collate})
+        owned.refresh()
+        owned.seed(seed_for(self.seed, "worker", worker))

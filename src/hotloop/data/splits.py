@@ -1,0 +1,221 @@
+"""Which data trains, which steers and which is read once at the end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from hotloop.data.batch_tree import named_columns
+from hotloop.data.bundle import Bundle
+from hotloop.data.order import Order, split
+from hotloop.data.sources import DEFAULT_BATCH_SIZE, Given, Source, Stream, Table, as_source, evaluation_source
+from hotloop.errors import DataError
+
+_AT_ONCE = 1 << 20
+"""Numbers that are summed up at once: torch makes a copy in float64 of what it sums up so."""
+
+_INSTEAD = (
+    "remove those samples; or put a number in place of what is missing (nan_to_num) and a mask beside it, as data=(x, y,"
+    " mask), for a step(model, batch) that leaves it out of the loss"
+)
+
+
+def check_finite(columns: Any, name: str, *, prepared: bool = False) -> None:
+    """Raises DataError naming the first sample of `columns` that holds NaN or infinity."""
+    for label, column in named_columns(columns, name):
+        if not column.is_floating_point() or column.numel() == 0:
+            continue
+        # A sum is finite if all its terms are (float64 can't overflow here), and needs no mask as large as the data.
+        if all(torch.isfinite(part.sum(dtype=torch.float64)) for part in column.split(_rows_at_once(column))):
+            continue
+        bad = ~torch.isfinite(column.flatten(1) if column.ndim > 1 else column[:, None]).all(dim=1)
+        if bad.any():
+            first = int(bad.nonzero()[0])
+            raise DataError(
+                f"{label} has NaN or infinity{' after prepare' if prepared else ''} in {int(bad.sum())} of {len(bad)}"
+                f" samples, first in sample {first}",
+                expected="finite numbers",
+                fix="check what prepare makes of them" if prepared else _INSTEAD,
+            )
+
+
+def _rows_at_once(column: Tensor) -> int:
+    return max(1, _AT_ONCE * len(column) // column.numel())
+
+
+def check_labels(target: Tensor, classes: int, name: str, *, ignore_index: int | None = None) -> None:
+    """Raises DataError naming the first label outside 0..classes-1; `ignore_index` is allowed too."""
+    bad = (target < 0) | (target >= classes)
+    if ignore_index is not None:
+        bad &= target != ignore_index
+    if bad.any():
+        first = int(bad.flatten().nonzero()[0])
+        sample = int(bad.nonzero()[0][0])
+        raise DataError(
+            f"{name} has label {int(target.flatten()[first])} in sample {sample}, but the model has {classes} outputs",
+            expected=f"labels from 0 to {classes - 1}",
+            fix="check the labels, or the width of the model's last layer",
+        )
+
+
+@dataclass(frozen=True)
+class Roles:
+    """A Task's data by role.
+
+    Attributes:
+        train: what the model learns from.
+        validation: what steers (early stop, best checkpoint); None if there is none.
+        order: the Task's order of the training samples; None for a stream, which has its own.
+        batch_size: samples in a step.
+        prepare: deterministic preprocessing of a batch's inputs.
+        classes: names of the classes, where known.
+        note: a line the user should read about the data.
+        collate: turns a list of samples into a batch, where the Task says how.
+        raw_test: the test data, not prepared yet.
+        read: by role, what was read into memory (or why it can't be), so that it is read once.
+        reading_s: by role, how many seconds that took, and the `time.perf_counter()` of its end.
+        moved: by role and device, tables that lie there, for as long as something uses them.
+    """
+
+    train: Source
+    validation: Source | None
+    order: Order | None
+    batch_size: int
+    seed: int
+    prepare: Callable[[Any], Any] | None
+    classes: tuple[str, ...]
+    note: str
+    collate: Callable | None = None
+    raw_test: Source | None = None
+    read: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    reading_s: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
+    moved: WeakValueDictionary[tuple[str, str], Table] = field(
+        default_factory=WeakValueDictionary, compare=False, repr=False
+    )
+
+    @cached_property
+    def test(self) -> Source | None:
+        """Data that is read once, at the end: prepared only when asked for."""
+        return None if self.raw_test is None else ready(self.raw_test, "test", self.prepare, self.seed)
+
+    @property
+    def has_test(self) -> bool:
+        return self.raw_test is not None
+
+    @property
+    def batches(self) -> int | None:
+        """Batches in an epoch of the training data; None for a stream that doesn't say."""
+        return self.train.batches if isinstance(self.train, Stream) else self.order.batches if self.order else None
+
+    @property
+    def held_out(self) -> int | None:
+        """Samples of the validation data; None without, or for a stream."""
+        return None if self.validation is None or isinstance(self.validation, Stream) else len(self.validation)
+
+    @property
+    def digest(self) -> str:
+        """Hash of what decides the order of the data and which of it is held out; empty for a stream."""
+        if self.order is None:
+            return ""
+        return hashlib.sha256(repr((self.order, self.held_out)).encode()).hexdigest()
+
+    @property
+    def exact(self) -> bool:
+        """Whether order and draws follow from the seed alone; a user's own sampler or stream can't promise that."""
+        return self.order is not None
+
+
+def assign_roles(
+    data: Any,
+    validation: Any,
+    test: Any,
+    *,
+    batch_size: int | None,
+    seed: int,
+    prepare: Callable[[Any], Any] | None,
+    collate: Callable | None,
+    shuffle: bool | None = None,
+    drop_last: bool | None = None,
+) -> Roles:
+    """Brings the data of a Task in, checks it, splits off validation, and prepares what fits in memory.
+
+    Raises:
+        DataError: the data can't be used; the message says which part and why.
+    """
+    classes: tuple[str, ...] = ()
+    note = ""
+    if isinstance(data, Bundle):
+        prepare, classes, note = prepare or data.prepare, data.classes, data.note
+        validation = data.validation if validation is None else validation
+        test = data.test if test is None else test
+        data = data.train
+    given = as_source(data, "data", collate=collate, batch_size=batch_size, drop_last=drop_last)
+    train, held_out = _split_off(given.source, validation, seed, collate, batch_size)
+    raw_test = None if test is None else evaluation_source(test, "test", collate=collate, batch_size=batch_size)
+    if isinstance(raw_test, Table):
+        check_finite(raw_test.columns, "test")  # now, rather than after hours of training
+    size = _batch_size(batch_size, given, train)
+    order = None
+    if not isinstance(train, Stream):
+        shuffled = shuffle if shuffle is not None else given.shuffle is not False
+        order = Order(len(train), size, seed, shuffled, given.drop_last if drop_last is None else drop_last)
+    return Roles(
+        train=ready(train, "data", prepare, seed),
+        validation=ready(held_out, "validation", prepare, seed) if held_out is not None else None,
+        order=order,
+        batch_size=size,
+        seed=seed,
+        prepare=prepare,
+        classes=classes,
+        note=note,
+        collate=collate,
+        raw_test=raw_test,
+    )
+
+
+def _split_off(
+    source: Source, validation: Any, seed: int, collate: Callable | None, batch_size: int | None
+) -> tuple[Source, Source | None]:
+    if validation is None:
+        return source, None
+    if isinstance(validation, bool):
+        raise DataError(f"validation={validation}", expected="data, a share such as 0.1, or a number of samples")
+    if not isinstance(validation, int | float):
+        return source, evaluation_source(validation, "validation", collate=collate, batch_size=batch_size)
+    if isinstance(source, Stream):
+        raise DataError(
+            f"validation={validation} asks for a share of data that has an order of its own",
+            expected="validation data",
+            fix="give validation a data set of its own",
+        )
+    training, held_out = split(len(source), validation, seed)
+    return source.subset(training), source.subset(held_out)
+
+
+def _batch_size(asked: int | None, given: Given, train: Source) -> int:
+    if asked is not None and given.batch_size is not None and asked != given.batch_size:
+        raise DataError(
+            f"batch_size={asked} but the DataLoader has batch_size={given.batch_size}",
+            expected="one batch size",
+            fix="leave batch_size out of the Task, or make both equal",
+        )
+    default = DEFAULT_BATCH_SIZE if isinstance(train, Stream) else min(DEFAULT_BATCH_SIZE, len(train))
+    return asked or given.batch_size or default
+
+
+def ready(source: Source, name: str, prepare: Callable[[Any], Any] | None, seed: int) -> Source:
+    """The source, checked, and prepared where that fits in memory."""
+    if not isinstance(source, Table):
+        return source
+    check_finite(source.columns, name)
+    prepared = source.apply(prepare, seed)
+    if prepare is not None and prepared.prepared:
+        check_finite(prepared.columns, name, prepared=True)
+    return prepared

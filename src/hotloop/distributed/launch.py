@@ -1,0 +1,410 @@
+"""Starts ranks on this machine by torch's elastic agent, and starts them again when one was killed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from hotloop import errors
+from hotloop.core.hardware.devices import devices, placed
+from hotloop.core.patches import patched
+from hotloop.core.processes.parent_death import LAUNCHER
+from hotloop.core.processes.signals import HANGUP, INTERRUPTING, handled
+from hotloop.core.reporter import unlogged
+from hotloop.distributed.fork_safety import FORK_BYTES, OWN_BYTES, check_room, put_threads_away
+from hotloop.distributed.heartbeat import Outside
+from hotloop.distributed.process_group import LAUNCHED, run_in
+from hotloop.distributed.watchdog import last_place
+from hotloop.errors import HotloopError, PlanError, RankLostError, TrainingError
+from hotloop.plan import Plan
+
+_PATIENCE_S = 5.0
+"""What ranks have for their end after a second Ctrl-C; one that has stopped, or waits within C++, hears neither."""
+
+_LOOK_S = 0.2
+"""How often, once a signal came, it looks for ranks that have only just begun."""
+
+
+class Forwarding:
+    """Gives Ctrl-C and SIGTERM to the ranks; the agent itself would end them in its own way.
+
+    Args:
+        say: is told of ranks that have to be killed.
+
+    Attributes:
+        heard: the last signal that came. A fork that began after it sees it, too.
+        active: whether it listens: only the main thread may set handlers, and whoever runs another hears the signals.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.heard: signal.Signals | None = None
+        self.active = False
+        self._say = say
+        self._owner = os.getpid()
+        self._others = {child.pid for child in psutil.Process().children()}
+        self._came: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # whose `put` a handler may call
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Passes signals on until the end, in a thread of its own: the main one may be within a wait of the agent's."""
+        thread = threading.Thread(target=self._pass_on, name="hotloop-forwarding", daemon=True)
+        thread.start()
+        try:
+            with handled(self._hear, *INTERRUPTING) as self.active:
+                yield
+        finally:
+            self._came.put(None)
+            thread.join()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        again = self.heard is not None and number == signal.SIGINT
+        self.heard = signal.SIGINT if again else signal.Signals(number)
+        if os.getpid() == self._owner:
+            self._came.put(self.heard)
+
+    def _pass_on(self) -> None:
+        came: list[signal.Signals] = []
+        given: dict[int, int] = {}  # how many of them each rank has
+        kill_at: float | None = None
+        while True:
+            with suppress(queue.Empty):
+                if (number := self._came.get(timeout=_LOOK_S if came else None)) is None:
+                    return
+                if came and number == signal.SIGINT and kill_at is None:
+                    kill_at = time.monotonic() + _PATIENCE_S
+                came.append(number)
+            for rank in self._ranks():
+                for number in came[given.get(rank.pid, 0) :]:
+                    _send(rank, number)
+                given[rank.pid] = len(came)
+            if kill_at is not None and time.monotonic() > kill_at:
+                self._kill()
+                kill_at = None
+
+    def _kill(self) -> None:
+        if self._ranks():
+            self._say(f"the ranks haven't ended {_PATIENCE_S:.0f}s after a second Ctrl-C: killing them")
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills all ranks."""
+        for rank in self._ranks():
+            _send(rank, signal.SIGKILL)
+
+    def _ranks(self) -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child.pid not in self._others]
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+RESTARTS = 3
+
+STOPPED = {128 + number: number for number in INTERRUPTING}
+"""Exit codes of a training that saved and stopped."""
+
+LOOPBACK = "127.0.0.1"
+
+Say = Callable[[str], None]
+
+
+def ranks_of(plan: Plan) -> int:
+    """How many ranks the plan is for on this machine: those that it names, else one for each device of its kind.
+
+    Raises:
+        PlanError: on a CPU, which is one device for all, it must name them.
+    """
+    if plan.ranks is not None:
+        return plan.ranks
+    kind = placed(plan).device.partition(":")[0]
+    found = [name for name in devices() if name.partition(":")[0] == kind and kind != "cpu"]
+    if not found:
+        cores = psutil.cpu_count(logical=False) or 1
+        raise PlanError(
+            f"parallel={plan.parallel} on the CPU without a number of ranks",
+            expected=f"how many, at most the cores, of which there are {cores} here",
+            fix=f"use --ranks {max(2, cores)}, or ranks={max(2, cores)} in the plan",
+        )
+    return len(found)
+
+
+def command() -> list[str]:
+    """This command line of hotloop's, for a rank to run as it was typed."""
+    beside = sys.path[0] in ("", os.getcwd())  # `python -m hotloop` looks for modules there, `hotloop` doesn't
+    return [sys.executable, *([] if beside else ["-P"]), "-m", "hotloop", *sys.argv[1:]]
+
+
+def launch(ranks: int, entry: Callable[..., Any] | list[str], say: Say, *, restarts: int = RESTARTS) -> tuple[str, int]:
+    """Runs `entry` as so many ranks, to its end; again from the last checkpoint, a few times, if one is killed.
+
+    Args:
+        entry: a command; or a function without arguments, called in forks of this process, so that it may be any.
+        say: is told which rank was killed, and that the first, which speaks for all, gives no sign of life.
+        restarts: how often they start again, at most.
+
+    Returns:
+        The run that they trained in (empty if it never began), and the exit code: 0, or that of a training that was
+        stopped by a signal and saved.
+
+    Raises:
+        PlanError: there is no memory for so many.
+        HotloopError: the error of the rank that failed first.
+        TrainingError: ranks were killed, again and again if they may start again.
+    """
+    check_room(ranks, OWN_BYTES if isinstance(entry, list) else FORK_BYTES)
+    signals = Forwarding(say)
+    with (
+        signals.listening(),
+        opened_store() as store,
+        unlogged("torch.distributed.elastic", "torch.multiprocessing.spawn"),
+        tempfile.TemporaryDirectory(prefix=LAUNCHED) as logs,
+    ):
+
+        def start(name: str) -> None:
+            _start(_config(name, ranks, store.port, logs), entry, signals)
+
+        return until_done(
+            start, ranks, store, logs, say, restarts=restarts, heard=lambda: signals.heard, kill=signals.kill
+        )
+
+
+def until_done(
+    start: Callable[[str], None],
+    ranks: int,
+    store: dist.TCPStore,
+    logs: str,
+    say: Say,
+    *,
+    restarts: int = RESTARTS,
+    heard: Callable[[], signal.Signals | None] = lambda: None,
+    kill: Callable[[], None] = lambda: None,
+) -> tuple[str, int]:
+    """Starts ranks, and again if one is killed; see `launch`.
+
+    Args:
+        start: runs them to their end, under the name that it is given; raises ChildFailedError of torch's agent.
+        store: through which they find each other.
+        logs: a folder where what rank r writes is in `*/attempt_*/r/stderr.log`.
+        heard: the last signal that was passed on to the ranks, if any was.
+        kill: kills the ranks.
+    """
+    launched = LAUNCHED + uuid.uuid4().hex[:8]
+    for attempt in range(restarts + 1):
+        name = f"{launched}-{attempt}"
+        try:
+            with _outside(store, f"{name}/0", say, kill).watching():
+                start(name)
+            return run_in(store) or "", 0
+        except ChildFailedError as failed:
+            cause = _cause(failed.failures)
+            if (code := cause[1].exitcode) in STOPPED:
+                if words := _recorded(cause[1])[1]:  # of a watchdog
+                    say(words)
+                elif run_in(store) is None and code != 128 + signal.SIGINT:  # of Ctrl-C a rank tells by itself
+                    say(f"stopped ({STOPPED[code].name})")
+                return run_in(store) or "", code
+            killed = _killed(*cause, logs)
+            if cause[1].signal_name() in _BY_ITSELF and (place := last_place(store, f"{name}/0", cause[0])):
+                killed += f", last seen {place}"
+            if (
+                number := heard()
+            ) is not None:  # of which they died where they don't train yet, or were killed after it
+                say(f"stopped ({number.name})")
+                return run_in(store) or "", 128 + number
+            if attempt == restarts:
+                again = f", after {restarts} new starts" if restarts else ""
+                raise TrainingError(f"{killed}{again}", fix="look for what kills it") from None
+        say(f"{killed}: all {ranks} start again from the last checkpoint ({attempt + 1} of {restarts})")
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _outside(store: dist.TCPStore, name: str, say: Say, kill: Callable[[], None]) -> Outside:
+    return Outside(dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False), name, say, kill)
+
+
+def _start(config: LaunchConfig, entry: Callable[..., Any] | list[str], signals: Forwarding) -> None:
+    """Runs the ranks to their end.
+
+    Args:
+        signals: whether forks leave the terminal's group, since this process passes on what it hears; and what it heard
+            before they began.
+    """
+    if isinstance(entry, list):
+        os.environ[LAUNCHER] = str(os.getpid())
+        elastic_launch(config, entry[0])(*entry[1:])
+        return
+
+    launcher = os.getpid()
+
+    def call() -> None:
+        if signals.active:
+            os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on: a second one has a meaning
+        gc.freeze()
+        gc.enable()
+        # torch has SIGINT tell of the parent's death, once for each thread of it; and a second SIGINT means not to save.
+        multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # type: ignore[attr-defined]
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # not the parent's way with them, until it trains
+            for number in (signal.SIGTERM, *HANGUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
+            if signals.heard is not None:
+                os._exit(128 + signals.heard)  # at once, since more of them may come
+            entry()
+            if os.getppid() != launcher:  # which was killed: torch would wait for it to take note of the end
+                raise SystemExit(128 + signal.SIGTERM)
+        except KeyboardInterrupt:  # torch takes it for a good end, and waits for what it never returned
+            raise SystemExit(128 + signal.SIGINT) from None
+
+    put_threads_away()
+    # A store that a fork inherits must not be collected there: its end waits for a thread that only the parent has.
+    gc.collect()
+    gc.disable()
+    try:
+        with _releasing(config.nproc_per_node):
+            elastic_launch(config, call)()
+    finally:
+        gc.enable()
+
+
+class _Release:
+    """An event for which ranks wait after their last line, until the launcher has their results.
+
+    `multiprocessing.Event.set`, which torch 2.13 calls here, waits without end for a process that was killed in `wait`.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._read, self._write = os.pipe()
+
+    def wait(self) -> None:
+        os.close(self._write)  # so that the read ends if the launcher has ended
+        os.read(self._read, 1)
+
+    def set(self) -> None:
+        os.write(self._write, bytes(self._ranks))
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+@contextmanager
+def _releasing(ranks: int) -> Iterator[None]:
+    """Torch's agent uses `_Release` meanwhile."""
+    with closing(_Release(ranks)) as release:
+
+        def start(torchs: Callable[[MultiprocessContext], None]) -> Callable[[MultiprocessContext], None]:
+            def started(context: MultiprocessContext) -> None:
+                context._worker_finished_event = release  # type: ignore[assignment]
+                torchs(context)
+
+            return started
+
+        with patched(MultiprocessContext, "_start", start):
+            yield
+
+
+def _config(name: str, ranks: int, port: int, logs: str) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=name,
+        rdzv_backend="static",
+        rdzv_endpoint=f"{LOOPBACK}:{port}",
+        rdzv_configs={"rank": 0},
+        max_restarts=0,  # an error of the Task's would come again each time; `launch` starts again what was killed
+        start_method="fork",
+        signals_to_handle="SIGQUIT",  # the others go to the ranks, which save
+        logs_specs=DefaultLogsSpecs(logs, redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
+    )
+
+
+@contextmanager
+def opened_store(host: str = LOOPBACK) -> Iterator[dist.TCPStore]:
+    """Through which ranks and who starts them find each other; it outlives them, and listens at this address alone."""
+    with socket.socket() as listening:
+        listening.bind((host, 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        yield dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listening.detach(),
+        )
+
+
+def _cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed by itself, of all that failed; the others only lost it."""
+
+    def follows(failure: ProcessFailure) -> bool:
+        return _recorded(failure)[0] == RankLostError.__name__ or failure.exitcode == -signal.SIGTERM
+
+    return min(failures.items(), key=lambda item: (follows(item[1]), item[1].timestamp, item[0]))
+
+
+def _recorded(failure: ProcessFailure) -> tuple[str, str]:
+    """Class and text of the error that the rank noted; empty if it noted none."""
+    message = failure.error_file_data.get("message") if failure.error_file_data else None
+    text = message.get("message", "") if isinstance(message, dict) else ""
+    name, _, words = text.partition(": ")
+    return (name, words) if name else ("", "")
+
+
+_BY_ITSELF = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+"""What a process does to itself, mostly with a word of why."""
+
+
+def _killed(rank: int, failure: ProcessFailure, logs: str) -> str:
+    """What to say of a rank that was killed by a signal.
+
+    Raises:
+        HotloopError: it wasn't, but failed by itself.
+    """
+    name, words = _recorded(failure)
+    if name == RankLostError.__name__ or failure.exitcode < 0:
+        sort = failure.signal_name() if failure.exitcode < 0 else "lost its connection to the others"
+        last = _last_line(logs, rank) if sort in _BY_ITSELF else ""
+        sort += f", after it wrote {last!r}" if last else ""
+        return f"rank {rank} was killed ({sort})" if failure.exitcode < 0 else f"rank {rank} {sort}"
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, HotloopError):
+        raise kind(words)
+    what = f"{name}: {words}" if name else _last_line(logs, rank)
+    raise TrainingError(f"rank {rank} ended with exit code {failure.exitcode}: {what or 'it said nothing'}")
+
+
+def _last_line(logs: str, rank: int) -> str:
+    """What a rank that isn't the first wrote last, which nobody saw; a list of Python's frames after it doesn't count."""
+    files = sorted(Path(logs).glob(f"*/attempt_*/{rank}/stderr.log"), key=lambda file: file.stat().st_mtime)
+    text = files[-1].read_text(errors="replace") if files else ""
+    lines = text.partition("Fatal Python error")[0].split("\n")
+    return next((line.strip() for line in reversed(lines) if re.search(r"\w", line)), "")

@@ -1,0 +1,351 @@
+"""Ends a rank that waits too long for other ranks, with one line that reports the place of each rank.
+
+The main thread may wait in C++ meanwhile. torch releases Python's lock there, so that the watchdog's threads run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hotloop.core.processes.signals import INTERRUPTING
+from hotloop.distributed.rank_progress import PROGRESS
+from hotloop.errors import TrainingError, is_library
+
+LONGEST_WAIT_S = 1800.0
+"""Longest wait while another rank starts, writes a checkpoint or calls callbacks, whose duration is unknown.
+
+The same as torch's default timeout of gloo. The user's own limit counts if it is longer.
+"""
+
+_LEAST_WAIT_S = 60.0
+_STEPS = 20
+"""Without the user's own limit, ranks wait for each other for this multiple of the longest step."""
+
+_EVERY_S = 0.5
+"""Time between two checks; each rank publishes its place at each check."""
+_SIGNAL_WAIT_S = 6.0
+"""Longest wait of ranks for each other after a signal; all ranks must end within 10 s."""
+_ORPHAN_S = 3.0
+"""Time to save and stop for a rank whose parent process was killed."""
+_ORPHAN_WRITES_S = 30.0
+"""The same for a rank that writes a checkpoint when its parent process is killed."""
+_SILENT_S = 3.0
+"""A rank without a newly published place for this time is stopped or has ended."""
+
+_SHARED = ("training", "evaluation")
+"""Phases in which all ranks compute. In other phases one rank may work while the others wait."""
+
+_RECORDED = 64
+"""Number of collective operations that torch's flight recorder stores."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank in its training.
+
+    Attributes:
+        phase, step, steps, batches: see `Progress`.
+        operation: the collective operation that the rank waits for, such as `all_gather, operation 57`; empty if none.
+        newest: the number of the collective operation that began last; -1 if none began.
+        line: the innermost running line of the user's code, such as `task.py:33`; empty if none runs.
+        signalled: the number of the received stop signal; 0 without a signal.
+    """
+
+    phase: str
+    step: int
+    steps: int
+    batches: int
+    operation: str
+    newest: int
+    line: str
+    signalled: int
+
+    def __str__(self) -> str:
+        where = self.operation or "no collective operation"
+        at = f", {self.line}" if self.line else ""
+        return f"in {where} ({self.phase}, step {self.step}{at})"
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.operation)
+
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """The values that change while the rank makes progress."""
+        return self.phase, self.step, self.steps, self.batches, self.operation, self.newest
+
+
+class Watchdog:
+    """Limits the waits of one rank for other ranks.
+
+    Args:
+        store: a store that only the watchdog's thread uses.
+        launch: the name of the set of processes.
+        rank: the number of this rank.
+        ranks: the number of ranks.
+        limit_s: the longest wait of ranks for each other; None derives the limit from the longest step.
+        end: ends the process with the error and the exit code.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        launch: str,
+        rank: int,
+        ranks: int,
+        limit_s: float | None,
+        end: Callable[[TrainingError, int], None],
+    ) -> None:
+        self._store, self._launch, self._rank, self._ranks = store, launch, rank, ranks
+        self._limit_s, self._end = limit_s, end
+        self._main = threading.main_thread().ident
+        self._parent = os.getppid()
+        self._is_over = threading.Event()
+        self._signals: socket.socket | None = None
+        self._signalled = 0
+        self._orphaned_at = math.inf
+        self._place: Place | None = None
+        self._since, self._checked_at = 0.0, math.inf
+        self._others: dict[int, tuple[str, float]] = {}
+        self._checks = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Runs two threads within the context: one uses the store, whose calls may hang; the other works without it."""
+        threads = [
+            threading.Thread(target=run, name="hotloop-watchdog", daemon=True)
+            for run in (self._check_ranks, self._check_parent)
+        ]
+        with self._receiving_signals():
+            for thread in threads:
+                thread.start()
+            try:
+                yield
+            finally:
+                self._is_over.set()
+                for thread in threads:
+                    thread.join()
+
+    @contextmanager
+    def _receiving_signals(self) -> Iterator[None]:
+        """Receives signal numbers at once; Python's handlers run only in the main thread, after a call of C++ returns."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._signals, written = socket.socketpair()
+        self._signals.setblocking(False)
+        written.setblocking(False)
+        os.register_at_fork(after_in_child=self._leave_signals)
+        before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+            signals, self._signals = self._signals, None
+            signals.close()
+            written.close()
+
+    def _leave_signals(self) -> None:
+        """In a fork, such as a worker of a pool: signals to the fork aren't signals to the rank."""
+        if self._signals is not None:
+            signal.set_wakeup_fd(-1)
+
+    def _check_parent(self) -> None:
+        """Reads signals, and ends the process a few seconds after its parent process was killed."""
+        while not self._is_over.wait(_EVERY_S):
+            self._read_signals()
+            now = time.monotonic()
+            if self._orphaned_at == math.inf and os.getppid() != self._parent:
+                self._orphaned_at = now
+                os.kill(os.getpid(), signal.SIGTERM)  # the rank saves and stops if the other ranks respond
+            limit_s = _ORPHAN_WRITES_S if PROGRESS.phase == "checkpoint" else _ORPHAN_S
+            if now - self._orphaned_at > limit_s:
+                os._exit(128 + signal.SIGTERM)
+
+    def _read_signals(self) -> None:
+        """Records the first signal that asks for an end."""
+        if self._signals is None:
+            return
+        with suppress(BlockingIOError):  # no signal
+            for number in self._signals.recv(64):
+                if number in INTERRUPTING and not self._signalled:
+                    self._signalled = number
+
+    def _check_ranks(self) -> None:
+        with suppress(RuntimeError):  # the process of the store has ended
+            while not self._is_over.wait(_EVERY_S):
+                self.check(time.monotonic())
+
+    def check(self, now: float) -> None:
+        """Publishes the place of this rank; ends the process after too long a wait.
+
+        Args:
+            now: the time in seconds of `time.monotonic()`.
+        """
+        place = self._current_place()
+        self._checks += 1
+        self._store.set(self._key(self._rank), json.dumps([self._checks, asdict(place)]))
+        if now - self._checked_at > _SILENT_S:  # this process or the store's was stopped, as by Ctrl-Z: no rank is late
+            self._since += now - self._checked_at
+        self._checked_at = now
+        if self._place is None or place.progress != self._place.progress:
+            self._place, self._since = place, now
+            return
+        self._place = place
+        waited_s = now - self._since
+        if waited_s < min(2.0, self._limit_s or math.inf):
+            return
+        others = self._read_others(now)
+        if not place.is_waiting and not self._stop_number(others):
+            return
+        limit_s = self._limit(others)
+        if waited_s > limit_s:
+            self._give_up(waited_s, others)
+
+    def _current_place(self) -> Place:
+        operation, newest = self._operation()
+        frame = sys._current_frames().get(self._main or 0)
+        return Place(
+            PROGRESS.phase,
+            PROGRESS.step,
+            PROGRESS.steps,
+            PROGRESS.batches,
+            operation or _wait_in(frame),
+            newest,
+            _line_of_user(frame),
+            self._signalled,
+        )
+
+    def _operation(self) -> tuple[str, int]:
+        """Returns the oldest collective operation that hasn't ended, and the number of the newest operation."""
+        entries = _records()
+        waiting = next((one for one in entries if not one["retired"]), None)
+        newest = max((one["record_id"] for one in entries), default=-1)
+        if waiting is None:
+            return "", newest
+        number = waiting["p2p_seq_id"] if waiting.get("is_p2p") else waiting["collective_seq_id"]
+        return f"{waiting['profiling_name'].rpartition(':')[2]}, operation {number}", newest
+
+    def _read_others(self, now: float) -> dict[int, Place | None]:
+        """Returns the places of the other ranks; None for a rank that no longer writes its place."""
+        places: dict[int, Place | None] = {}
+        for rank in range(self._ranks):
+            if rank == self._rank:
+                continue
+            key = self._key(rank)
+            text = self._store.get(key).decode() if self._store.check([key]) else ""
+            if rank not in self._others or self._others[rank][0] != text:
+                self._others[rank] = text, now
+            silent = not text or now - self._others[rank][1] > _SILENT_S
+            places[rank] = None if silent else Place(**json.loads(text)[1])
+        return places
+
+    def _limit(self, others: dict[int, Place | None]) -> float:
+        """Returns the longest allowed wait of this rank, in seconds."""
+        busy = [one for one in others.values() if one is not None and not one.is_waiting]
+        if any(one.phase not in _SHARED or not one.steps for one in busy):
+            return max(LONGEST_WAIT_S, self._limit_s or 0.0)
+        step_s = PROGRESS.longest_s
+        limit_s = self._limit_s or default_limit_s(step_s)
+        if self._stop_number(others):
+            limit_s = min(limit_s, max(_SIGNAL_WAIT_S, 2 * step_s) if busy else _SIGNAL_WAIT_S)
+        return limit_s
+
+    def _stop_number(self, others: dict[int, Place | None]) -> int:
+        """Returns the number of the signal that any rank received; 0 without a signal."""
+        return max([self._signalled, *(one.signalled for one in others.values() if one is not None)])
+
+    def _give_up(self, waited_s: float, others: dict[int, Place | None]) -> None:
+        number = self._stop_number(others)
+        places = others | {self._rank: self._place}
+        each = [f"rank {rank} {places[rank] or 'gives no sign of life'}" for rank in range(self._ranks)]
+        waits = f"the ranks have waited {waited_s:.0f}s for each other: {'; '.join(each)}"
+        self._store.set(ended_key(self._launch), "1")
+        if number:
+            name = signal.Signals(number).name
+            self._end(
+                TrainingError(f"stopped ({name}) without saving, the last checkpoint stays: {waits}"), 128 + number
+            )
+        else:
+            self._end(
+                TrainingError(
+                    waits,
+                    expected="the same collective operations on each rank",
+                    fix="look for what only some ranks do; --rank-timeout has them wait longer; --resume goes on with the run",
+                ),
+                1,
+            )
+
+    def _key(self, rank: int) -> str:
+        return _place_key(self._launch, rank)
+
+
+def default_limit_s(step_s: float) -> float:
+    """Returns how long ranks wait for each other without the user's own limit, in seconds.
+
+    Args:
+        step_s: the duration of the longest step so far, in seconds.
+    """
+    return min(LONGEST_WAIT_S, max(_LEAST_WAIT_S, _STEPS * step_s))
+
+
+def last_place(store: dist.Store, launch: str, rank: int) -> Place | None:
+    """Returns the last published place of a rank; None if there is none."""
+    key = _place_key(launch, rank)
+    return Place(**json.loads(store.get(key))[1]) if store.check([key]) else None
+
+
+def _place_key(launch: str, rank: int) -> str:
+    return f"hotloop/place/{launch}/{rank}"
+
+
+def ended_key(launch: str) -> str:
+    """Returns the store's key that a watchdog sets before it ends its rank."""
+    return f"hotloop/ended/{launch}"
+
+
+def record_collectives() -> None:
+    """Makes torch's flight recorder store the newest collective operations; call this before the process group exists."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED))
+
+
+def _records() -> list[dict[str, Any]]:
+    """Returns the flight recorder's records, oldest first; empty if this version of torch has no flight recorder."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+
+
+def _wait_in(frame: FrameType | None) -> str:
+    """Returns the function of torch.distributed that the thread executes; the flight recorder lacks sends and receives."""
+    for _ in range(3):
+        if frame is None:
+            return ""
+        if "/torch/distributed/" in frame.f_code.co_filename:
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return ""
+
+
+def _line_of_user(frame: FrameType | None) -> str:
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.endswith(".py") and not is_library(path):
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,1 @@
+"""Models wrapped for several ranks: DDP, FSDP, whole-batch statistics and random numbers."""

@@ -1,0 +1,113 @@
+"""Gradients added up over the ranks by torch's DistributedDataParallel."""
+
+# No `from __future__ import annotations`: DistributedDataParallel looks at those of its hook.
+
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hotloop.distributed.comm_stats import Meter
+
+
+class Around:
+    """Marks modules that stand around the user's model, which a profile passes over."""
+
+
+class Whole(Around, nn.Module):
+    """A model together with its objective as one module, so that all that the Task does with the model is inside.
+
+    A step of the user's may call parts of the model, or the model several times; an engine that watches the forward pass
+    of a module sees it whole.
+
+    Args:
+        compute: `(model, batch)` -> loss, output and further scalars.
+    """
+
+    def __init__(self, model: nn.Module, compute: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._compute = compute
+
+    def forward(self, batch: Any) -> Any:
+        computed = self._compute(self.model, batch)
+        # What doesn't lead to the loss must not look as if its parameters were to get gradients.
+        return computed.loss, {name: value.detach() for name, value in computed.scalars.items()}
+
+
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+_BUFFERS_STAY: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False  # until torch 2.12
+}
+"""Each rank works its buffers out by itself: the first rank's in their stead would hide that they differ."""
+
+
+class _Engine(Around, DistributedDataParallel):
+    """torch's engine."""
+
+
+class Own:
+    """Runs a module on the rank's rows; what becomes of its gradients is the affair of whoever asks.
+
+    Attributes:
+        counts: 0-dim bool tensor, or bool: whether the rank's part counts at all; the gradients of one that doesn't,
+            such as those of a mean of nothing, are left out.
+    """
+
+    def __init__(self, module: Whole) -> None:
+        self.module: nn.Module = module
+        self.counts: Tensor | bool = True
+
+    def __call__(self, batch: Any) -> Any:
+        return self.module(batch)
+
+    def together(self) -> AbstractContextManager[None]:
+        """All parameters whole on each rank, as they always are."""
+        return nullcontext()
+
+    def leave_out(self, gradient: Tensor) -> Tensor:
+        """A gradient of the rank's, zeros in place if it doesn't count."""
+        if self.counts is False:
+            return gradient.zero_()
+        return gradient if self.counts is True else gradient.masked_fill_(~self.counts, 0)
+
+
+class Summed(Own):
+    """Its gradients, once backward is through, are the sums of those of all ranks.
+
+    Args:
+        meter: of the time from a sum's first gradients on their way to its last ones back.
+    """
+
+    def __init__(self, module: Whole, meter: Meter) -> None:
+        super().__init__(module)
+        self.meter = meter
+        # Looked for in vain at each step: torch warns where all that it is told to look for is there.
+        module.never = nn.Parameter(next(module.parameters()).new_zeros(()).float())
+        # A parameter may take part on one rank alone, or on none: then it must be found, at the price of a look.
+        engine = _Engine(module, find_unused_parameters=True, **_BUFFERS_STAY)
+        # The engine is its owner's, and what it keeps of its hook no garbage collector sees.
+        engine.register_comm_hook(weakref.ref(self), _summed)
+        self.module = engine
+
+
+def _summed(of: "weakref.ref[Summed]", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Adds up a bucket of gradients over the ranks; torch's own hooks divide by their number."""
+    owner = of()
+    assert owner is not None
+    gradients = owner.leave_out(bucket.buffer())
+    owner.meter.begin(last=bucket.is_last())
+    work = dist.all_reduce(gradients, async_op=True)
+    assert work is not None
+
+    def arrived(future: torch.futures.Future[Any]) -> Tensor:
+        owner.meter.end()
+        return future.value()[0]
+
+    return work.get_future().then(arrived)

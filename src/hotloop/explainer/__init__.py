@@ -1,0 +1,1 @@
+"""Layers as equations, with the shapes of a batch, compared with autograd."""

@@ -1,0 +1,1 @@
+"""The equations of layers, one file for each family."""

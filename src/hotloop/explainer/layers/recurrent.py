@@ -1,0 +1,313 @@
+"""Recurrent layers: the same products at each time step, and their gradients back through time.
+
+Hochreiter and Schmidhuber, "Long short-term memory", 1997; Cho et al., "Learning phrase representations", 2014. The gates
+lie one after the other as in torch: i, f, g, o and r, z, n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotloop.explainer.layers.equation import Call, Formula, Term, Unexplained, Worked
+
+State = tuple[Tensor, ...]
+"""(h,) or (h, c), each (batch, hidden)."""
+
+
+def _s(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _lstm(gx: Tensor, gh: Tensor, state: State) -> tuple[State, Callable[[State], tuple[Tensor, Tensor, State]]]:
+    i, f, g, o = (gx + gh).chunk(4, -1)
+    i, f, g, o = _s(i), _s(f), torch.tanh(g), _s(o)
+    before = state[1]
+    c = f * before + i * g
+    high = torch.tanh(c)
+
+    def back(grads: State) -> tuple[Tensor, Tensor, State]:
+        dh, dc = grads[0], grads[1] + grads[0] * o * (1 - high * high)
+        parts = (dc * g * i * (1 - i), dc * before * f * (1 - f), dc * i * (1 - g * g), dh * high * o * (1 - o))
+        da = torch.cat(parts, -1)
+        return da, da, (torch.zeros_like(dh), dc * f)
+
+    return (o * high, c), back
+
+
+def _gru(gx: Tensor, gh: Tensor, state: State) -> tuple[State, Callable[[State], tuple[Tensor, Tensor, State]]]:
+    (xr, xz, xn), (hr, hz, hn) = gx.chunk(3, -1), gh.chunk(3, -1)
+    r, z = _s(xr + hr), _s(xz + hz)
+    n = torch.tanh(xn + r * hn)
+    before = state[0]
+
+    def back(grads: State) -> tuple[Tensor, Tensor, State]:
+        dh = grads[0]
+        dn = dh * (1 - z) * (1 - n * n)
+        dr, dz = dn * hn * r * (1 - r), dh * (before - n) * z * (1 - z)
+        return torch.cat((dr, dz, dn), -1), torch.cat((dr, dz, dn * r), -1), (dh * z,)
+
+    return ((1 - z) * n + z * before,), back
+
+
+def _plain(relu: bool) -> Callable:
+    def step(gx: Tensor, gh: Tensor, state: State) -> tuple[State, Callable[[State], tuple[Tensor, Tensor, State]]]:
+        a = gx + gh
+        h = a.clamp(min=0) if relu else torch.tanh(a)
+
+        def back(grads: State) -> tuple[Tensor, Tensor, State]:
+            da = grads[0] * ((a > 0).to(a.dtype) if relu else 1 - h * h)
+            return da, da, (torch.zeros_like(h),)
+
+        return (h,), back
+
+    return step
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A cell: how a step goes, its gates, and its equation."""
+
+    step: Callable
+    gates: int
+    text: str
+
+
+KINDS = {
+    "lstm": Kind(_lstm, 4, "o tanh c at each step, c = f c' + i g; i, f, o = sigmoid A, g = tanh A"),
+    "gru": Kind(_gru, 3, "(1 - z) n + z h' at each step; r, z = sigmoid A, n = tanh(A_x + r A_h)"),
+    "rnn_tanh": Kind(_plain(relu=False), 1, "tanh A at each step"),
+    "rnn_relu": Kind(_plain(relu=True), 1, "max(A, 0) at each step"),
+}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One direction of one layer.
+
+    Attributes:
+        x: (rows, in): the samples of the first time step, then those of the second.
+        sizes: how many samples each time step has; longer sequences come first.
+        start: the first state.
+        weights: W_ih, W_hh, and their biases if there are any.
+        backwards: whether it goes from the last time step to the first.
+    """
+
+    kind: Kind
+    x: Tensor
+    sizes: Sequence[int]
+    start: State
+    weights: Sequence[Tensor]
+    backwards: bool
+
+    @property
+    def order(self) -> list[slice]:
+        """The rows of each time step, as they are gone through."""
+        ends = list(accumulate(self.sizes))
+        rows = [slice(end - size, end) for end, size in zip(ends, self.sizes, strict=True)]
+        return rows[::-1] if self.backwards else rows
+
+    @cached_property
+    def ran(self) -> tuple[Tensor, Tensor, list[Callable], State]:
+        """Outputs and the h before each step, both (rows, hidden), what goes back through each step, and the last state."""
+        w_ih, w_hh, *biases = self.weights
+        b_ih, b_hh = biases or (0.0, 0.0)
+        gx, state = self.x @ w_ih.T + b_ih, self.start
+        outputs, before = (self.x.new_empty(len(self.x), w_hh.shape[1]) for _ in range(2))
+        backs = []
+        for rows in self.order:
+            size = rows.stop - rows.start
+            active = tuple(part[:size] for part in state)
+            before[rows] = active[0]
+            after, back = self.kind.step(gx[rows], active[0] @ w_hh.T + b_hh, active)
+            outputs[rows] = after[0]
+            backs.append(back)
+            state = tuple(torch.cat((new, old[size:])) for new, old in zip(after, state, strict=True))
+        return outputs, before, backs, state
+
+    def back(self, dz: Tensor, last: State) -> dict[str, Tensor]:
+        """Gradients of all that went in, from those of the outputs (rows, hidden) and of the last state."""
+        _, before, backs, _ = self.ran
+        w_ih, w_hh, *biases = self.weights
+        gx, gh = (dz.new_empty(len(dz), len(weight)) for weight in (w_ih, w_hh))
+        grads = list(last)
+        for rows, back in zip(reversed(self.order), reversed(backs), strict=True):
+            size = rows.stop - rows.start
+            gx[rows], gh[rows], kept = back((grads[0][:size] + dz[rows], *(grad[:size] for grad in grads[1:])))
+            earlier = (kept[0] + gh[rows] @ w_hh, *kept[1:])
+            grads = [torch.cat((new, old[size:])) for new, old in zip(earlier, grads, strict=True)]
+        found = {"X": gx @ w_ih, "W_ih": gx.T @ self.x, "W_hh": gh.T @ before}
+        if biases:
+            found |= {"b_ih": gx.sum(0), "b_hh": gh.sum(0)}
+        return found | {f"start{place}": grad for place, grad in enumerate(grads)}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """All layers and directions of one call; `x` and `sizes` as in Sweep."""
+
+    kind: Kind
+    x: Tensor
+    sizes: Sequence[int]
+    starts: State
+    weights: list[Sequence[Tensor]]
+    directions: int
+
+    @cached_property
+    def sweeps(self) -> list[Sweep]:
+        found: list[Sweep] = []
+        x = self.x
+        for number, weights in enumerate(self.weights):
+            start = tuple(start[number] for start in self.starts)
+            found.append(Sweep(self.kind, x, self.sizes, start, weights, backwards=number % self.directions > 0))
+            if (number + 1) % self.directions == 0:
+                x = torch.cat([sweep.ran[0] for sweep in found[-self.directions :]], -1)
+        return found
+
+    @property
+    def output(self) -> Tensor:
+        return torch.cat([sweep.ran[0] for sweep in self.sweeps[-self.directions :]], -1)
+
+    def gradients(self, dz: Tensor, last: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """For each sweep; the first layer's `X` together are the gradient of the input."""
+        found: list[dict[str, Tensor]] = []
+        for number in reversed(range(len(self.sweeps))):
+            part = dz.chunk(self.directions, -1)[number % self.directions]
+            found.insert(0, self.sweeps[number].back(part, tuple(grad[number] for grad in last)))
+            if number % self.directions == 0:
+                dz = sum(one["X"] for one in found[: self.directions])  # type: ignore[assignment]
+        return found
+
+
+def recurrent(call: Call) -> Worked:
+    """input, states, weights, ...; or packed: rows, how many each time step has, states, weights, ..."""
+    packed = isinstance(call.arguments[1], Tensor) and not call.arguments[1].is_floating_point()
+    x, *_, states, weights = call.arguments[: 4 if packed else 3]
+    biases, layers, dropped, training, both, *first = call.arguments[4 if packed else 3 :]
+    if dropped and training and layers > 1:
+        raise Unexplained("it drops numbers between its layers, which can't be drawn again")
+    starts = tuple(states) if isinstance(states, list | tuple) else (states,)
+    per, directions = (4 if biases else 2), (2 if both else 1)
+    if len(weights) != per * layers * directions:
+        raise Unexplained("its outputs are projected")
+    grouped = [weights[place : place + per] for place in range(0, len(weights), per)]
+    batchless, batch_first = x.ndim == 2 and not packed, bool(first and first[0]) and x.ndim == 3
+
+    def inward(value: Tensor) -> Tensor:
+        """(rows, ...), time step after time step."""
+        if packed or batchless:
+            return value
+        return (value.transpose(0, 1) if batch_first else value).flatten(0, 1)
+
+    def outward(value: Tensor) -> Tensor:
+        if packed or batchless:
+            return value
+        timed = value.unflatten(0, (-1, sizes[0]))
+        return timed.transpose(0, 1) if batch_first else timed
+
+    samples = 1 if batchless else len(x) if batch_first else x.shape[1]
+    sizes = call.arguments[1].tolist() if packed else [samples] * (inward(x).shape[0] // samples)
+    states_of = [one.unsqueeze(1) if batchless else one for one in starts]
+    last = [grad.unsqueeze(1) if batchless else grad for grad in call.gradients[1:]]
+    stack = Stack(KINDS[call.name], inward(x), sizes, tuple(states_of), grouped, directions)
+    return _worked(stack, x, starts, stack.gradients(inward(call.gradients[0]), last), outward)
+
+
+def cell(call: Call) -> Worked:
+    """input, states, W_ih, W_hh, b_ih, b_hh: one step."""
+    x, states, *weights = call.arguments
+    if x.ndim != 2:
+        raise Unexplained("its input has no batch")
+    starts = tuple(states) if isinstance(states, list | tuple) else (states,)
+    kind = KINDS[call.name.removesuffix("_cell")]
+    present = [weight for weight in weights if weight is not None]
+    stack = Stack(kind, x, [len(x)], tuple(one[None] for one in starts), [present], 1)
+    last = [grad[None] for grad in call.gradients]
+    return _worked(stack, x, starts, stack.gradients(torch.zeros_like(call.dz), last), lambda value: value)
+
+
+def _worked(
+    stack: Stack, x: Tensor, starts: State, found: list[dict[str, Tensor]], outward: Callable[[Tensor], Tensor]
+) -> Worked:
+    operands: dict[str, Tensor] = {"X": x}
+    forward: list[Term] = []
+    backward: list[Term] = []
+    tokens = len(stack.x)
+    for number, (sweep, grads) in enumerate(zip(stack.sweeps, found, strict=True)):
+        tag = f"_l{number // stack.directions}" * (len(found) > 1) + "_reverse" * (number % stack.directions)
+        w_ih, w_hh = sweep.weights[:2]
+        operands |= {
+            f"{name}{tag}": value for name, value in zip(("W_ih", "W_hh", "b_ih", "b_hh"), sweep.weights, strict=False)
+        }
+        into, hidden = 2.0 * tokens * w_ih.numel(), 2.0 * tokens * w_hh.numel()
+        gates = _empty(tokens, w_ih)
+        z = sweep.ran[0]
+        source = "X" if number < stack.directions else "the layer's below"
+        text = f"{source} W_ih^T + h W_hh^T" + " + b" * (len(sweep.weights) > 2)
+        forward.append(Term(f"A{tag}", text, partial(_itself, gates), into + hidden, [sweep.x, z, w_ih, w_hh]))
+        backward.append(
+            Term(
+                f"dA{tag}",
+                "back through the gates, the last step first",
+                partial(_itself, gates),
+                hidden,
+                [gates, w_hh],
+            )
+        )
+        backward += [
+            Term(f"dW_ih{tag}", "dA^T X", partial(_itself, grads["W_ih"]), into, [gates, sweep.x]),
+            Term(f"dW_hh{tag}", "dA^T h, of the steps before", partial(_itself, grads["W_hh"]), hidden, [gates, z]),
+        ]
+        if len(sweep.weights) > 2:
+            backward += [
+                Term(f"d{name}{tag}", "sum of dA", partial(_itself, grads[name]), gates.numel(), [gates])
+                for name in ("b_ih", "b_hh")
+            ]
+        if number >= stack.directions or x.requires_grad:
+            backward += _input_terms(stack, found, number, into, [gates, w_ih], outward)
+    output = stack.output
+    elementwise = 3.0 * stack.kind.gates * sum(sweep.ran[0].numel() for sweep in stack.sweeps)
+    forward.append(Term("Z", stack.kind.text, lambda: outward(output), elementwise, [output]))
+    for place, start in enumerate(starts):
+        name = ("h0", "c0")[place]
+        operands[name] = start
+        value = torch.stack([grads[f"start{place}"] for grads in found]).reshape(start.shape)
+        backward.append(Term(f"d{name}", "what flows back beyond the first step", partial(_itself, value), 0, []))
+    notes = [f"time steps, one after the other: {len(stack.sizes)}"] + ["in both directions"] * (stack.directions > 1)
+    return Worked(operands, forward, backward, notes)
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+def _empty(rows: int, weight: Tensor) -> Tensor:
+    """Of the shape of gates; its numbers are nobody's."""
+    return weight.new_empty(1).expand(rows, len(weight))
+
+
+def _input_terms(
+    stack: Stack, found: list[dict[str, Any]], number: int, flops: float, reads: list[Tensor], outward: Callable
+) -> list[Term]:
+    """The gradient that goes on to the layer below; the first layer's is of X, of both directions together."""
+    layer, direction = divmod(number, stack.directions)
+    own = found[number]["X"]
+    if not layer and stack.directions == 1:
+        return [Term("dX", "dA W_ih", lambda: outward(own), flops, reads)]
+    terms = [Term(f"dX_l{layer}" + "_reverse" * direction, "dA W_ih", lambda: own, flops, reads)]
+    if not layer and direction:
+        both = [one["X"] for one in found[: stack.directions]]
+        terms.append(Term("dX", "dX_l0 + dX_l0_reverse", lambda: outward(sum(both)), own.numel(), both))
+    return terms
+
+
+FORMULAS: dict[str, Formula] = {
+    **dict.fromkeys(KINDS, recurrent),
+    **dict.fromkeys([f"{name}_cell" for name in KINDS], cell),
+}

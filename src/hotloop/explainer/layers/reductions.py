@@ -1,0 +1,241 @@
+"""What sums a tensor up along some dimensions, and softmax, which spreads such a sum again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hotloop.explainer.layers.activations import larger
+from hotloop.explainer.layers.equation import Call, Formula, Term, Unexplained, Worked
+
+
+def _dims(call: Call, x: Tensor) -> list[int]:
+    dims = call.get(1, "dim", call.options.get("axis"))
+    if len(call.arguments) > 2 and all(type(value) is int for value in call.arguments[1:]):
+        dims = call.arguments[1:]  # x.sum(0, 1)
+    if dims is None or dims in ((), []):
+        return list(range(x.ndim))
+    return [dim % max(1, x.ndim) for dim in ([dims] if isinstance(dims, int) else dims)]
+
+
+def _spread(value: Tensor, x: Tensor, dims: list[int]) -> Tensor:
+    """A reduced tensor in the shape of `x`."""
+    shape = [1 if place in dims else size for place, size in enumerate(x.shape)]
+    return value.reshape(shape).expand(x.shape)
+
+
+def reduced(call: Call) -> Worked:
+    """`sum` and `mean` over some dimensions."""
+    x, dz = call.tensor(0, "input"), call.dz
+    dims = _dims(call, x)
+    count = math.prod(x.shape[dim] for dim in dims) if call.name == "mean" else 1
+    over = "all" if len(dims) == x.ndim else f"dimension {', '.join(map(str, dims))}"
+    text = f"sum of X over {over}" + (f" / {count}" if call.name == "mean" else "")
+    return Worked(
+        {"X": x},
+        [Term("Z", text, lambda: (x.sum(dims) / count if dims else x / count).reshape(dz.shape), x.numel(), [x])],
+        [
+            Term(
+                "dX",
+                "dZ" + (f" / {count}" if count != 1 else "") + " for each number that was summed",
+                lambda: _spread(dz / count, x, dims),
+                int(count != 1) * x.numel(),
+                [dz],
+            )
+        ],
+    )
+
+
+def extreme(call: Call) -> Worked:
+    """`max`, `min`, `amax` and `amin`: the gradient goes back to the place of the largest, or evenly to all that are."""
+    if isinstance(call.get(1, "other"), Tensor):
+        return larger(call)
+    x, dz = call.tensor(0, "input"), call.dz
+    dims = _dims(call, x)
+    largest = "max" in call.name
+    alone = call.name in ("max", "min") and len(dims) < x.ndim  # it says which place
+
+    def value() -> Tensor:
+        return x.amax(dims, keepdim=True) if largest else x.amin(dims, keepdim=True)
+
+    def share() -> Tensor:
+        if alone:
+            place = x.argmax(dims[0], keepdim=True) if largest else x.argmin(dims[0], keepdim=True)
+            return torch.zeros_like(x).scatter_(dims[0], place, 1.0)
+        found = (x == value()).to(x.dtype)
+        return found / found.sum(dims, keepdim=True)
+
+    over = "all" if len(dims) == x.ndim else f"dimension {', '.join(map(str, dims))}"
+    word = "largest" if largest else "smallest"
+    return Worked(
+        {"X": x},
+        [Term("Z", f"the {word} of X over {over}", lambda: value().reshape(dz.shape), x.numel(), [x])],
+        [
+            Term(
+                "dX",
+                f"dZ at the place of the {word}, zero elsewhere",
+                lambda: share() * _spread(dz, x, dims),
+                x.numel(),
+                [dz, x],
+            )
+        ],
+    )
+
+
+def spread(call: Call) -> Worked:
+    """`var` and `std` over some dimensions, with torch's correction."""
+    x, dz = call.tensor(0, "input"), call.dz
+    place = call.get(1, "dim")
+    dims = (
+        list(range(x.ndim))
+        if place is None or isinstance(place, bool)
+        else _dims(replace(call, arguments=(x, place)), x)
+    )
+    given = call.options.get("correction", call.get(2, "unbiased", call.options.get("unbiased", True)))
+    if isinstance(place, bool):
+        given = place
+    count = math.prod(x.shape[dim] for dim in dims) - (1 if given is True or given is None else int(given))
+    rooted = call.name == "std"
+
+    def centred() -> Tensor:
+        return x - x.mean(dims, keepdim=True)
+
+    def value() -> Tensor:
+        found = (centred() ** 2).sum(dims) / count
+        return (found.sqrt() if rooted else found).reshape(dz.shape)
+
+    def gradient() -> Tensor:
+        scale = dz / value() if rooted else 2 * dz
+        return _spread(scale, x, dims) * centred() / count
+
+    text = f"sum of (X - mean X)^2 / {count}"
+    slope = f"dZ (X - mean X) / ({count} Z)" if rooted else f"2 dZ (X - mean X) / {count}"
+    return Worked(
+        {"X": x},
+        [Term("Z", f"sqrt of the {text}" if rooted else text, value, 4 * x.numel(), [x])],
+        [Term("dX", slope, gradient, 3 * x.numel(), [dz, x])],
+    )
+
+
+def length(call: Call) -> Worked:
+    """`linalg_vector_norm` of order 2 over some dimensions."""
+    x, dz = call.tensor(0, "input"), call.dz
+    if call.get(1, "ord", 2) != 2:
+        raise Unexplained("its order isn't 2")
+    place = call.get(2, "dim")
+    dims = list(range(x.ndim)) if place is None else _dims(replace(call, arguments=(x, place)), x)
+
+    def value() -> Tensor:
+        return (x * x).sum(dims).sqrt()
+
+    def gradient() -> Tensor:
+        norm = _spread(value(), x, dims)
+        return torch.where(norm > 0, _spread(dz, x, dims) * x / norm, torch.zeros_like(x))
+
+    return Worked(
+        {"X": x},
+        [Term("Z", "sqrt of the sum of X^2", lambda: value().reshape(dz.shape), 2 * x.numel(), [x])],
+        [Term("dX", "dZ X / Z", gradient, 2 * x.numel(), [dz, x])],
+    )
+
+
+def running_sum(call: Call) -> Worked:
+    """`cumsum`: each number of the gradient is the sum of those from its place on."""
+    x, dz, dim = call.tensor(0, "input"), call.dz, call.get(1, "dim")
+    return Worked(
+        {"X": x},
+        [Term("Z", f"sums of X up to each place of dimension {dim}", lambda: torch.cumsum(x, dim), x.numel(), [x])],
+        [Term("dX", "sums of dZ from each place on", lambda: dz.flip(dim).cumsum(dim).flip(dim), x.numel(), [dz])],
+    )
+
+
+def log_sum(call: Call) -> Worked:
+    """`logsumexp` over some dimensions."""
+    x, dz = call.tensor(0, "input"), call.dz
+    dims = _dims(call, x)
+
+    def shares() -> Tensor:
+        parts = torch.exp(x - x.amax(dims, keepdim=True))
+        return parts / parts.sum(dims, keepdim=True)
+
+    def value() -> Tensor:
+        high = x.amax(dims, keepdim=True)
+        return (torch.exp(x - high).sum(dims, keepdim=True).log() + high).reshape(dz.shape)
+
+    return Worked(
+        {"X": x},
+        [Term("Z", "log of the sum of exp X", value, 3 * x.numel(), [x])],
+        [Term("dX", "dZ softmax X", lambda: _spread(dz, x, dims) * shares(), 4 * x.numel(), [dz, x])],
+    )
+
+
+def softmax(call: Call) -> Worked:
+    """P = exp(X) / sum of exp(X) along a dimension; or its logarithm."""
+    x, dz = call.tensor(0, "input"), call.dz
+    dim = call.get(1, "dim")
+    if dim is None:
+        raise Unexplained("it names no dimension")
+
+    def shifted() -> Tensor:
+        return x - x.amax(dim, keepdim=True)
+
+    def log_sum() -> Tensor:
+        return shifted().exp().sum(dim, keepdim=True).log()
+
+    if call.name == "softmax":
+        return Worked(
+            {"X": x},
+            [
+                Term(
+                    "Z",
+                    f"exp X / sum of exp X along dimension {dim}",
+                    lambda: (shifted() - log_sum()).exp(),
+                    5 * x.numel(),
+                    [x],
+                )
+            ],
+            [
+                Term(
+                    "dX",
+                    "Z * (dZ - sum of dZ * Z along it)",
+                    lambda: (z := (shifted() - log_sum()).exp()) * (dz - (dz * z).sum(dim, keepdim=True)),
+                    4 * x.numel(),
+                    [dz, call.outputs[0]],
+                )
+            ],
+        )
+    return Worked(
+        {"X": x},
+        [
+            Term(
+                "Z",
+                f"X - log of the sum of exp X along dimension {dim}",
+                lambda: shifted() - log_sum(),
+                5 * x.numel(),
+                [x],
+            )
+        ],
+        [
+            Term(
+                "dX",
+                "dZ - exp Z * sum of dZ along it",
+                lambda: dz - (shifted() - log_sum()).exp() * dz.sum(dim, keepdim=True),
+                4 * x.numel(),
+                [dz, call.outputs[0]],
+            )
+        ],
+    )
+
+
+FORMULAS: dict[str, Formula] = {
+    **dict.fromkeys(["max", "min", "amax", "amin"], extreme),
+    **dict.fromkeys(["sum", "mean"], reduced),
+    **dict.fromkeys(["var", "std"], spread),
+    "linalg_vector_norm": length,
+    "cumsum": running_sum,
+    "logsumexp": log_sum,
+    **dict.fromkeys(["softmax", "log_softmax"], softmax),
+}

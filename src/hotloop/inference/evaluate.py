@@ -1,0 +1,218 @@
+"""What a trained network answers on a data set: its figures, and for a classifier its confusions and worst mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotloop.core.random.rng import preserved
+from hotloop.core.records.training import Evaluation, Mistake, Picture
+from hotloop.data.batch_tree import inputs_of
+from hotloop.data.sources import Source, Stream, evaluation_source
+from hotloop.data.splits import ready
+from hotloop.errors import DataError
+from hotloop.inference.predict import Chosen, Progress
+from hotloop.lowering.context import Ingredients
+from hotloop.lowering.evaluation import evaluate
+from hotloop.lowering.failures.explanation import explained
+from hotloop.lowering.program import Program
+from hotloop.task import Computed
+
+PARTS = ("test", "validation", "train")
+
+MOST_CLASSES = 1000
+"""A confusion matrix of more has more cells than anyone reads, and grows with their square."""
+
+KEPT = 24
+"""Mistakes that are kept."""
+
+_SIDE = 128
+"""Pictures are thinned out to at most so many pixels a side."""
+
+
+def evaluate_weights(
+    program: Program,
+    chosen: Chosen,
+    *,
+    run: str,
+    on: str | None = None,
+    data: Any = None,
+    classes: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Evaluates chosen weights on a part of the Task's data, or on data of the caller's.
+
+    Raises:
+        DataError: there is no such part.
+        CheckpointError: the weights are another model's.
+    """
+    with preserved(*program.devices):
+        program.restore_weights(chosen.state)
+        program.position = chosen.state.position
+        name, source = choose_data(program.parts, on, data)
+        answers = Answers(program.parts.task.objective.ignore_index)
+        total = None if isinstance(source, Stream) else len(source)
+
+        def watch(batch: Any, samples: int, computed: Computed) -> None:
+            answers(batch, samples, computed)
+            if progress is not None:
+                progress(answers.samples, total)
+
+        try:
+            figures = evaluate(program, source, watch)
+        except Exception as error:
+            raise explained(error, program, None, name) from error
+    metrics = {name: value for name, value in figures.values.items() if name != "loss"}
+    return Evaluation(
+        run=run,
+        on=name,
+        weights=chosen.weights,
+        epoch=chosen.epoch,
+        samples=figures.samples,
+        loss=figures.values["loss"],
+        metrics=metrics,
+        **answers.findings(classes),
+    )
+
+
+def choose_data(parts: Ingredients, on: str | None, data: Any) -> tuple[str, Source]:
+    """`(name, source)` of what to evaluate on: by default test data, else validation data."""
+    roles = parts.roles
+    if data is not None:
+        if on is not None:
+            raise DataError(f"both data and on={on!r}", expected="one of them", fix="leave one out")
+        task = parts.task
+        given = evaluation_source(data, "data", collate=task.collate, batch_size=task.batch_size)
+        return "data", ready(given, "data", roles.prepare, roles.seed)
+    if on is None:
+        on = "test" if roles.has_test else "validation"
+        if on == "validation" and roles.validation is None:
+            raise DataError(
+                "the Task has neither test nor validation data",
+                expected="either",
+                fix="evaluate on train, or pass data",
+            )
+    if on not in PARTS:
+        raise DataError(f"no data is called {on!r}", expected=" or ".join(PARTS), fix="check the spelling")
+    source = getattr(roles, on)
+    if source is None:
+        raise DataError(
+            f"the Task has no {on} data", expected="some", fix=f"give the Task {on} data, or choose another part"
+        )
+    return on, source
+
+
+class Answers:
+    """Watches the evaluation of a classifier: counts which class is taken for which, keeps the worst mistakes.
+
+    What it keeps doesn't grow with the data: one matrix, and the `keep` most confident mistakes with their inputs.
+    """
+
+    def __init__(self, ignored: int | None = None, keep: int = KEPT) -> None:
+        self.ignored, self.keep = ignored, keep
+        self.samples = 0
+        self.classes = 0
+        self._counts: Tensor | None = None
+        self._worst: dict[str, Tensor] = {}
+
+    def __call__(self, batch: Any, samples: int, computed: Computed) -> None:
+        if computed.classified:
+            self._watch(inputs_of(batch), computed.output, batch[-1])
+        self.samples += samples
+
+    def _watch(self, inputs: Any, output: Tensor, target: Tensor) -> None:
+        self.classes = output.shape[1]
+        confidence, predicted = output.float().softmax(dim=1).max(dim=1)
+        counted = (target >= 0) & (target < self.classes)
+        if self.ignored is not None:
+            counted &= target != self.ignored
+        if self.classes <= MOST_CLASSES:
+            pairs = (target * self.classes + predicted)[counted]
+            counts = pairs.bincount(minlength=self.classes**2)
+            self._counts = counts if self._counts is None else self._counts + counts
+        if target.ndim == 1:
+            wrong = counted & (predicted != target)
+            self._keep(
+                confidence=torch.where(wrong, confidence.nan_to_num(0.0), -1.0),
+                index=self.samples + torch.arange(len(target), device=target.device),
+                true=target,
+                predicted=predicted,
+                **_pictures(inputs),
+            )
+
+    def _keep(self, **rows: Tensor) -> None:
+        """Merges a batch's worst mistakes with those so far."""
+        rows = _most_confident(rows, self.keep)
+        self._worst = _most_confident(_joined(self._worst, rows), self.keep) if self._worst else rows
+
+    def findings(self, names: Sequence[str] = ()) -> dict[str, Any]:
+        """The fields of an `Evaluation` that belong to classifications; empty for anything else."""
+        if not self.classes:
+            return {}
+        classes = [*names[: self.classes], *map(str, range(len(names), self.classes))]
+        found: dict[str, Any] = {"classes": classes, "mistakes": self._mistakes()}
+        if self._counts is None:
+            note = f"{self.classes:,} classes are more than the {MOST_CLASSES:,} that a confusion matrix is made for"
+            return found | {"note": note}
+        confusion = self._counts.view(self.classes, self.classes).tolist()
+        totals = [sum(row) for row in confusion]
+        rates = [
+            row[place] / total if total else None
+            for place, (row, total) in enumerate(zip(confusion, totals, strict=True))
+        ]
+        return found | {"confusion": confusion, "accuracy_per_class": rates}
+
+    def _mistakes(self) -> list[Mistake]:
+        if not self._worst:
+            return []
+        rows = {name: values[self._worst["confidence"] >= 0].cpu() for name, values in self._worst.items()}
+        pictures = rows.pop("pictures", None)
+        shown = [None] * len(rows["index"]) if pictures is None else as_pictures(pictures)
+        lists = {name: values.tolist() for name, values in rows.items()}
+        return [
+            Mistake(**{name: values[place] for name, values in lists.items()}, picture=picture)
+            for place, picture in enumerate(shown)
+        ]
+
+
+def _most_confident(rows: dict[str, Tensor], keep: int) -> dict[str, Tensor]:
+    worst = rows["confidence"].argsort(descending=True, stable=True)[:keep]
+    return {name: values[worst] for name, values in rows.items()}
+
+
+def _joined(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Both, one after the other; pictures of unequal sizes are left out."""
+    same = [name for name in one if name in other and one[name].shape[1:] == other[name].shape[1:]]
+    return {name: torch.cat([one[name], other[name]]) for name in same}
+
+
+def _pictures(inputs: Any) -> dict[str, Tensor]:
+    """The inputs (batch, channels, height, width), if they are pictures, thinned out; empty if they aren't."""
+    if not isinstance(inputs, Tensor) or inputs.ndim not in (3, 4) or inputs.is_complex():
+        return {}
+    images = inputs if inputs.ndim == 4 else inputs.unsqueeze(1)
+    height, width = images.shape[2:]
+    if images.shape[1] not in (1, 3) or min(height, width) < 4 or max(height, width) > 8 * min(height, width):
+        return {}
+    step = -(-max(height, width) // _SIDE)
+    return {"pictures": images[:, :, ::step, ::step]}
+
+
+def as_pictures(images: Tensor) -> list[Picture]:
+    """Images (N, channels, height, width) of any numbers as pictures.
+
+    Bytes stay what they are, and floats from 0 to 1 are scaled to them. Anything else was standardised: each channel's
+    range over all the images becomes the range of a byte.
+    """
+    if images.dtype != torch.uint8 and len(images):
+        values = images.to(torch.float64)
+        low, high = values.amin(dim=(0, 2, 3), keepdim=True), values.amax(dim=(0, 2, 3), keepdim=True)
+        if images.is_floating_point() and low.min() >= 0 and high.max() <= 1:
+            low, high = torch.zeros_like(low), torch.ones_like(high)
+        images = ((values - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
+    _, channels, height, width = images.shape
+    rows = images.permute(0, 2, 3, 1).contiguous().numpy()
+    return [Picture(height=height, width=width, channels=channels, pixels=row.tobytes()) for row in rows]

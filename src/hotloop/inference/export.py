@@ -1,0 +1,189 @@
+"""A trained network as a file for use without hotloop: a graph (`.pt2`, `.onnx`) or weights (`.pt`, `.safetensors`).
+
+A graph takes the raw inputs that `hotloop predict` takes, if the Task's `prepare` can be captured, and any number of
+samples. What is written is read back and run on real samples first; only then does it become a file.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.random.rng import preserved
+from hotloop.core.records.training import Exported, Port
+from hotloop.core.task_parts.module_modes import rewrites_weights
+from hotloop.data.batch_tree import tensors
+from hotloop.errors import ExportError, HotloopError, blame, calling
+from hotloop.inference.export_formats import FORMATS, Format, Graph, Runner, Subject, names_of
+from hotloop.inference.predict import Chosen, first_inputs, preparation, restored_model, samples_of
+from hotloop.task import Task
+
+_TRIED = (1, 4, 7)
+"""Numbers of samples that a file for any number is run on."""
+
+
+def export_weights(
+    task: Task,
+    model: nn.Module,
+    chosen: Chosen,
+    path: Path,
+    *,
+    run: str,
+    prepare: bool = True,
+    batch_size: int | None = None,
+    inputs: Any = None,
+    versions: Mapping[str, str],
+) -> Exported:
+    """Writes a model that has the chosen weights to `path`, in the format of its suffix.
+
+    Args:
+        inputs: samples that the file is tried on, as `predict` takes them; None for those of the training data.
+
+    Raises:
+        ExportError: no such format, the model can't be captured, or what was written answers differently; then there is
+            no new file.
+    """
+    form = _format(path)
+    graph = isinstance(form, Graph)
+    if batch_size is not None and batch_size < 1:
+        raise ExportError(
+            f"batch_size={batch_size}", expected="1 or more", fix="leave it out for any number of samples"
+        )
+    with preserved(), torch.no_grad(), _quiet():
+        subject = _subject(task, model, prepare and graph, batch_size if graph else None, inputs)
+        if not graph:
+            source = restored_model(task, chosen.state) if rewrites_weights(model) else model
+            subject = replace(subject, weights=source.state_dict())
+        content = form.write(subject)
+        loaded = _loaded(form, content, subject, path.name)
+        sizes = _TRIED if subject.batch_size is None else (subject.batch_size,)
+        differences = [_difference(subject, loaded, size, path.name) for size in sizes]
+        takes, gives = _ports(subject) if graph else ([], [])
+    write_atomic(path, content)
+    return Exported(
+        run=run,
+        file=str(path),
+        format=path.suffix.lower().removeprefix("."),
+        size_bytes=len(content),
+        weights=chosen.weights,
+        epoch=chosen.epoch,
+        prepare=subject.prepare is not None if graph and preparation(task) is not None else None,
+        inputs=takes,
+        outputs=gives,
+        batch_sizes=list(sizes),
+        difference=max(found for found, _ in differences),
+        tolerance=max(allowed for _, allowed in differences),
+        versions=dict(versions),
+    )
+
+
+def _format(path: Path) -> Format:
+    found = FORMATS.get(path.suffix.lower())
+    if found is None:
+        raise ExportError(
+            f"{path.name!r} is of no known format",
+            expected="a name that ends in " + ", ".join(FORMATS),
+            fix="choose .pt2 or .onnx for a file that runs by itself, .pt or .safetensors for weights",
+        )
+    return found
+
+
+def _subject(task: Task, model: nn.Module, with_prepare: bool, batch_size: int | None, given: Any) -> Subject:
+    prepare = preparation(task)
+    inputs = first_inputs(task, max(_TRIED)) if given is None else samples_of(task, given, max(_TRIED))
+    if prepare is not None and not with_prepare:
+        inputs, prepare = calling("prepare", prepare, inputs), None
+    subject = Subject(task, model, prepare, inputs, batch_size)
+    try:
+        subject.whole(*subject.example)
+    except HotloopError:
+        raise
+    except Exception as error:
+        whose = "the training data's inputs" if given is None else "these inputs"
+        shapes = ", ".join(str(tuple(tensor.shape[1:])) for tensor in tensors(inputs))
+        raise ExportError(
+            f"the model can't take {whose}, of shape {shapes}: {blame(error)}",
+            expected="samples to try the file on, as predict takes them",
+            fix="give some by --inputs samples.npy (inputs=samples)",
+        ) from error
+    return subject
+
+
+def _loaded(form: Format, content: bytes, subject: Subject, name: str) -> Runner:
+    try:
+        return form.read(content, subject)
+    except Exception as error:
+        raise ExportError(f"{name} can't be loaded again: {blame(error)}", fix="try another format") from error
+
+
+def _difference(subject: Subject, loaded: Runner, size: int, name: str) -> tuple[float, float]:
+    """`(largest difference, what it may be)` between the outputs of the loaded file and the model's own."""
+    own = pytree.tree_leaves(subject.whole(*subject.batch(size)))
+    try:
+        given = pytree.tree_leaves(loaded(*subject.batch(size)))
+    except Exception as error:
+        raise ExportError(
+            f"{name}, loaded again, can't run {size} samples: {blame(error)}", fix="try another format"
+        ) from error
+    shapes, wanted = ([tuple(tensor.shape) for tensor in output] for output in (given, own))
+    if shapes != wanted:
+        raise ExportError(
+            f"{name}, loaded again, turns {size} samples into {shapes}", expected=f"{wanted}", fix="try another format"
+        )
+    found = [(_distance(one, other), _tolerance(one)) for one, other in zip(own, given, strict=True)]
+    for distance, tolerance in found:
+        if not distance <= tolerance:
+            raise ExportError(
+                f"{name}, loaded again, differs from the model by {distance:.3g} on {size} samples",
+                expected=f"at most {tolerance:.3g}",
+                fix="check whether the model draws random numbers, or keeps what it learned outside of its state_dict",
+            )
+    return max(found)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max())
+
+
+def _tolerance(output: Tensor) -> float:
+    """The last half of the digits, since other kernels sum in another order; whole numbers must be the same."""
+    if not output.is_floating_point():
+        return 0.0
+    return float(torch.finfo(output.dtype).eps ** 0.5 * output.double().abs().max().clamp(min=1e-6))
+
+
+def _ports(subject: Subject) -> tuple[list[Port], list[Port]]:
+    batch = subject.batch_size or "batch"
+    output = subject.whole(*subject.example)
+    return _described(subject.inputs, "input", batch), _described(output, "output", batch)
+
+
+def _described(tree: Any, alone: str, batch: int | str) -> list[Port]:
+    return [
+        Port(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=[batch, *value.shape[1:]])
+        for name, value in zip(names_of(tree, alone), pytree.tree_leaves(tree), strict=True)
+    ]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the advice, and the half-made graphs, that torch's exporters print for those who call them directly."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

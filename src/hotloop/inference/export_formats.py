@@ -1,0 +1,266 @@
+"""The formats that a trained network is exported in: graphs, which run by themselves, and weights.
+
+A format writes a `Subject` as bytes, and reads bytes back as a program that has nothing else would.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from hotloop.core.task_parts.module_modes import set_training, stays_in_eval
+from hotloop.data.batch_tree import map_tensors, tensors
+from hotloop.errors import ExportError, HotloopError, blame
+from hotloop.inference.predict import output_of
+from hotloop.lowering.context import built_model
+from hotloop.task import Task
+
+_CAPTURED_WITH = 4
+"""Samples that a graph is captured with; a batch of one would be taken for a constant."""
+
+Runner = Callable[..., Any]
+"""Takes inputs as a file does, and returns its output."""
+
+
+class Whole(nn.Module):
+    """From inputs to output: `prepare`, the model, and the Task's `predict`."""
+
+    __module__ = "exported"  # graphs name the classes that they came from
+
+    def __init__(self, task: Task, model: nn.Module, prepare: Callable[[Any], Any] | None) -> None:
+        super().__init__()
+        self.model = model
+        self._task, self._prepare = task, prepare
+
+    def forward(self, *inputs: Any) -> Tensor | dict[str, Tensor]:
+        given = inputs[0] if len(inputs) == 1 else inputs
+        return output_of(self._task, self.model, given if self._prepare is None else self._prepare(given))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is exported.
+
+    Attributes:
+        model: on the CPU, in evaluation mode.
+        weights: the `state_dict` to write, which a model in training mode has: one that merges weights in `eval()` has not yet.
+        prepare: what the file does to its inputs; None where it takes prepared ones.
+        inputs: real samples as the file takes them: a tensor, a tuple or a dict of them.
+        batch_size: the only number of samples that a graph takes; None for any.
+    """
+
+    task: Task
+    model: nn.Module
+    prepare: Callable[[Any], Any] | None
+    inputs: Any
+    batch_size: int | None = None
+    weights: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> Whole:
+        return Whole(self.task, self.model, self.prepare)
+
+    @property
+    def example(self) -> tuple[Any, ...]:
+        """Arguments to capture a graph with."""
+        return self.batch(self.batch_size or _CAPTURED_WITH)
+
+    def batch(self, size: int) -> tuple[Any, ...]:
+        """Arguments for a batch of `size`; the samples at hand are repeated."""
+        inputs = map_tensors(lambda tensor: tensor[torch.arange(size) % len(tensor)], self.inputs)
+        return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+class Format(Protocol):
+    """One kind of file."""
+
+    def write(self, subject: Subject) -> bytes:
+        """The file's content."""
+
+    def read(self, content: bytes, subject: Subject) -> Runner:
+        """What can be run with this content alone; of `subject`, weights take the model's source and no number."""
+
+
+class Graph:
+    """What the model computes, as operations."""
+
+    def captured(self, subject: Subject) -> ExportedProgram:
+        """The operations, for any number of samples or for a fixed one.
+
+        Raises:
+            ExportError: torch.export can't capture them.
+        """
+        try:
+            return _capture(subject)
+        except HotloopError:
+            raise
+        except Exception as error:
+            try:
+                return _capture(subject, strict=True)  # slower, but it reads the source: len(x) is no constant to it
+            except Exception:
+                raise _uncaptured(subject, error) from error
+
+
+class Pt2(Graph):
+    """torch.export: `torch.export.load(file).module()(inputs)`."""
+
+    def write(self, subject: Subject) -> bytes:
+        stream = io.BytesIO()
+        torch.export.save(self.captured(subject), stream)
+        return stream.getvalue()
+
+    def read(self, content: bytes, subject: Subject) -> Runner:
+        return torch.export.load(io.BytesIO(content)).module()
+
+
+class Onnx(Graph):
+    """ONNX, for other runtimes and languages."""
+
+    def write(self, subject: Subject) -> bytes:
+        lacking = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+        if lacking:
+            raise ExportError(
+                f"an ONNX file needs {' and '.join(lacking)}, not installed here",
+                expected="ONNX's packages",
+                fix='install them with: pip install "hotloop[onnx]"',
+            )
+        from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
+        graph = self.captured(subject)
+        inputs, outputs = names_of(subject.inputs, "input"), names_of(subject.whole(*subject.example), "output")
+        try:
+            program = torch.onnx.export(graph, dynamo=True, verbose=False, input_names=inputs, output_names=outputs)
+            assert program is not None
+            ClearMetadataAndDocStringPass()(program.model)  # file paths and source lines of whoever exports
+            proto = program.model_proto
+            _name_batch(proto.graph)
+            return bytes(proto.SerializeToString())
+        except Exception as error:
+            raise ExportError(
+                f"the model can't be written as ONNX: {blame(error)}", fix="write .pt2, or the weights as .safetensors"
+            ) from error
+
+    def read(self, content: bytes, subject: Subject) -> Runner:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        names = [port.name for port in session.get_inputs()]
+
+        def run(*inputs: Any) -> list[Tensor]:
+            values = [tensor.numpy() for tensor in pytree.tree_leaves(inputs)]
+            return [torch.as_tensor(value) for value in session.run(None, dict(zip(names, values, strict=True)))]
+
+        return run
+
+
+class Weights:
+    """The `state_dict`, for who has the model's source: `model.load_state_dict(torch.load(file))`."""
+
+    def write(self, subject: Subject) -> bytes:
+        stream = io.BytesIO()
+        torch.save(subject.weights, stream)
+        return stream.getvalue()
+
+    def read(self, content: bytes, subject: Subject) -> Runner:
+        model = built_model(subject.task)
+        set_training(model, stays_in_eval(model))
+        model.load_state_dict(self.load(content))
+        return replace(subject, model=model.eval()).whole
+
+    def load(self, content: bytes) -> dict[str, Any]:
+        return torch.load(io.BytesIO(content), weights_only=True)
+
+
+class Safetensors(Weights):
+    """The `state_dict` as safetensors: `model.load_state_dict(safetensors.torch.load_file(file))`."""
+
+    def write(self, subject: Subject) -> bytes:
+        state = subject.weights
+        other = [name for name, value in state.items() if not isinstance(value, Tensor)]
+        if other:
+            raise ExportError(
+                f"the model's state_dict holds {other[0]!r}, which is no tensor",
+                expected="tensors",
+                fix="write a .pt file",
+            )
+        # Each name gets a tensor of its own, also where the model shares one: so it loads by load_state_dict alone.
+        own = {name: value.clone().contiguous() for name, value in state.items()}
+        try:
+            return safetensors.torch.save(own, {"format": "pt"})
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise ExportError(
+                f"the weights can't be written as safetensors: {blame(error)}", fix="write a .pt file"
+            ) from error
+
+    def load(self, content: bytes) -> dict[str, Any]:
+        return safetensors.torch.load(content)
+
+
+FORMATS: dict[str, Format] = {".pt2": Pt2(), ".onnx": Onnx(), ".pt": Weights(), ".safetensors": Safetensors()}
+"""By a file's suffix."""
+
+
+def names_of(tree: Any, alone: str) -> list[str]:
+    """A name for each tensor: a dict's keys, else `input` (`alone`), or `input_0`, `input_1` and so on."""
+    if isinstance(tree, Mapping):
+        return [str(name) for name in tree]
+    count = len(list(tensors(tree)))
+    return [alone] if count == 1 else [f"{alone}_{place}" for place in range(count)]
+
+
+def _capture(subject: Subject, *, strict: bool = False) -> ExportedProgram:
+    arguments = subject.example
+    batch = {0: Dim("batch")}
+    shapes = None if subject.batch_size else (pytree.tree_map(lambda _: batch, arguments),)  # of the parameter *inputs
+    program = torch.export.export(subject.whole, arguments, dynamic_shapes=shapes, strict=strict)
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # file paths and source lines of whoever exports
+    program.example_inputs = pytree.tree_map(torch.zeros_like, program.example_inputs)  # not the training data
+    return program
+
+
+def _uncaptured(subject: Subject, error: Exception) -> ExportError:
+    """Why the model can't be captured, and the way that does work."""
+    weights = "write the weights as .safetensors"
+    prepare = subject.prepare
+    if prepare is not None and _works(replace(subject, prepare=None, inputs=prepare(subject.inputs))):
+        return ExportError(
+            f"prepare can't be captured by torch.export: {blame(error)}",
+            expected="a prepare of tensor operations, for any number of samples",
+            fix="leave it out with --without-prepare (prepare=False), and give prepared inputs to the file",
+        )
+    if subject.batch_size is None and _works(replace(subject, batch_size=_CAPTURED_WITH)):
+        return ExportError(
+            "the model doesn't take any number of samples, as far as torch.export can tell",
+            expected="operations that hold for each",
+            fix=f"give --batch-size N (batch_size=N) for a file that takes N samples at a time, or {weights}",
+        )
+    return ExportError(f"the model can't be captured by torch.export: {blame(error)}", fix=weights)
+
+
+def _works(subject: Subject) -> bool:
+    try:
+        _capture(subject)
+    except Exception:
+        return False
+    return True
+
+
+def _name_batch(graph: Any) -> None:
+    """Calls the batch dimension of an ONNX graph `batch`, in place of the symbol that torch gave it."""
+    symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in [*graph.input, *graph.output, *graph.value_info]:
+        for dimension in value.type.tensor_type.shape.dim:
+            if symbol and dimension.dim_param == symbol:
+                dimension.dim_param = "batch"

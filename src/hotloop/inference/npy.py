@@ -1,0 +1,137 @@
+"""NumPy's files: inputs in, scores out."""
+
+from __future__ import annotations
+
+import io
+import lzma
+import math
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.errors import DataError, shortened
+
+_ANEW = "write it anew with numpy.savez"
+_ENCRYPTED = 1
+_MOST_COMPRESSED = 1100
+"""Deflate makes data at most 1,032 times smaller."""
+
+_MAGIC = {b"\x93NUMPY": ".npy", b"PK\x03\x04": ".npz"}
+
+
+def read_arrays(path: Path) -> np.ndarray | dict[str, np.ndarray]:
+    """The array of a .npy file, which stays on the disk until it's used, or the arrays of a .npz file by name.
+
+    Raises:
+        DataError: it's gone, is no such file, is damaged, or holds Python objects, which could run code.
+    """
+    kind = _kind(path)
+    try:
+        if kind == ".npy":
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        _check_archive(path)
+        with np.load(path, allow_pickle=False) as archive:
+            return dict(archive)
+    except MemoryError as error:
+        raise DataError(f"{path} declares more than the memory holds", expected="arrays that fit", fix=_ANEW) from error
+    except (
+        ValueError,
+        OSError,
+        EOFError,
+        KeyError,
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        RuntimeError,
+    ) as error:
+        if "object" in str(error).lower():
+            raise DataError(
+                f"{path} holds Python objects, which aren't loaded since they could run code",
+                expected="an array of numbers",
+                fix="save it as one, such as numpy.asarray(rows, dtype='float32')",
+            ) from error
+        raise DataError(f"{path} is damaged ({error})", expected=f"a {kind} file", fix=_ANEW) from error
+
+
+def _check_archive(path: Path) -> None:
+    """Looks at what a .npz file declares before any of it is read.
+
+    Raises:
+        DataError: it is encrypted, compressed in a way that numpy.savez doesn't write, has members that are no arrays, or
+            one that declares more than the file holds.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            shown = f"{path} has the member {shortened(member.filename)}"
+            if member.flag_bits & _ENCRYPTED:
+                raise DataError(f"{shown}, which is encrypted", expected="arrays that anybody can read", fix=_ANEW)
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                kind = f"compression {member.compress_type}"
+                raise DataError(f"{shown}, which has {kind}", expected="what numpy.savez writes", fix=_ANEW)
+            if not member.filename.endswith(".npy"):
+                raise DataError(f"{shown}, which is no array", expected="arrays alone, named *.npy", fix=_ANEW)
+            with archive.open(member) as file:
+                declared = _declared_bytes(file)
+            if declared > member.file_size or member.compress_size * _MOST_COMPRESSED < member.file_size - 4096:
+                raise DataError(
+                    f"{shown}, which declares {max(declared, member.file_size) / 1e9:.1f} GB and has"
+                    f" {member.compress_size / 1e6:.1f} MB",
+                    expected="as much as it declares",
+                    fix=_ANEW,
+                )
+
+
+def _declared_bytes(file: IO[bytes]) -> int:
+    """Of the array whose header a file begins with."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return math.prod(shape) * dtype.itemsize
+
+
+def _kind(path: Path) -> str:
+    if not path.exists():
+        raise DataError(f"no file {path}", expected="a .npy or .npz file", fix="check the path")
+    try:
+        with path.open("rb") as file:
+            start = file.read(6)
+    except OSError as error:
+        raise DataError(
+            f"{path} can't be read ({error.strerror})", expected="a .npy or .npz file", fix="check the path"
+        ) from error
+    found = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
+    if found is None:
+        raise DataError(f"{path} is no .npy or .npz file", expected="one", fix="write it with numpy.save")
+    return found
+
+
+def check_output(path: Path, inputs: Path) -> None:
+    """Refuses, before the work, a path that outputs can't be written to."""
+    if path.suffix not in (".npy", ".npz"):
+        raise DataError(f"--out {path}", expected="a name that ends in .npy or .npz", fix="choose one")
+    if path.resolve() == inputs.resolve():
+        raise DataError(f"--out {path} is the file with the inputs", expected="another", fix="choose another name")
+
+
+def write_arrays(path: Path, arrays: np.ndarray | dict[str, np.ndarray]) -> None:
+    """Writes an array to a .npy file, or arrays by name to a .npz file (one alone is called `scores`).
+
+    Raises:
+        DataError: several arrays for a .npy file.
+    """
+    stream = io.BytesIO()
+    if path.suffix == ".npz":
+        np.savez(stream, **(arrays if isinstance(arrays, dict) else {"scores": arrays}))  # type: ignore[arg-type]
+    elif isinstance(arrays, dict):
+        raise DataError(
+            f"the model has several outputs: {', '.join(arrays)}",
+            expected="a .npz file for them",
+            fix=f"give --out {path.with_suffix('.npz')}, or give the Task a predict(model, inputs) that picks one",
+        )
+    else:
+        np.save(stream, arrays)
+    write_atomic(path, stream.getvalue())

@@ -1,0 +1,218 @@
+"""The engine axis: the step written out in array operations by `hotloop.arrays`, on the memory of torch's tensors.
+
+Forward, loss, backward and update are NumPy's or CuPy's, and autograd is not asked for anything. What surrounds them is
+the eager step's: random streams, clipping, schedule, average, sums. So is the State, and any plan can go on from it.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from itertools import chain
+from operator import add
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotloop.arrays.dense import Dropout, Embedding
+from hotloop.arrays.layer import shape_after
+from hotloop.arrays.optimizers import Memory, Optimizer
+from hotloop.core.task_parts.module_modes import stays_in_eval
+from hotloop.errors import DataError, PlanError, TaskError, kind
+from hotloop.lowering.arrays_engine.conversion import converted, counts_steps, loss_of, namespace_of, rule_of, shared
+from hotloop.lowering.arrays_engine.graph_trace import called, refused
+from hotloop.lowering.context import Ingredients
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.lowering.transforms.optimizer import hooked_optimizer
+from hotloop.task import Computed
+
+
+class ArraysStep(EagerStep):
+    """One training step, in array operations.
+
+    Attributes:
+        network: the model's layers.
+
+    Raises:
+        PlanError: the Task has something that isn't known how to write out; the message names it.
+    """
+
+    def __init__(self, parts: Ingredients) -> None:
+        super().__init__(parts)
+        if parts.task.step is not None:
+            raise PlanError(
+                "engine=arrays, and the Task has a step of its own",
+                expected="a model and a loss, which can be written out",
+                fix="use engine=eager",
+            )
+        if parts.in_eval:
+            name = min(parts.in_eval)
+            raise refused(
+                f"{called(name, parts.model.get_submodule(name))}, which stays in evaluation mode while training"
+            )
+        self._xp = namespace_of(parts.device)
+        self.network = converted(parts.model, self._xp)
+        self._loss = loss_of(parts.task.loss)
+        if (found := hooked_optimizer(self.optimizer)) is not None:
+            raise refused(found)
+        for group in self.optimizer.param_groups:
+            rule_of(self.optimizer, group)
+        layers = [call.layer for call in self.network.calls]
+        for layer in layers:
+            if isinstance(layer, Dropout):
+                layer.draw = self._kept
+        self._embeddings = [layer for layer in layers if isinstance(layer, Embedding)]
+        self._places, self._trained = self._find_places(), self._find_trained()
+        self._gradients: dict[Tensor, Any] = {}
+        # torch's schedulers warn where the optimizer's own `step` wasn't called before theirs.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._memory: dict[Tensor, Memory] = {}
+        self._dtype = self._trainable[0].dtype
+        self._known_inputs: Any = None
+        self._written_out = True
+
+    def run_eagerly(self) -> None:
+        """From now on, by torch on the same tensors, so that hooks of modules see what happens."""
+        self._written_out = False
+
+    def rebind(self) -> None:
+        """Notes that tensors of the optimizer's state were replaced."""
+        self._memory = {}
+
+    def unbind(self) -> None:
+        """Looks whether the layers still compute on the model's memory, which callbacks may have replaced.
+
+        Raises:
+            TaskError: the model has other parameters than the optimizer, or some have other memory, or are trained that
+                weren't, or the other way round.
+        """
+        super().unbind()
+        self._check_ownership()
+        self._memory = {}
+        places = self._find_places()
+        if moved := [name for name, place in places.items() if place != self._places.get(name)]:
+            raise TaskError(
+                f"a callback gives {moved[0]!r} other memory, and engine=arrays computes on what it had",
+                expected="parameters and buffers that are changed in place",
+                fix=f"write into {moved[0]!r}, such as by `.data.copy_(...)`, or choose engine=eager",
+            )
+
+        if in_eval := stays_in_eval(self.parts.model):
+            raise TaskError(
+                f"a callback puts {min(in_eval)!r} into evaluation mode, and engine=arrays trains all modules",
+                expected="modules that stay in training mode",
+                fix="choose engine=eager",
+            )
+        if changed := sorted(self._find_trained() ^ self._trained):
+            raise TaskError(
+                f"a callback freezes or thaws {changed[0]!r}, and engine=arrays trains what it did at first",
+                expected="the same parameters to train throughout",
+                fix="choose engine=eager",
+            )
+
+    def _find_trained(self) -> set[str]:
+        return {name for name, value in self.parts.model.named_parameters() if value.requires_grad}
+
+    def _find_places(self) -> dict[str, int]:
+        """Where the memory of parameters and buffers begins, by name."""
+        model = self.parts.model
+        return {name: value.data_ptr() for name, value in chain(model.named_parameters(), model.named_buffers())}
+
+    def _backward(self, batch: Any, samples: int, step: int) -> Computed:
+        if not self._written_out:
+            return super()._backward(batch, samples, step)
+        self.draws.seed(step)
+        self._clear_gradients()
+        with np.errstate(all="ignore"):  # torch doesn't warn of infinity either: the loop looks for it
+            loss = self._forward_and_backward(*self._arrays(batch))
+        for parameter, users in self.network.owned:
+            self._gradients[parameter] = reduce(add, [layer.gradients[name] for layer, name in users])
+            parameter.grad = torch.as_tensor(self._gradients[parameter])
+        self._clip_unscaled()
+        return Computed(torch.as_tensor(loss), None, {})
+
+    def _forward_and_backward(self, inputs: Any, target: Any) -> Any:
+        output = self.network.graph.forward(inputs, training=True)
+        loss, dy = self._compared(output, target)
+        self.network.graph.backward(dy)
+        return loss
+
+    def _compared(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """The loss, and its derivative with respect to the output."""
+        self._loss.check(target, output.shape[1:], "the target")
+        return self._loss.forward(output, target), self._loss.backward()
+
+    def _update(self) -> None:
+        if not self._written_out:
+            super()._update()
+            return
+        weights = {parameter: users[0][0].weights[users[0][1]] for parameter, users in self.network.owned}
+        counting = counts_steps(self.optimizer)
+        for group in self.optimizer.param_groups:
+            rule = rule_of(self.optimizer, group)
+            for parameter in group["params"]:
+                if parameter in weights:  # the others are frozen
+                    self._update_by(rule, parameter, weights[parameter], counting)
+
+    def _update_by(self, rule: Optimizer, parameter: Tensor, weight: Any, counting: bool) -> None:
+        state = self._state(parameter, rule.remembers, counting)
+        if counting:
+            state["step"] += 1
+        step = int(state["step"]) if counting else 0
+        with np.errstate(all="ignore"):
+            rule.update(weight, self._gradients[parameter], self._memory[parameter], step)
+
+    def _state(self, parameter: Tensor, names: tuple[str, ...], counting: bool) -> dict[str, Any]:
+        """The optimizer's own state of a parameter, as its first step makes it; the arrays' memory is the same memory."""
+        state = self.optimizer.state[parameter] if names or counting else {}
+        if parameter in self._memory:
+            return state
+        for name in names:
+            state.setdefault(name, torch.zeros_like(parameter, requires_grad=False))
+        if counting:
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        self._memory[parameter] = {name: shared(state[name], self._xp) for name in names}
+        return state
+
+    def _kept(self, shape: tuple[int, ...], share: float) -> Any:
+        """A dropout's mask from torch's generator, as torch's own dropout draws it."""
+        mask = torch.empty(shape, dtype=self._dtype, device=self.parts.device).bernoulli_(share)
+        return shared(mask, self._xp)
+
+    def _arrays(self, batch: Any) -> tuple[Any, Any]:
+        """Inputs and target as arrays.
+
+        Raises:
+            DataError: they are no pair of tensors, or of a dtype that the model hasn't.
+            TaskError: the model can't take them.
+        """
+        if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(one, Tensor) for one in batch):
+            given = f"{len(batch)} parts" if isinstance(batch, tuple | list) else kind(batch)
+            raise DataError(
+                f"engine=arrays, and a batch is {given}",
+                expected="one tensor of inputs and one of targets",
+                fix="use engine=eager",
+            )
+        inputs, target = batch
+        if (inputs.shape[1:], inputs.dtype) != self._known_inputs:
+            self._check_inputs(inputs)
+        for embedding in self._embeddings:
+            embedding.check(shared(inputs, self._xp), "the batch")
+        target = target.to(self._dtype) if target.is_floating_point() else target
+        return shared(inputs, self._xp), shared(target, self._xp)
+
+    def _check_inputs(self, inputs: Tensor) -> None:
+        embeds = bool(self._embeddings)
+        if inputs.is_floating_point() == embeds or (not embeds and inputs.dtype != self._dtype):
+            raise DataError(
+                f"the inputs have dtype {_short(inputs.dtype)}",
+                expected="whole numbers, for the embedding" if embeds else f"{_short(self._dtype)}, as the model has",
+                fix="turn them into that, in the data or in the Task's prepare",
+            )
+        shape_after(self.network.graph, tuple(inputs.shape[1:]))
+        self._known_inputs = (inputs.shape[1:], inputs.dtype)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

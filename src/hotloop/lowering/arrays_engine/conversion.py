@@ -1,0 +1,184 @@
+"""A Task's model, loss and optimizer in terms of `hotloop.arrays`, on the same memory: so weights come back by themselves.
+
+What has nothing like it there, or has a setting that this hasn't, is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hotloop import arrays
+from hotloop.arrays.backend import namespace
+from hotloop.arrays.graph import Graph
+from hotloop.arrays.layer import Layer
+from hotloop.core.task_parts.loss_info import Objective
+from hotloop.lowering.arrays_engine.graph_trace import Call, called, refused, traced
+
+
+def namespace_of(device: torch.device) -> Any:
+    """NumPy for the CPU, CuPy for NVIDIA's and AMD's GPUs.
+
+    Raises:
+        PlanError: CuPy isn't installed.
+    """
+    return namespace("numpy" if device.type == "cpu" else "cupy")
+
+
+def shared(tensor: Tensor, xp: Any) -> Any:
+    """The tensor as an array on the same memory."""
+    return xp.from_dlpack(tensor.detach())
+
+
+# --- layers
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A model as layers.
+
+    Attributes:
+        graph: the layers, whose weights and buffers are the model's own memory.
+        calls: each layer with the module that it was made of.
+        owned: each trainable parameter, with the layers that use it and the name that it has there.
+    """
+
+    graph: Graph
+    calls: list[Call]
+    owned: list[tuple[nn.Parameter, list[tuple[Layer, str]]]]
+
+
+def converted(model: nn.Module, xp: Any) -> Converted:
+    """The model as layers of `hotloop.arrays`.
+
+    A module that is called several times, and modules that share a parameter, become several layers on one memory.
+
+    Raises:
+        PlanError: what its forward calls isn't known, or has a setting or a hook that its layer hasn't.
+    """
+    for name, module in model.named_modules():
+        _check_hooks(name, module)
+    graph, calls = traced(model)
+    users: dict[nn.Parameter, list[tuple[Layer, str]]] = {}
+    for call in calls:
+        if call.module is None:
+            continue
+        for name, value in call.module.named_parameters(recurse=False):
+            key = name.removesuffix("_l0")  # of recurrent modules
+            call.layer.weights[key] = shared(value, xp)
+            if value.requires_grad:
+                users.setdefault(value, []).append((call.layer, key))
+        call.layer.buffers = {key: shared(value, xp) for key, value in call.module.named_buffers(recurse=False)}
+    return Converted(graph, calls, list(users.items()))
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _check_hooks(name: str, module: nn.Module) -> None:
+    hooked = any(getattr(module, kept) for kept in _HOOKS)
+    values = module.parameters(recurse=False)
+    if hooked or any(value._backward_hooks or value._post_accumulate_grad_hooks for value in values):
+        raise refused(f"the hooks of {called(name, module)}")
+
+
+# --- losses
+
+
+_MODULES: dict[type[nn.Module], Callable[..., arrays.Loss]] = {
+    nn.CrossEntropyLoss: arrays.CrossEntropy,
+    nn.BCEWithLogitsLoss: arrays.BinaryCrossEntropy,
+    nn.MSELoss: arrays.SquaredError,
+}
+_FUNCTIONS: dict[Any, Callable[..., arrays.Loss]] = {
+    functional.cross_entropy: arrays.CrossEntropy,
+    functional.binary_cross_entropy_with_logits: arrays.BinaryCrossEntropy,
+    functional.mse_loss: arrays.SquaredError,
+}
+_PLAIN = {"reduction": "mean", "weight": None, "pos_weight": None, "label_smoothing": 0.0}
+
+
+def loss_of(loss: Any) -> arrays.Loss:
+    """A Task's loss as one of `hotloop.arrays`.
+
+    Raises:
+        PlanError: it isn't known, or has a setting that isn't.
+    """
+    function: Any = loss.func if isinstance(loss, partial) else loss
+    given = loss.keywords if isinstance(loss, partial) else {}
+    make = _MODULES.get(type(function)) or (_FUNCTIONS.get(function) if callable(function) else None)
+    if make is None or (isinstance(loss, partial) and loss.args):
+        names = ", ".join(f"nn.{one.__name__}" for one in _MODULES)
+        name = getattr(function, "__name__", None)
+        raise refused(f"the loss {name or type(loss).__name__}", f"{names}, or their functions")
+    for name, plain in _PLAIN.items():
+        value = given.get(name, getattr(loss, name, plain) if not given else plain)
+        if value is not plain and value != plain:
+            raise refused(f"{name}={value!r} of the loss")
+    return make(Objective.of(loss).ignore_index) if make is arrays.CrossEntropy else make()
+
+
+# --- optimizers
+
+
+def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> arrays.Optimizer:
+    """How the weights of one of the optimizer's groups are updated, with the numbers that it has now.
+
+    Raises:
+        PlanError: the optimizer isn't known, or has a setting that isn't.
+    """
+    make = _RULES.get(type(optimizer))
+    if make is None:
+        names = ", ".join(one.__name__ for one in _RULES)
+        raise refused(f"the optimizer {type(optimizer).__name__}", f"one of torch.optim: {names}")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise refused(f"the hooks of {type(optimizer).__name__}")
+    for name, plain in _PLAIN_GROUP.items():
+        if name in group and group[name] != plain and not (name == "momentum" and type(optimizer) is torch.optim.SGD):
+            raise refused(f"{name}={group[name]!r} of {type(optimizer).__name__}")
+    return make(group, lr=float(group["lr"]), weight_decay=float(group["weight_decay"]))
+
+
+def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it remembers, for each weight, how many steps were taken."""
+    return type(optimizer) is not torch.optim.SGD
+
+
+_PLAIN_GROUP = {
+    "amsgrad": False,
+    "centered": False,
+    "dampening": 0,
+    "differentiable": False,
+    "lr_decay": 0,
+    "maximize": False,
+    "momentum": 0,
+}
+
+
+def _sgd(group: dict[str, Any], **common: float) -> arrays.Optimizer:
+    if not group["momentum"]:
+        return arrays.SGD(**common)
+    make = arrays.Nesterov if group["nesterov"] else arrays.Momentum
+    return make(momentum=group["momentum"], **common)
+
+
+def _adam(group: dict[str, Any], **common: float) -> arrays.Optimizer:
+    make = arrays.AdamW if group.get("decoupled_weight_decay") else arrays.Adam
+    beta1, beta2 = map(float, group["betas"])
+    return make(beta1=beta1, beta2=beta2, eps=group["eps"], **common)
+
+
+_RULES: dict[type[torch.optim.Optimizer], Callable[..., arrays.Optimizer]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adagrad: lambda group, **common: arrays.AdaGrad(eps=group["eps"], **common),
+    torch.optim.RMSprop: lambda group, **common: arrays.RMSProp(alpha=group["alpha"], eps=group["eps"], **common),
+    torch.optim.Adadelta: lambda group, **common: arrays.AdaDelta(rho=group["rho"], eps=group["eps"], **common),
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+}

@@ -1,0 +1,33 @@
+"""Detection of changes in a data set after it was read into memory; training then uses outdated data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hotloop.data.dataset_changes import summary
+from hotloop.data.sources import Samples, Table
+from hotloop.lowering.context import Ingredients
+
+
+class DataChanges:
+    """Compares the Task's data set with its state at the last comparison."""
+
+    def __init__(self, parts: Ingredients) -> None:
+        given = parts.task.roles.train
+        is_read = isinstance(given, Samples) and isinstance(parts.roles.train, Table)
+        self._dataset = given.dataset if is_read and isinstance(given, Samples) else None
+        self._say = parts.say
+        self._summary: tuple[Any, ...] | None = None
+
+    def report(self) -> None:
+        """Reports once that the data set has changed since it was read."""
+        if self._dataset is None:
+            return
+        now = summary(self._dataset)
+        if self._summary is not None and self._summary != now:
+            self._dataset = None
+            self._say(
+                "the data set has changed since it was read into memory, and training goes on with what was read:"
+                " set deterministic=False in the Task, or residency=stream in the plan"
+            )
+        self._summary = now

@@ -1,0 +1,1 @@
+"""Capturing a step as one graph, and compiling it."""

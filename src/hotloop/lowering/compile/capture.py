@@ -1,0 +1,382 @@
+"""Captures the training step as one graph of tensor operations, from which a compiler makes one program.
+
+The step runs once on tensors without content, under torch's tracer. What it does with them is the graph; what Python
+does beside them happens once and never again. So everything that could differ from step to step in Python is looked
+for, and refused: attributes that change, buffers that are replaced, draws from Python's or NumPy's generators, branches
+on the value of a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.stateless import _reparametrize_module
+
+from hotloop.core.patches import patched
+from hotloop.core.reporter import unlogged
+from hotloop.data.batch_tree import flatten
+from hotloop.errors import PlanError, blame, kind
+from hotloop.lowering.compile.compiled_rng import check_draws, check_recurrent, no_rewound_draws
+from hotloop.lowering.compile.decompositions import mend
+from hotloop.lowering.compile.guards import check_batch, check_constants, check_overlaps, constants_of, same_constants
+from hotloop.lowering.compile.inputs import Values, by_place, held_by, hyper_of, put, step_tensors
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.lowering.grouped_mm import traceable_groups
+from hotloop.lowering.object_state.side_effects import no_side_effects, no_side_effects_of_update, refused
+from hotloop.lowering.transforms.accumulation import accumulate_on_device
+from hotloop.lowering.transforms.optimizer import bare_step, hooked_optimizer, lay_out_gradients, without_subnormals
+from hotloop.task import Computed, hooked_parameter
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One step as a graph.
+
+    Attributes:
+        graph: takes the leaves of `(tensors of the step, batch)`, changes the former in place, and returns
+            `(loss, *scalars, *gradients)`; gradients, as scaled as the loss, only where the update is not part of it.
+        examples: tensors without content, of the shapes, dtypes and strides that the graph is for.
+        scalars: names of the further scalars.
+        gradients: names of the parameters whose gradients are returned.
+    """
+
+    graph: GraphModule
+    examples: Sequence[Tensor]
+    scalars: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+    def traced_again(self, run: Callable[..., Any], *further: Tensor) -> GraphModule:
+        """What `run` does with the examples, and with further ones of their kind, as a graph; in the capture's own way."""
+        mode = self.examples[0].fake_mode  # type: ignore[attr-defined]
+        with mode, _tracing(), torch.no_grad():
+            return make_fx(run)(*self.examples, *further)
+
+
+Update = Literal["singly", "in_lists", "as_set"]
+"""How the update is captured: one by one, which a compiler fuses with what comes before; over lists, or as it is set."""
+
+
+def capture(
+    step: EagerStep, batch: Any, samples: int, hyper: dict[str, Tensor], *, whole: bool, update: Update = "singly"
+) -> Captured:
+    """The graph of one step on batches like `batch`; nothing is computed, and nothing changes. See `Capture`."""
+    return Capture(step, samples, hyper, whole=whole, update=update).twice(batch)
+
+
+class Capture:
+    """How a step becomes a graph, and again in the same way later.
+
+    Args:
+        hyper: a float64 for each of the optimizer's numbers that may change, by place; the others become constants.
+        whole: clipping, update and average too.
+
+    Attributes:
+        once_s: seconds that the last single run took.
+    """
+
+    once_s = 0.0
+
+    def __init__(
+        self, step: EagerStep, samples: int, hyper: dict[str, Tensor], *, whole: bool, update: Update = "singly"
+    ) -> None:
+        self._step, self._hyper, self._whole = step, hyper, whole
+        self._tracer = _Tracer(step, samples, whole, update)
+
+    def once(self, batch: Any) -> Captured:
+        """Raises PlanError where the step can't be captured."""
+        began = time.perf_counter()
+        _check_hooks(self._step, whole=self._whole)  # each time: callbacks may have hung some up
+        captured = self._tracer.trace((step_tensors(self._step, self._hyper, whole=self._whole), batch))
+        self.once_s = time.perf_counter() - began
+        return captured
+
+    def twice(self, batch: Any) -> Captured:
+        """Raises PlanError, too, where the step would not be the same step after step."""
+        return self.again(self.once(batch), batch)
+
+    def again(self, first: Captured, batch: Any) -> Captured:
+        """Raises PlanError where the step isn't what it was first."""
+        second = self.once(batch)
+        if first.graph.code != second.graph.code or not same_constants(first.graph, second.graph):
+            raise refused("two runs of it do different operations", "a step that is the same each time")
+        return second
+
+
+class _Tracer:
+    def __init__(self, step: EagerStep, samples: int, whole: bool, update: Update) -> None:
+        self.step, self.samples, self.whole, self.how = step, samples, whole, update
+        self.names = {id(value): name for name, value in step.parts.model.named_parameters()}
+        self.numbers = hyper_of(step.optimizer)
+        self.scalars: tuple[str, ...] = ()
+        self.gradients: tuple[str, ...] = ()
+        self.updates = False
+
+    def trace(self, values: Any) -> Captured:
+        leaves, unflatten = flatten(values)
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        if others:
+            raise refused(f"a batch holds {type(others[0]).__name__}", "batches of tensors alone")
+        check_recurrent(self.step.parts.model, self.step.parts.device)
+        # brings sympy along, which takes a third of a second
+        from hotloop.lowering.compile.symbolic_numbers import Symbols, unasked_powers
+
+        mode = FakeTensorMode(shape_env=Symbols(), static_shapes=True, allow_non_fake_inputs=True)
+        # Each leaf is an input of its own, also where this batch holds one tensor twice.
+        examples = [mode.from_tensor(_another(leaf), static_shapes=True) for leaf in leaves]
+        drawn = _drawn()
+        try:
+            draws = no_rewound_draws(self.step.parts.device)
+            with unlogged("torch"), mode, _tracing(), unasked_powers(), draws:
+                run = make_fx(lambda *flat: self.run(*unflatten(flat)), _WRITTEN_OUT)
+                graph = run(*examples)
+            mend(graph)
+        except PlanError:
+            raise
+        except Exception as error:
+            raise self._refused(error) from error
+        if drawn != _drawn():
+            raise refused("it draws from Python's or NumPy's generator", "draws from torch's generator alone")
+        check_draws(graph)
+        self.check_generators(graph)
+        check_constants(graph, leaves)
+        check_overlaps(graph, by_place(values[0]))
+        check_batch(graph, flatten(values[1])[0])
+        return Captured(graph, examples, self.scalars, self.gradients)
+
+    def check_generators(self, graph: GraphModule) -> None:
+        """Refuses draws from generators that aren't torch's global ones, which no seed of a step would reach."""
+        own = [value for value in constants_of(graph).values() if isinstance(value, torch.Generator)]
+        if own:
+            self.step.owned.of_batch.refresh()
+            raise refused(
+                f"it draws from {self.step.owned.of_batch.path_of(own[0]) or 'a torch.Generator'}, a random generator of its own",
+                "draws from torch's global generator",
+                fix="leave out generator=... there, or choose compile=none and graphs=none",
+            )
+
+    def run(self, values: Values, batch: Any) -> tuple[Tensor, ...]:
+        """One step on the given tensors, in place of the step's own."""
+        parts = self.step.parts
+        live = {name: value.detach().requires_grad_(self.trained(name)) for name, value in values["parameters"].items()}
+        buffers, scale = values["buffers"], values.get("scale")
+        loss = parts.task.loss if isinstance(parts.task.loss, nn.Module) else nn.Module()
+        wanted = {name: value for name, value in live.items() if value.requires_grad}
+        gradients: dict[str, Tensor] = {}
+
+        def backward(loss: Tensor, counts: Tensor | None = None) -> None:
+            scaled = loss if scale is None else loss * scale
+            found = apart(torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True), _place)
+            for name, value in zip(wanted, found, strict=True):
+                if value is not None:
+                    _check_dense(name, value)
+                    value = value if counts is None else torch.where(counts, value, 0.0)
+                    gradients[name] = gradients[name] + value if name in gradients else value
+
+        with (
+            torch.enable_grad(),
+            # put back in the order of a stack: a module of two names gets its parameters twice
+            _reparametrize_module(parts.model, {**live, **buffers}, tie_weights=True, stack_weights=True),
+            _reparametrize_module(loss, values["loss"], tie_weights=True, stack_weights=True),
+            no_side_effects(parts.model, {"loss": parts.task.loss, "step": parts.task.step}),
+        ):
+            computed = self.compute(batch, backward)
+        self.scalars = tuple(computed.scalars)
+        outputs = (computed.loss.detach(), *(value.detach() for value in computed.scalars.values()))
+        if not self.whole:
+            self.gradients = tuple(gradients)
+            return (*outputs, *gradients.values())
+        self.updates = True
+        with torch.no_grad():
+            self.update(values, gradients)
+        return outputs
+
+    def _refused(self, error: Exception) -> PlanError:
+        """What an error of the trace says; that of an update names the optimizer, without which the rest may be captured."""
+        if not self.updates:
+            return refused(blame(error), "tensor operations that don't ask for a tensor's value")
+        return refused(
+            f"the optimizer, {kind(self.step.optimizer)}: {blame(error)}",
+            "an update of tensor operations that don't ask for a tensor's value",
+            "choose compile=forward, which leaves the update out, or compile=none; and graphs=none",
+        )
+
+    def compute(self, batch: Any, backward: Callable[..., None]) -> Computed:
+        """Forward and backward: of the whole batch, or piece by piece."""
+        parts = self.step.parts
+        if parts.plan.accumulation > 1:
+            return accumulate_on_device(parts, parts.model, batch, self.samples, backward)
+        computed = parts.compute(parts.model, batch)
+        backward(computed.loss)
+        return computed
+
+    def trained(self, name: str) -> bool:
+        return self.step.parts.model.get_parameter(name).requires_grad
+
+    def update(self, values: Values, gradients: dict[str, Tensor]) -> None:
+        """Clipping, the optimizer's own `step`, and the average, on the given tensors."""
+        step, optimizer = self.step, self.step.optimizer
+        parameters = values["parameters"]
+        groups, state = [dict(group) for group in optimizer.param_groups], optimizer.state
+        for name, value in gradients.items():
+            parameters[name].grad = value
+        try:
+            swapped: Any = type(state)(dict)
+            swapped.update({holder: own for holder, own in state.items() if not isinstance(holder, Tensor)})
+            for group in optimizer.param_groups:
+                names = [self.names[id(parameter)] for parameter in group["params"]]
+                for name, parameter in zip(names, group["params"], strict=True):
+                    if parameter in state:
+                        swapped[parameters[name]] = {**state[parameter], **values["state"].get(name, {})}
+                group["params"] = [parameters[name] for name in names]
+                if self.how != "as_set":
+                    ways = {"foreach": self.how == "in_lists" and group.get("foreach") is not False, "fused": False}
+                    group.update({key: way for key, way in ways.items() if key in group})
+            optimizer.state = swapped
+            for place, held in list(held_by(optimizer)):
+                now = self.numbers[place]
+                if place in values["hyper"]:
+                    put(optimizer, place, _number(optimizer, place, values["hyper"][place], now))
+                elif isinstance(held, Tensor):
+                    put(optimizer, place, now)
+            step.clip([value for group in optimizer.param_groups for value in group["params"]])
+            lay_out_gradients(optimizer)
+            with no_side_effects_of_update(optimizer, {id(value): name for name, value in parameters.items()}):
+                bare_step(type(optimizer).step)(optimizer)
+            if self.step.parts.device.type == "cpu":
+                without_subnormals(value for kept in values["state"].values() for value in kept.values())
+        finally:
+            optimizer.state = state
+            for group, original in zip(optimizer.param_groups, groups, strict=True):
+                group.update(original)
+            for value in parameters.values():
+                value.grad = None
+        if values["average"]:
+            step.update_average(list(values["average"].values()), [parameters[name] for name in values["average"]])
+
+
+def apart(gradients: Iterable[Tensor | None], place: Callable[[Tensor], Any]) -> Iterator[Tensor | None]:
+    """Gradients with memory of their own each, as where autograd accumulates them: both terms of a sum get one tensor.
+
+    Args:
+        place: where in which memory a tensor begins.
+    """
+    seen = set[Any]()
+    for value in gradients:
+        if value is not None and value.layout == torch.strided:
+            value = value.clone() if place(value) in seen else value
+            seen.add(place(value))
+        yield value
+
+
+def _check_dense(name: str, gradient: Tensor) -> None:
+    if gradient.layout != torch.strided:
+        raise refused(
+            f"the gradient of {name!r} is sparse",
+            "gradients that hold a number for each of the parameter",
+            fix="leave out sparse=True of that layer, or choose compile=none and graphs=none",
+        )
+
+
+def _place(value: Tensor) -> tuple[int, int]:
+    """Of a tensor without content, too."""
+    return value.untyped_storage()._cdata, value.storage_offset()  # type: ignore[return-value]
+
+
+def _another(leaf: Tensor) -> Tensor:
+    """Another object for the same tensor."""
+    return leaf.detach().requires_grad_(leaf.requires_grad)
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    with warnings.catch_warnings(), _without_a_memory_of_onednn():
+        warnings.simplefilter("ignore")  # those that matter came when the step ran eagerly
+        with patched(torch._VF, "lstm", _plain), traceable_groups():
+            yield
+
+
+def _plain(lstm: Callable[..., Any]) -> Callable[..., Any]:
+    """LSTMs without oneDNN's fused layer, which the compiler doesn't know.
+
+    oneDNN's convolutions stay, since only they know that the channels of a result come last where those of the image do.
+    """
+
+    @functools.wraps(lstm)
+    def plain(*args: Any) -> Any:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return lstm(*args)
+
+    return plain
+
+
+@contextmanager
+def _without_a_memory_of_onednn() -> Iterator[None]:
+    """torch remembers how convolutions lie, but not whether oneDNN was on: where somebody has turned it off it is to forget."""
+    forget = FakeTensorMode.cache_clear if not torch.backends.mkldnn.enabled else lambda: None
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+def _lerp_(start: Tensor, end: Tensor, weight: Any) -> Tensor:
+    return start.add_((end - start) * weight)
+
+
+# The compiler's own form asks whether the weight is below a half, which a schedule's number doesn't tell before it runs.
+_WRITTEN_OUT = {torch.ops.aten.lerp_.Scalar: _lerp_}
+
+
+def _drawn() -> Any:
+    """How far Python's and NumPy's generators are."""
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), state["state"]["pos"], state["has_gauss"]
+
+
+def _number(optimizer: torch.optim.Optimizer, place: str, value: Tensor, now: float) -> Any:
+    """What stands for one of the optimizer's numbers while the step is traced."""
+    number, key, *_ = place.split("/")
+    if optimizer.param_groups[int(number)].get("fused"):
+        if key != "lr":
+            raise refused(
+                f"the schedule changes {key}, and a fused update takes the learning rate alone from the device",
+                "a schedule of the learning rate, such as OneCycleLR(..., cycle_momentum=False)",
+                fix="change the schedule, or choose optimizer=foreach",
+            )
+        return value.float()
+    found = value.item()
+    if now:  # optimizers ask, since without momentum they do something else
+        torch._check(found != 0)
+    if now > 0:
+        torch._check(found > 0)
+    return found
+
+
+def _check_hooks(step: EagerStep, *, whole: bool) -> None:
+    """The graph has tensors in place of the parameters, and of the update what the optimizer's class computes."""
+    if (name := hooked_parameter(step.parts.model)) is not None:
+        raise refused(
+            f"the parameter {name!r} has a hook on its gradient, which would not be called",
+            "parameters without hooks of their own",
+            fix="take the hook off, or choose compile=none and graphs=none",
+        )
+    if whole and (found := hooked_optimizer(step.optimizer)) is not None:
+        raise refused(
+            f"there is {found}, which would not be called",
+            "an optimizer whose class says all that an update does",
+            fix="choose compile=forward, which leaves the update out, or compile=none; and graphs=none",
+        )

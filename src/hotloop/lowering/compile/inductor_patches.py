@@ -1,0 +1,83 @@
+"""What torch's compiler, Inductor, has to know of captured steps. Its import takes seconds, which a kept package does without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from hotloop.core.patches import patched
+from hotloop.lowering.compile.output_strides import drawn_as_laid, laid_as_computed
+from hotloop.lowering.grouped_mm import traceable_groups
+from hotloop.lowering.rewrites import fx_nodes, mm_by_onednn
+from hotloop.lowering.transforms.threads import embeddings_in_parallel
+
+
+@contextmanager
+def kept_mutations() -> Iterator[None]:
+    """Meanwhile an operation of other loops waits for what it waited for before."""
+    from torch._inductor import scheduler  # the compiler, which takes seconds to import
+
+    with patched(scheduler.SchedulerNode, "recompute_size_and_body", _keeping):
+        yield
+
+
+def _keeping(recompute: Callable[..., None]) -> Callable[..., None]:
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch.utils._ordered_set import OrderedSet
+
+    def recomputed(node: Any, *given: Any, **named: Any) -> None:
+        waited = OrderedSet(one for one in node.read_writes.reads if isinstance(one, StarDep | WeakDep))
+        recompute(node, *given, **named)
+        node.set_read_writes(node.read_writes.with_read(waited).rename(node.mutation_renames))
+
+    return recomputed
+
+
+_LONG = 8
+"""Operations of an index from which on it is expanded, which takes milliseconds, and simplified only if that makes it short."""
+
+
+@contextmanager
+def quick_strides() -> Iterator[None]:
+    """An index that stays long then is taken for one whose numbers lie apart: slower to read, and as right."""
+    from torch._inductor import sizevars  # brings sympy along
+
+    with patched(sizevars, "sympy", _Quick):
+        yield
+
+
+class _Quick:
+    """sympy, but for what it simplifies."""
+
+    def __init__(self, sympy: Any) -> None:
+        self._sympy = sympy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sympy, name)
+
+    def simplify(self, index: Any) -> Any:
+        if index.count_ops() > _LONG:
+            index = self._sympy.expand(index)
+        return index if index.count_ops() > _LONG else self._sympy.simplify(index)
+
+
+MENDED = 4
+"""Counts up with each change of what is mended of the compiler: what was compiled before is not taken from a cache any more."""
+
+
+@contextmanager
+def ready_to_compile(device: torch.device) -> Iterator[None]:
+    """Around whatever is compiled for a device."""
+    mm_by_onednn.known_to_inductor()
+    fx_nodes.known_to_inductor()
+    config = torch.compiler.config  # a module to which torch gives `patch` when it is imported
+    with ExitStack() as stack:
+        tag = f"{config.cache_key_tag} hotloop {MENDED} {torch.backends.mkldnn.enabled}"
+        stack.enter_context(config.patch(cache_key_tag=tag))  # type: ignore[attr-defined]
+        for mending in (quick_strides, kept_mutations, traceable_groups, laid_as_computed, drawn_as_laid):
+            stack.enter_context(mending())
+        stack.enter_context(embeddings_in_parallel(device))
+        yield

@@ -1,0 +1,387 @@
+"""An exception out of a step or an evaluation, told as one of hotloop's errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotloop.core.callback import Callback, View
+from hotloop.data.batch_tree import tensors
+from hotloop.data.order import Order
+from hotloop.distributed.world import is_loss
+from hotloop.errors import (
+    DataError,
+    DeviceError,
+    DiskError,
+    HotloopError,
+    MemoryExhausted,
+    NonFiniteError,
+    PartsDifferError,
+    RankLostError,
+    TaskError,
+    TrainingError,
+    blame,
+    full_disk,
+    lost_worker,
+    out_of_memory,
+)
+from hotloop.lowering.checks.single_sample import NORMALISED
+from hotloop.lowering.failures.location import (
+    batch_at,
+    local_at,
+    module_at,
+    named,
+    own_numbers,
+    saved,
+    step_under_way,
+    stray_at,
+)
+from hotloop.lowering.failures.out_of_memory import exhausted
+from hotloop.lowering.program import Program
+
+_DEVICE = re.compile(r"\b(cpu|gpu|cuda|mps|xpu|meta|hpu|xla)(:\d+)?\b", re.IGNORECASE)
+
+_TENSOR = re.compile(r"\btorch\.(?:(cuda|xpu|mps|hpu)\.)?[A-Z]\w*Tensor\b")
+
+_DEVICE_MESSAGES = re.compile(
+    r"(same|different|expected|on) device|device type|but expected (it to be )?on|type \(torch\.\S+Tensor\)"
+    r"|Placeholder storage has not been allocated",
+    re.IGNORECASE,
+)
+
+_MISSING = re.compile(
+    r"not compiled with \w+ enabled|No (CUDA|HIP|XPU) GPUs are available|Found no NVIDIA driver|invalid device ordinal"
+)
+
+
+def mismatch(text: str, own: str) -> list[str] | None:
+    """The two devices that `text`, an error of torch, speaks of; None if it is about something else.
+
+    Args:
+        own: the device of the plan, which texts that name only one device don't mention.
+    """
+    if not _DEVICE_MESSAGES.search(text):
+        return None
+    found = list(dict.fromkeys(_named(text)))
+    if len(found) == 1 and "same device" in text:
+        found.append(own if own.partition(":")[0] != found[0].partition(":")[0] else "another device")
+    return found[:2] if len(found) > 1 else None
+
+
+def asks_for_missing(text: str) -> bool:
+    """Whether the user's code asked for a device that this machine, or this torch, doesn't have."""
+    return _MISSING.search(text) is not None
+
+
+def _named(text: str) -> list[str]:
+    if typed := [match[1] or "cpu" for match in _TENSOR.finditer(text)]:
+        return typed
+    if "Placeholder storage" in text:
+        return ["cpu", "mps"]
+    return [match[0].lower() for match in _DEVICE.finditer(text)]
+
+
+_DTYPE_MESSAGES = re.compile(
+    r"same dtype|expected scalar type|following scalar types|Found dtype|target dtype|result type \w+ can't be cast"
+    r"|not implemented for '|Input type \(.+\) and (bias|weight) type|does not match weight dtype|class probabilities"
+)
+
+_NAMES = {
+    "double": torch.float64,
+    "float64": torch.float64,
+    "float": torch.float32,
+    "float32": torch.float32,
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "long": torch.int64,
+    "int": torch.int32,
+    "short": torch.int16,
+    "byte": torch.uint8,
+    "unsigned char": torch.uint8,
+    "char": torch.int8,
+    "bool": torch.bool,
+}
+
+_WORDS = re.compile(r"\b(unsigned char|" + "|".join(_NAMES) + r")(?:Tensor)?\b", re.IGNORECASE)
+
+
+def is_mismatch(text: str) -> bool:
+    """Whether `text` is torch's word for dtypes that don't go together."""
+    return _DTYPE_MESSAGES.search(text) is not None
+
+
+def named_in(text: str) -> set[torch.dtype]:
+    """The dtypes that such a text speaks of."""
+    return {_NAMES[match[1].lower()] for match in _WORDS.finditer(text)}
+
+
+def remedy(text: str, *, from_data: bool) -> str:
+    """What to do about it, as a sentence that begins with a verb."""
+    if "class probabilities" in text:
+        return "give class numbers of shape (batch,), or float probabilities of shape (batch, classes)"
+    if "target" in text or "can't be cast" in text:
+        return "give classes as y.long(), and targets of other losses as y.float()"
+    if re.search(r"(expected scalar type|scalar types:) Long", text):
+        return "give indices and classes as int64, such as x.long()"
+    if not from_data:
+        return "make tensors with dtype=x.dtype in the model and the loss"
+    return "give inputs and targets in the dtype of the parameters, such as x.float()"
+
+
+def explained(error: Exception, program: Program, saved_step: int | None, during: str = "") -> HotloopError:
+    """The error that tells a user what happened, where, and what to do; one of hotloop's own passes as it is.
+
+    The program is used up by this: after a lack of memory, small batches are run on it to see what would fit.
+
+    Args:
+        error: what came out of `advance` or an evaluation.
+        program: where it stood then.
+        saved_step: the step of the last good checkpoint, if there is one.
+        during: `validation` or `test`; empty for a training step.
+    """
+    if isinstance(error, HotloopError):
+        return error
+    if (lost := lost_worker(error)) is not None:
+        return lost
+    position = program.position
+    place = f"{during} after step {position.step}" if during else step_under_way(position)
+    trouble = _Trouble(error, program, place, saved_step, during)
+    if out_of_memory(error):
+        return exhausted(error, program, place, training=not during)
+    return next((found for recognise in _KINDS if (found := recognise(trouble))), None) or _any(trouble)
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    error: Exception
+    program: Program
+    place: str
+    saved_step: int | None
+    during: str
+
+    @property
+    def text(self) -> str:
+        return " ".join(str(self.error).split())
+
+    @property
+    def model(self) -> nn.Module:
+        return self.program.model
+
+    @property
+    def module(self) -> str:
+        """The title of the module in which it happened; empty outside of the model."""
+        module = module_at(self.error, self.model)
+        return named(self.model)[id(module)] if module is not None else ""
+
+    @property
+    def line(self) -> str:
+        """` (file.py:12)`: the innermost line of the user's own, where there is one."""
+        found = re.search(r" \([^()]+:\d+\)$", blame(self.error))
+        return found[0] if found else ""
+
+    @property
+    def where(self) -> str:
+        return (f" in {self.module}" if self.module else "") + self.line
+
+
+def _any(trouble: _Trouble) -> HotloopError:
+    """The user's own code raised something."""
+    where = f", in {trouble.module}" if trouble.module else ""
+    given = f"{trouble.place} raised {blame(trouble.error)}{where}"
+    if trouble.program.position.step == 0 and not trouble.during:
+        return TaskError(given, fix="check that the Task's model, loss and data fit together; nothing was trained yet")
+    return TrainingError(given, fix=f"correct that line; {saved(trouble.saved_step)}")
+
+
+def _disk(trouble: _Trouble) -> HotloopError | None:
+    full = full_disk(trouble.error)
+    if full is None:
+        return None
+    return DiskError(
+        f"{trouble.place}: the disk of {full} is full",
+        expected="room there",
+        fix=f"free some space there, or set TMPDIR to a folder on another disk; {saved(trouble.saved_step)}",
+    )
+
+
+def _other_device(trouble: _Trouble) -> HotloopError | None:
+    device = str(trouble.program.device)
+    if asks_for_missing(trouble.text):
+        return DeviceError(
+            f"{trouble.place} asks for a device that isn't here{trouble.where}: {trouble.text}",
+            expected=f"tensors on {device}, the plan's device",
+            fix="take the device from a tensor at hand, such as x.device, instead of naming it",
+        )
+    found = mismatch(trouble.text, device)
+    if found is None:
+        return None
+    stray = stray_at(trouble.error, trouble.model)
+    advice = "keep a module's constant tensors by self.register_buffer(...), make new ones with device=x.device"
+    if placed := trouble.program.parts.plan.placement:
+        advice = (
+            f"call a placed module, use neither its weights nor other methods, or place what is around it; {advice}"
+        )
+    return DeviceError(
+        f"{trouble.place}: tensors on {' and '.join(found)} meet{trouble.where}"
+        + (f", which runs a {type(stray).__name__} that is no registered part of it" if stray is not None else ""),
+        expected="all on one device" if placed else f"all on {device}",
+        fix=advice if stray is None else "keep modules as attributes or in an nn.ModuleList",
+    )
+
+
+def _label(trouble: _Trouble) -> HotloopError | None:
+    found = re.match(r"Target (-?\d+) is out of bounds", trouble.text)
+    if found is None:
+        return None
+    output, label = local_at(trouble.error, "output"), int(found[1])
+    classes = output.shape[1] if isinstance(output, Tensor) and output.ndim > 1 else None
+    return DataError(
+        f"{trouble.place}: the {' '.join([trouble.during, 'data']).strip()} has label {label}"
+        f"{_sample_with(trouble, label)}"
+        + (f", but the model has {classes} outputs" if classes else ", which is none of the loss's classes"),
+        expected=f"labels from 0 to {classes - 1}" if classes else "labels from 0 to the number of classes less one",
+        fix="check the labels, or the width of the model's last layer",
+    )
+
+
+def _sample_with(trouble: _Trouble, label: int) -> str:
+    """` in sample 57`, by its number in the user's data; empty where that can't be told."""
+    batch, order, position = batch_at(trouble.error), trouble.program.parts.roles.order, trouble.program.position
+    target = batch[-1] if isinstance(batch, tuple | list) else None
+    if trouble.during or not isinstance(order, Order) or not isinstance(target, Tensor) or target.ndim == 0:
+        return ""
+    rows = (target.reshape(len(target), -1) == label).any(dim=1).nonzero().flatten()
+    numbers = own_numbers(trouble.program, position)
+    return f" in sample {int(numbers[rows[0]])}" if len(rows) and numbers is not None else ""
+
+
+def _single(trouble: _Trouble) -> HotloopError | None:
+    if NORMALISED not in trouble.text or trouble.during:
+        return None
+    return DataError(
+        f"{trouble.place}: a batch has one value for each channel{trouble.where}, which a batch norm can't normalise",
+        expected="2 samples or more in each batch",
+        fix=f"leave such batches out (drop_last of the Task or the DataLoader), or use another batch_size; "
+        f"{saved(trouble.saved_step)}",
+    )
+
+
+def _index(trouble: _Trouble) -> HotloopError | None:
+    if "device-side assert" in trouble.text:
+        return DataError(
+            f"{trouble.place}: an index or label was out of range on {trouble.program.device}, which doesn't say where",
+            fix="run it with --device cpu, which names the place",
+        )
+    module = module_at(trouble.error, trouble.model)
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not isinstance(trouble.error, IndexError):
+        return None
+    return DataError(
+        f"{trouble.place}: an index is out of range{trouble.where}, which has {module.num_embeddings} rows",
+        expected=f"indices from 0 to {module.num_embeddings - 1}",
+        fix="check the indices in the data, or give the embedding more rows",
+    )
+
+
+def _flatten(trouble: _Trouble) -> HotloopError | None:
+    """Images that come into a linear layer as they are."""
+    module, given = module_at(trouble.error, trouble.model), _input_at(trouble.error)
+    if not isinstance(module, nn.Linear) or given is None or "shapes cannot be multiplied" not in trouble.text:
+        return None
+    if given.ndim < 3 or math.prod(given.shape[1:]) != module.in_features:
+        return None
+    return TaskError(
+        f"{trouble.place}: samples of shape {tuple(given.shape[1:])} come into {trouble.module}",
+        expected=f"{module.in_features} numbers in a row for each sample",
+        fix="write nn.Flatten() before that layer, or x = x.flatten(1) in forward",
+    )
+
+
+def _input_at(error: BaseException) -> Tensor | None:
+    """What the innermost layer was called with."""
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        if isinstance(trace.tb_frame.f_locals.get("self"), nn.Linear):
+            found = trace.tb_frame.f_locals.get("input", found)
+        trace = trace.tb_next
+    return found if isinstance(found, Tensor) else None
+
+
+def _dtype(trouble: _Trouble) -> HotloopError | None:
+    if not is_mismatch(trouble.text):
+        return None
+    held = [tensor.dtype for tensor in tensors(batch_at(trouble.error))]
+    own = {parameter.dtype for parameter in trouble.model.parameters()}
+    from_data = bool((named_in(trouble.text) - own) & set(held))
+    holds = f"; the batch holds {' and '.join(dict.fromkeys(map(_short, held)))}" if held else ""
+    kind: Callable[..., HotloopError] = DataError if from_data else TaskError
+    return kind(
+        f"{trouble.place}: dtypes that don't go together{trouble.where}: {trouble.text}{holds}",
+        fix=remedy(trouble.text, from_data=from_data),
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_KINDS: tuple[Callable[[Any], HotloopError | None], ...] = (
+    _disk,
+    _other_device,
+    _single,
+    _label,
+    _index,
+    _flatten,
+    _dtype,
+)
+"""Each recognises one kind of mistake."""
+
+
+def explained_of_callback(error: Exception, callback: Callback, view: View, saved: int | None) -> Exception:
+    """The error in one line that names the callback; one of hotloop's own stays as it is.
+
+    Args:
+        saved: the step of the last checkpoint, if there is one.
+    """
+    if isinstance(error, HotloopError) or str(callback.__module__).startswith("hotloop."):
+        return error
+    name = getattr(callback, "__name__", type(callback).__name__)
+    trained = "what was trained is saved" if view.step else "nothing was trained yet"
+    if view.step != (saved or 0):
+        trained = "no checkpoint was written yet" if saved is None else f"the last checkpoint is of step {saved}"
+    return TaskError(
+        f"the callback {name} raised {blame(error)} at the event {view.event!r} after step {view.step}",
+        fix=f"correct that line; {trained}",
+    )
+
+
+def explained_of_rank(error: Exception, program: Program, saved_step: int | None, during: str = "") -> HotloopError:
+    """The same as `explained`, which says so where it came of one rank of several."""
+    world = program.parts.world
+    if world.alone:
+        return explained(error, program, saved_step, during)
+    if is_loss(error):
+        return RankLostError(f"rank {world.rank} lost another rank in {step_under_way(program.position)}")
+    if out_of_memory(error):
+        place = during or step_under_way(program.position)
+        fix = "use a smaller batch_size, or more ranks, each of which computes a smaller part of it"
+        return MemoryExhausted(f"rank {world.rank}: {place} ran out of memory: {blame(error)}", fix=fix)
+    found = explained(error, program, saved_step, during)
+    if isinstance(found, PartsDifferError):  # which all ranks find together
+        return found
+    place = f"{during} after step {program.position.step}: " if during and during not in found.given else ""
+    return type(found)(f"rank {world.rank}: {place}{found.given}", expected=found.expected, fix=found.fix)
+
+
+def nonfinite_of_ranks(reached: int) -> NonFiniteError:
+    """For several ranks: the place can be found by one process alone, which has the whole batch."""
+    return NonFiniteError(
+        f"by step {reached} the loss or a parameter became NaN or infinite",
+        fix="go on with --set parallel=none, which names the step and the module",
+    )

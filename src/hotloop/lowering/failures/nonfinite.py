@@ -1,0 +1,281 @@
+"""Finds where a loss, gradient or parameter turned NaN or infinite, by replaying the steps up to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotloop.core.state import Position
+from hotloop.core.task_parts.named_optimizers import holder_of
+from hotloop.data.sources import Source
+from hotloop.errors import HotloopError, NonFiniteError, blame
+from hotloop.lowering.evaluation import evaluate
+from hotloop.lowering.failures.empty_mean import INSTEAD, empty_mean
+from hotloop.lowering.failures.location import bad_rows, blamed_samples, parts_of, saved, step_under_way
+from hotloop.lowering.failures.value_hooks import Event, Watch
+from hotloop.lowering.program import Program
+from hotloop.task import Computed
+
+_ROSE = 10.0
+"""A loss, or a largest weight, that grew so many times before the end had been running away."""
+
+_HUGE = 1e6
+"""No weight of a training that goes well is as large."""
+
+_OUTPUT = "look for a log, sqrt or division by 0 in it, or an exp that overflows, and add an eps or clamp its input"
+
+_LOSS = "look for a log, sqrt or division by 0 in the loss, or an exp that overflows, and add an eps or clamp its input"
+
+_GRADIENT = "look for a sqrt, norm, log or division at 0, whose derivative torch.where doesn't stop; add an eps inside"
+
+
+def find_nonfinite(
+    program: Program, reached: int, figures: Mapping[int, float] | None = None, losses: Sequence[float] = ()
+) -> NonFiniteError:
+    """The error that names the step and the first value in it that was not finite.
+
+    Args:
+        program: restored to the last good State, or fresh if there is none; it is used up.
+        reached: the trouble came up in this step (counted from 1) or before.
+        figures: the monitored figure of each epoch done, by its number from 0, for schedulers that watch it.
+        losses: what is known of the training loss before that State, in order.
+    """
+    replay = _Replay(program, reached, figures or {}, list(losses))
+    try:
+        return replay.run()
+    except Exception as error:
+        what = str(error) if isinstance(error, HotloopError) else blame(error)
+        return NonFiniteError(
+            f"by step {reached} the loss or a parameter became NaN or infinite; replaying it for the place failed in"
+            f" {step_under_way(program.position)}: {what}",
+            fix=replay.saved,
+        )
+
+
+@dataclass
+class _Replay:
+    program: Program
+    reached: int
+    figures: Mapping[int, float]
+    losses: list[float]
+    weights: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.start = self.program.position.step
+        self.saved = saved(self.start)
+        self.watch = Watch(self.program.model)
+
+    def run(self) -> NonFiniteError:
+        program = self.program
+        if (name := _bad_parameter(program.model)) is not None:
+            return NonFiniteError(
+                f"parameter {name!r} holds NaN or infinity before step {self.start + 1}",
+                fix="check how the model is initialised",
+            )
+        self.weights.append(_largest_weight(program.model))
+        with self.watch.listening():
+            self._sight()
+            while program.position.step < self.reached:
+                start = program.position
+                left = self.reached - start.step
+                for batch, _ in islice(program.feed.epoch(start.epoch, start.batch), left):
+                    if (error := self._step(batch)) is not None:
+                        return error
+                if program.position.step < self.reached:
+                    program.end_epoch(self.figures.get(start.epoch, math.nan))
+        return self._stayed_finite()
+
+    def _sight(self) -> None:
+        """Sees what is usual in a step on a neighbouring batch, in case the first step to replay is the bad one."""
+        program, state = self.program, self.program.state()
+        place = state.position.batch - 1 if state.position.batch else 1
+        if program.parts.roles.order is None or place >= program.parts.roles.order.batches:
+            return
+        batch, _ = next(iter(program.feed.epoch(state.position.epoch, place)))
+        self.watch.begin(batch)
+        if math.isfinite(float(program.step(batch))):
+            self.watch.settle()
+        program.restore(state)
+
+    def _step(self, batch: Any) -> NonFiniteError | None:
+        """Runs one step; what went wrong in it, if anything did."""
+        program, position = self.program, self.program.position
+        self.watch.begin(batch)
+        loss = float(program.step(batch))
+        self.losses.append(loss)
+        self.weights.append(_largest_weight(program.model))
+        bad_sum = not math.isfinite(program.read_sums()["loss"])
+        if math.isfinite(loss) and math.isfinite(self.weights[-1]) and not bad_sum:
+            self.watch.settle()
+            return None
+        event = self.watch.first(loss_finite=math.isfinite(loss))
+        if event is None:
+            given, fix = self._no_event(batch, loss)
+        elif event.kind == "batch":
+            given, fix = self._of_batch(event, position, batch)
+        else:
+            given, fix = self._of_model(event)
+        return NonFiniteError(f"{step_under_way(position)}: {given}{self._growth()}", fix=f"{fix}; {self.saved}")
+
+    def _of_batch(self, event: Event, position: Position, batch: Any) -> tuple[str, str]:
+        values = dict(parts_of(batch))[event.name]
+        given, fix = blamed_samples(self.program, position, event.name, bad_rows(values))
+        return f"{given} {_noun(event)} in its {event.name}", fix
+
+    def _of_model(self, event: Event) -> tuple[str, str]:
+        if event.kind == "output":
+            return f"{event.name} became {event.state}", self._slower() or _OUTPUT
+        before = self.watch.finite_before(event)
+        given = f"{event.name} became {event.state}"
+        if before is not None:
+            given += f", right after {before.name}, which was finite"
+        elif " output " in event.name:
+            given += ", from the loss function's derivative"
+        return given, self._slower() or _GRADIENT
+
+    def _no_event(self, batch: Any, loss: float) -> tuple[str, str]:
+        """No value of the model is to blame: it's the loss, its weight, or the update."""
+        program = self.program
+        task, state = program.parts.task, "NaN" if math.isnan(loss) else "infinite"
+        if not math.isfinite(loss):
+            known = type(task.loss).__name__ if isinstance(task.loss, nn.Module) else getattr(task.loss, "__name__", "")
+            if math.isnan(loss) and (empty := empty_mean(program, batch)):
+                return f"the loss became {state}: it has {empty}, in this batch", INSTEAD
+            given = f"the loss itself{f' ({known})' if known else ''} became {state}; no output of a module is to blame"
+            return given, self._slower() or _LOSS
+        if (name := _bad_parameter(program.model)) is None:
+            return "the loss is finite but what it counts is not", "check what the Task's weight(batch) returns"
+        holder = holder_of(program.optimizer, dict(program.model.named_parameters())[name])
+        rate = holder.param_groups[0]["lr"]
+        return (
+            f"the update by {type(holder).__name__} made parameter {name!r} NaN or infinite, from finite gradients",
+            f"lower the learning rate (now {float(rate):g}), or raise the optimizer's eps",
+        )
+
+    def _growth(self) -> str:
+        """What had been running away in the steps before, if anything."""
+        if (rise := _rise(self.losses[:-1])) is not None:
+            return f", after the loss had risen from {rise[0]:.4g} to {rise[1]:.4g}"
+        if (rise := _rise(self.weights[:-1])) is not None:
+            return f", after the largest weight had grown from {rise[0]:.4g} to {rise[1]:.4g}"
+        return f", with a weight as large as {self.weights[-2]:.4g}" if self.weights[-2] > _HUGE else ""
+
+    def _slower(self) -> str:
+        """The advice for a training that had been running away; empty if it hadn't."""
+        if not self._growth():
+            return ""
+        rate = float(self.program.optimizer.param_groups[0]["lr"])
+        clip = "" if self.program.parts.task.clip_norm else " or set clip_norm"
+        return f"lower the learning rate (now {rate:g}){clip}"
+
+    def _stayed_finite(self) -> NonFiniteError:
+        roles = self.program.parts.roles
+        reason = (
+            "a module with a state beside its buffers, an operator that isn't deterministic, or faulty hardware"
+            if roles.exact
+            else "data with an order of its own, which can't be replayed"
+        )
+        return NonFiniteError(
+            f"by step {self.reached} the loss or a parameter became NaN or infinite, but stayed finite when the steps"
+            f" from {self.start + 1} on were replayed, which points to {reason}",
+            fix=f"go on with --resume; {self.saved}",
+        )
+
+
+def _rise(values: list[float]) -> tuple[float, float] | None:
+    """The smallest and the last value, if it grew a lot from the one to the other."""
+    low = min((value for value in values if value > 0), default=math.inf)
+    return (low, values[-1]) if values and values[-1] > _ROSE * low else None
+
+
+def _noun(event: Event) -> str:
+    return "NaN" if event.state == "NaN" else "infinity"
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    named = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    return {name: value for name, value in named.items() if value.numel()}
+
+
+def _largest_weight(model: nn.Module) -> float:
+    values = list(_trained(model).values())
+    return float(torch.nn.utils.get_total_norm(values, math.inf)) if values else 0.0
+
+
+def _bad_parameter(model: nn.Module) -> str | None:
+    named = _trained(model).items()
+    return next((name for name, value in named if not bool(torch.isfinite(value).all())), None)
+
+
+_LOOK = "look for statistics kept for evaluation mode, and for a log, sqrt or division by 0"
+
+
+def nonfinite_figure(
+    program: Program, source: Source | None, figure: str, value: float, saved_step: int | None
+) -> NonFiniteError:
+    """The error for a monitored figure that is NaN or infinite, while training loss and parameters are finite.
+
+    Args:
+        source: the validation data, which one process evaluates once more to find the place; a rank has only its share.
+        figure: its name, such as `validation_loss`.
+    """
+    state = "NaN" if math.isnan(value) else "infinite"
+    after = f"after epoch {program.position.epoch + 1} the {figure.replace('_', ' ')} is {state}"
+    if figure != "validation_loss" or source is None:
+        return NonFiniteError(
+            f"{after}, so that epochs can't be compared by it",
+            fix=f"correct it in the Task, or monitor another figure; {saved(saved_step)}",
+        )
+    if not program.parts.world.alone:
+        return NonFiniteError(
+            after,
+            fix="go on with --set parallel=none --set ranks=none, which names the module or the sample;"
+            f" {saved(saved_step)}",
+        )
+    finder = _Finder(program)
+    with finder.watch.listening():
+        evaluate(program, source, finder)
+    sums = program.read_sums()
+    advice = INSTEAD if finder.empty else _LOOK
+    return NonFiniteError(
+        f"{after} though the training loss is {sums['loss'] / (sums['weight'] or 1):.4g}: {finder.found}",
+        fix=f"{advice}; {saved(saved_step)}",
+    )
+
+
+class _Finder:
+    """Sees each batch of an evaluation, and notes the first whose loss is not finite."""
+
+    def __init__(self, program: Program) -> None:
+        self.watch, self._program = Watch(program.model), program
+        self.empty = ""
+        self.found = "evaluating once more gave finite losses"
+        self._done = False
+        self._samples = 0
+
+    def __call__(self, batch: Any, samples: int, computed: Computed | None) -> None:
+        finite = computed is None or math.isfinite(float(computed.loss))
+        if not finite and not self._done:
+            self._done = True
+            self.watch.note_batch(batch)
+            event = self.watch.first(loss_finite=False)
+            undefined = computed is not None and math.isnan(float(computed.loss))
+            self.empty = empty_mean(self._program, batch) if undefined and not event else ""
+            where = f"it has {self.empty}, in a batch" if self.empty else "the loss itself, from finite outputs"
+            self.found = self._told(event, batch) if event else where
+        elif finite:
+            self.watch.settle()
+        self.watch.begin()
+        self._samples += samples
+
+    def _told(self, event: Event, batch: Any) -> str:
+        if event.kind == "output":
+            return f"{event.name} became {event.state}"
+        rows = bad_rows(dict(parts_of(batch))[event.name])
+        return f"sample {self._samples + int(rows[0])} of the validation data has {event.state} in its {event.name}"

@@ -1,0 +1,81 @@
+"""Copies of a loss for trial calls: a copy shares no mutable state with the loss."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from hotloop.core.files.source_files import is_installed
+from hotloop.errors import blame
+
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
+
+
+class NotCopied(Exception):
+    """A part of the loss can't be copied; the text names the part and the reason."""
+
+
+def copied_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a copy of the loss, including its closures, its defaults and the globals that its code names.
+
+    Raises:
+        NotCopied: a part of the loss can't be copied.
+    """
+    return _copied(loss, {}, "the loss")
+
+
+def _copied(value: Any, known: dict[int, Any], name: str) -> Any:
+    if id(value) in known:
+        return known[id(value)]
+    if inspect.ismodule(value) or inspect.isclass(value):
+        return value
+    if isinstance(value, partial):
+        arguments = [_copied(item, known, name) for item in value.args]
+        keywords = {key: _copied(item, known, key) for key, item in value.keywords.items()}
+        return partial(_copied(value.func, known, name), *arguments, **keywords)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _copied(value.__self__, known, name))
+    if isinstance(value, FunctionType):
+        return value if _is_library_function(value) else _copied_function(value, known)
+    try:
+        return copy.deepcopy(value, known)
+    except Exception as error:
+        raise NotCopied(f"{name} can't be copied ({blame(error)})") from error
+
+
+def _copied_function(function: FunctionType, known: dict[int, Any]) -> FunctionType:
+    namespace = dict(function.__globals__)
+    cells = [CellType() for _ in function.__closure__ or ()]
+    made = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, tuple(cells))
+    known[id(function)] = made
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__defaults__ = tuple(_copied(item, known, function.__name__) for item in function.__defaults__ or ()) or None
+    vars(made).update({key: _copied(item, known, key) for key, item in vars(function).items()})
+    for name, cell, own in zip(function.__code__.co_freevars, function.__closure__ or (), cells, strict=True):
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a variable without a value yet
+            continue
+        own.cell_contents = _copied(content, known, name)
+    for name in set(_names(function.__code__)) & namespace.keys():
+        namespace[name] = _copied(namespace[name], known, name)
+    return made
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yields the global names in code and in its nested functions."""
+    yield from code.co_names
+    for item in code.co_consts:
+        if isinstance(item, CodeType):
+            yield from _names(item)
+
+
+def _is_library_function(function: FunctionType) -> bool:
+    """Whether a function is part of Python, of torch or of an installed package."""
+    package = str(function.__module__).partition(".")[0]
+    return package in _LIBRARIES or is_installed(function.__code__.co_filename)

@@ -1,0 +1,127 @@
+"""What objects, classes and functions of the user's lead to: attributes, and what a function reads beside its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
+from functools import cached_property, partial
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from hotloop.core.files.source_files import is_installed
+
+Named = Iterator[tuple[str, Any]]
+
+_CLOSED = sys.stdlib_module_names | {"torch", "numpy", "hotloop"}
+_CLOSED_OBJECTS = _CLOSED - {"types", "collections"}  # whose objects hold what a user puts there
+
+
+def package_of(function: Any) -> str:
+    """The package that a function, or the class of an object, comes from."""
+    if isinstance(function, partial):
+        return package_of(function.func)
+    return str(getattr(function, "__module__", None)).partition(".")[0]
+
+
+def attributes(value: Any, own: Set[str]) -> Named:
+    """What an object holds, in slots too, and its class, where that is the user's.
+
+    Args:
+        own: installed packages that count as the user's, since the step or the loss is theirs.
+    """
+    kind = type(value)
+    if package_of(kind) in _CLOSED_OBJECTS and not isinstance(value, torch.optim.Optimizer):
+        return
+    yield from getattr(value, "__dict__", {}).items()
+    if is_others(kind, own):
+        return
+    for base in kind.__mro__:
+        for name in () if is_others(base, own) else filter(partial(_is_slot, base), vars(base)):
+            with suppress(AttributeError):  # it has no value yet
+                yield name, getattr(value, name)
+    yield class_of(value)
+
+
+def _is_slot(kind: type, name: str) -> bool:
+    return inspect.ismemberdescriptor(vars(kind)[name])
+
+
+def class_of(value: Any) -> tuple[str, Any]:
+    """The class of an object, by a name that no attribute has."""
+    return f"class {type(value).__name__}", type(value)
+
+
+def of_class(kind: type, own: Set[str]) -> Named:
+    """What a class of the user's holds: attributes, methods, and the classes that it inherits."""
+    if is_others(kind, own):
+        return
+    for name, item in vars(kind).items():
+        if isinstance(item, property | cached_property):
+            yield f"{name}()", item.fget if isinstance(item, property) else item.func
+        elif inspect.isroutine(item):
+            yield f"{name}()", item
+        elif not name.startswith("__"):
+            yield name, item
+    yield from ((f"class {base.__name__}", base) for base in kind.__bases__)
+
+
+def of_file(module: ModuleType, own: Set[str]) -> Named:
+    """What a Python module of the user's names."""
+    if not is_others(module, own):
+        yield from ((name, item) for name, item in vars(module).items() if not name.startswith("__"))
+
+
+def around(function: Any, own: Set[str]) -> Named:
+    """What a function of the user's reads beside its arguments: its object, attributes, defaults, closure and globals."""
+    if inspect.ismethod(function):
+        yield "self", function.__self__
+    if isinstance(function, partial):
+        yield from (("args", function.args), ("keywords", function.keywords), ("func", function.func))
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType) or is_others(function, own):
+        return
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from vars(function).items()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=False)
+    yield from (function.__kwdefaults__ or {}).items()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # a variable that isn't there yet
+            yield name, cell.cell_contents
+    yield from _named(list(dict.fromkeys(names_in(code))), function.__globals__, own, set())
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Globals and attributes that code names, functions inside of it included."""
+    yield from code.co_names
+    for item in code.co_consts:
+        if isinstance(item, CodeType):
+            yield from names_in(item)
+
+
+def _named(names: Iterable[str], namespace: Mapping[str, Any], own: Set[str], seen: set[int]) -> Named:
+    """What has one of these names, in the user's modules that have one of them too: `settings.step`."""
+    for name in names:
+        value = namespace.get(name, sys.modules.get(name))  # the function itself may import it
+        if not inspect.ismodule(value):
+            yield from [(name, value)] if name in namespace else ()
+        elif id(value) not in seen and not is_others(value, own):
+            seen.add(id(value))
+            yield from ((f"{name}.{inner}", item) for inner, item in _named(names, vars(value), own, seen))
+
+
+def is_others(value: Any, own: Set[str]) -> bool:
+    """Whether a function, class or module is part of Python, of torch or of an installed package.
+
+    Such code may count and keep what it likes, in a cache say: that it computes the same step after step is taken for
+    granted.
+    """
+    name = value.__name__ if inspect.ismodule(value) else str(value.__module__)
+    package = name.partition(".")[0]
+    if package in _CLOSED:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return package not in own and is_installed(file)

@@ -1,0 +1,141 @@
+"""Values in the user's objects, each with a function that replaces the value.
+
+`object_graph.py` lists the values alone; this file knows their owner as well: an object, class, closure, module or container.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import suppress
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotloop.lowering.object_state.object_graph import (
+    attributes,
+    class_of,
+    is_others,
+    names_in,
+    of_class,
+    of_file,
+    package_of,
+)
+
+Put = Callable[[Any], None]
+Held = tuple[str, Any, Put | None]
+"""`(name, value, put)`, where `put` replaces the value; `put` is None if the value can't be replaced."""
+
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys()
+_WRAPPING_PACKAGES = ("torch.utils.data", "hotloop.data")
+"""Packages whose objects and functions wrap the user's objects."""
+
+
+def held_by(value: Any, own: Set[str]) -> Iterator[Held]:
+    """Yields the values in an object, class, function or module.
+
+    Args:
+        own: installed packages that count as the user's code, because the step or the loss belongs to them.
+    """
+    if isinstance(value, torch.jit.ScriptModule):
+        return
+    if isinstance(value, nn.Module):
+        yield from _module_values(value)
+    elif isinstance(value, type):
+        yield from ((name, item, _setter(value, name)) for name, item in of_class(value, own))
+    elif inspect.ismodule(value):
+        yield from ((name, item, partial(vars(value).__setitem__, name)) for name, item in of_file(value, own))
+    elif inspect.isroutine(value) or isinstance(value, partial):
+        yield from _function_values(value, own)
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _object_values(value, _torch_attributes())
+    elif str(type(value).__module__).startswith(_WRAPPING_PACKAGES):
+        yield from _object_values(value, ())
+    else:
+        for name, item in attributes(value, own):
+            known = vars(value) if hasattr(value, "__dict__") else {}
+            yield name, item, partial(known.__setitem__, name) if name in known else _setter(value, name)
+
+
+@cache
+def _torch_attributes() -> Set[str]:
+    """Returns the attributes that torch itself stores in an optimizer."""
+    plain = vars(torch.optim.SGD([torch.zeros(())], lr=0.1)).keys()
+    of_some = {
+        "_need_device_dtype_check_for_fused",
+        "_step_supports_amp_scaling",
+        "_warned_capturable_if_run_uncaptured",
+    }
+    return plain | of_some | {"step", "_opt_called"}
+
+
+def _setter(owner: Any, name: str) -> Put | None:
+    if name.endswith("()") or name.startswith("class "):
+        return None
+    return partial(setattr, owner, name)
+
+
+def _object_values(value: Any, left_out: Iterable[str]) -> Iterator[Held]:
+    own = getattr(value, "__dict__", {})
+    yield from ((name, item, partial(own.__setitem__, name)) for name, item in own.items() if name not in left_out)
+    if package_of(type(value)) != "torch":
+        yield (*class_of(value), None)
+
+
+def _module_values(module: nn.Module) -> Iterator[Held]:
+    yield from ((name, part, None) for name, part in module._modules.items())
+    yield from ((name, value, None) for name, value in module._parameters.items())
+    yield from ((name, value, None) for name, value in module._buffers.items())
+    yield from _object_values(module, _MODULE_ATTRIBUTES)
+
+
+def _function_values(function: Any, own: Set[str]) -> Iterator[Held]:
+    if inspect.ismethod(function):
+        yield "self", function.__self__, None
+    if isinstance(function, partial):
+        parts: dict[str, Any] = {"args": function.args, "keywords": function.keywords, "func": function.func}
+        yield from ((name, part, None) for name, part in parts.items())
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return
+    wraps = str(function.__module__).startswith(_WRAPPING_PACKAGES)
+    if is_others(function, own) and not wraps:
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # the variable has no value yet
+            yield name, cell.cell_contents, partial(setattr, cell, "cell_contents")
+    if wraps:
+        return
+    yield from ((name, item, partial(vars(function).__setitem__, name)) for name, item in vars(function).items())
+    yield from ((f"default {place}", item, None) for place, item in enumerate(function.__defaults__ or ()))
+    yield from ((name, item, None) for name, item in (function.__kwdefaults__ or {}).items())
+    yield from _globals(list(dict.fromkeys(names_in(function.__code__))), function.__globals__, own, set())
+
+
+def _globals(names: Iterable[str], namespace: dict[str, Any], own: Set[str], seen: set[int]) -> Iterator[Held]:
+    """Yields the globals with these names, and those in the user's modules among them, such as `settings.step`."""
+    for name in names:
+        value = namespace.get(name, sys.modules.get(name))  # the function may contain the import
+        if not inspect.ismodule(value):
+            yield from [(name, value, partial(namespace.__setitem__, name))] if name in namespace else ()
+        elif id(value) not in seen and not is_others(value, own):
+            seen.add(id(value))
+            inner = _globals(names, vars(value), own, seen)
+            yield from ((f"{name}.{one}", item, put) for one, item, put in inner)
+
+
+def items_of(container: Any) -> Iterator[Held]:
+    """Yields a container's items by key or index."""
+    if isinstance(container, Mapping):
+        for number, (key, item) in enumerate(container.items()):
+            name = str(key) if isinstance(key, bool | int | float | str | None) else f"[{number}]"
+            yield name, item, partial(container.__setitem__, key) if isinstance(container, dict) else None
+    else:
+        can_set = isinstance(container, list | deque)
+        for place, item in enumerate(container):
+            yield str(place), item, partial(container.__setitem__, place) if can_set else None

@@ -1,0 +1,235 @@
+"""What Python holds beside the tensors of a step: looked at before and after a trace, which must leave it as it was.
+
+A trace happens once. What Python changes meanwhile, a count or an attribute say, would change once and never again, and
+what comes of it would be part of the compiled step for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hotloop.errors import PlanError
+from hotloop.lowering.object_state.object_graph import around, attributes, class_of, of_class, of_file, package_of
+
+Place = tuple[str, ...]
+"""Whose, and the names that lead to it."""
+
+
+def refused(
+    why: str, expected: str, fix: str = "correct that line, or choose compile=none and graphs=none"
+) -> PlanError:
+    """The error for a step that can't be captured."""
+    return PlanError(f"the step can't be captured as one graph: {why}", expected=expected, fix=fix)
+
+
+@contextmanager
+def no_side_effects(model: nn.Module, objective: Mapping[str, Any]) -> Iterator[None]:
+    """Refuses what the forward pass and the loss change beside tensors in place.
+
+    Args:
+        objective: what says what is computed, the loss or step function, by what to call it.
+
+    Raises:
+        PlanError: an attribute changes, a buffer or parameter is replaced or gets other memory, or a function changes
+            what it finds outside of itself.
+    """
+    roots = {"model": model, **objective}
+    before = held(roots)
+    yield
+    after = held(roots)
+    if (place := first_difference(before, after)) is not None:
+        raise _by_model(place, before.get(place), after.get(place), roots[place[0]])
+
+
+@contextmanager
+def no_side_effects_of_update(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[None]:
+    """Refuses what an update changes beside tensors in place.
+
+    Args:
+        names: of the parameters that are updated, by their `id`.
+
+    Raises:
+        PlanError: numbers of the optimizer's groups, of its state or its attributes change, its state gets other
+            tensors, or a parameter other memory.
+    """
+    before = held(_of_optimizer(optimizer, names), strict=True)
+    yield
+    after = held(_of_optimizer(optimizer, names), strict=True)
+    if (place := first_difference(before, after)) is not None:
+        raise _by_update(place, before.get(place), after.get(place))
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
+    state: dict[str, Any] = {}
+    for holder, value in optimizer.state.items():  # which may be no parameter, as where all steps are counted
+        state[names.get(id(holder), "another") if isinstance(holder, Tensor) else str(holder)] = value
+    return {"groups": optimizer.param_groups, "state": state, "attributes": attributes}
+
+
+def _by_update(place: Place, before: Any, after: Any) -> PlanError:
+    whose, *names = place
+    name = names[0] if whose == "attributes" else "state" if len(names) < 2 else names[1]
+    where = f" of {names[0]!r}" if whose == "state" else ""
+    fix = "choose compile=forward, which leaves the update out, or compile=none; and graphs=none"
+    if whose == "attributes":  # what no State has, so that steps before the first are not taken back
+        fix = "choose compile=none and graphs=none"
+    if not isinstance(after, _Kept):
+        why = f"the optimizer changes its own {name!r}{where}, which would happen once"
+        return refused(why, "an optimizer that counts in tensors of its state", fix)
+    why = f"the optimizer replaces its {name!r}{where}"
+    if isinstance(before, _Kept) and before.value is after.value:
+        what = "a parameter" if whose == "groups" else f"its {name!r}{where}"
+        why = f"the optimizer gives {what} other memory (`.data = ...`), which would be lost"
+    return refused(why, "an optimizer that updates in place", fix)
+
+
+def _by_model(place: Place, before: Any, after: Any, root: Any) -> PlanError:
+    owner, name = place[0], ".".join(place[1:]).replace("class ", "")
+    if isinstance(after, _Kept) and isinstance(before, _Kept | None):
+        same = before is not None and before.value is after.value
+        why = f"it replaces the {after.kind} {name!r} by another tensor"
+        if same:
+            why = f"it gives the {after.kind} {name!r} other memory (`.data = ...`), which would be lost"
+        return refused(why, f"a {after.kind} that is changed in place")
+    inside = isinstance(root, nn.Module) and not any(part.endswith("()") for part in place)
+    what = f"the attribute {name!r} of the {owner}" if inside else f"{name!r}, outside of the {owner}"
+    return refused(f"it changes {what}, which would happen once", "a buffer of the model for it")
+
+
+# --- what is held
+
+
+class _Kept:
+    """A tensor, what it is to its owner, and the memory that it has."""
+
+    def __init__(self, value: Tensor, kind: str) -> None:
+        self.value, self.kind = value, kind
+        self.memory = value.untyped_storage() if value.layout == torch.strided else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Kept) or self.value is not other.value:
+            return False
+        return self.memory is None or other.memory is None or self.memory._cdata == other.memory._cdata
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_PLAIN = bool | int | float | complex | str | bytes | None
+_SYMBOLS = torch.SymInt | torch.SymFloat | torch.SymBool
+_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
+_LARGE = 10_000
+"""Items of a container that are too many to look at: data, and not what a step counts with."""
+_HOOKS = ("_forward", "_backward")
+
+
+def held(roots: Mapping[str, Any], strict: bool = False) -> dict[Place, Any]:
+    """Plain values, kinds of objects, and the states of generators, by place, as far as they can be reached.
+
+    Args:
+        strict: which tensors are held counts everywhere; else as a module's parameters and buffers alone, so that a
+            module may keep what it computed last.
+    """
+    found: dict[Place, Any] = {}
+    seen: dict[int, Any] = {}
+    own = {package_of(root) for root in roots.values() if not isinstance(root, nn.Module)}
+    left: deque[tuple[Place, Any, str]] = deque(
+        ((name,), root, "tensor" if strict else "") for name, root in roots.items()
+    )
+    while left:
+        place, value, kind = left.popleft()
+        if isinstance(value, Tensor):
+            found[place] = _Kept(value, kind) if kind else "a tensor"
+        elif isinstance(value, _PLAIN | _SYMBOLS) or id(value) in seen:
+            found[place] = value if isinstance(value, _PLAIN | _SYMBOLS) else type(value).__name__
+        else:
+            seen[id(value)] = value
+            found[place], inside = _opened(value, kind, own)
+            left.extend(((*place, name), item, of) for name, item, of in inside)
+    return found
+
+
+def first_difference(before: Mapping[Place, Any], after: Mapping[Place, Any]) -> Place | None:
+    """The first place at which something else is held afterwards; None where nothing has changed."""
+    for place in {**before, **after}:
+        if place not in before or place not in after or not _same(before[place], after[place]):
+            return place
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    return not isinstance(one, _SYMBOLS) and type(one) is type(other) and bool(one == other)
+
+
+_Inside = Iterable[tuple[str, Any, str]]
+"""Names, what they name, and, where it counts which tensor that is, what the tensor is to its owner."""
+
+
+def _opened(value: Any, kind: str, own: Set[str]) -> tuple[Any, _Inside]:
+    """What is noted of an object, and what it holds."""
+    name = type(value).__name__
+    if isinstance(value, nn.Module):
+        return name, _of_module(value, kind)
+    if isinstance(value, np.ndarray | np.generic):
+        small = value.size <= _LARGE and not value.dtype.hasobject
+        return (name, value.shape, hashlib.sha256(value.tobytes()).digest() if small else None), ()
+    if isinstance(value, random.Random):
+        return (name, value.getstate()), ()
+    if isinstance(value, np.random.Generator):
+        return name, [("state", value.bit_generator.state, kind)]
+    if isinstance(value, np.random.RandomState):
+        return name, [("state", value.get_state(legacy=False), kind)]
+    if isinstance(value, np.random.BitGenerator):
+        return name, [("state", value.state, kind)]
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        return _of_container(value, kind)
+    if isinstance(value, itertools.count):
+        return repr(value), ()
+    return name, ((key, item, kind) for key, item in _reached(value, own))
+
+
+def _reached(value: Any, own: Set[str]) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, type):
+        return of_class(value, own)
+    if inspect.ismodule(value):
+        return of_file(value, own)
+    if inspect.isroutine(value) or isinstance(value, partial):
+        return around(value, own)
+    return attributes(value, own)
+
+
+def _of_container(value: Any, kind: str) -> tuple[Any, _Inside]:
+    name = type(value).__name__
+    if len(value) > _LARGE:
+        return (name, len(value)), ()
+    if isinstance(value, set | frozenset):
+        return (name, len(value), frozenset(item for item in value if isinstance(item, _PLAIN))), ()
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return name, [
+        (str(key) if isinstance(key, _PLAIN) else f"[{number}]", item, kind) for number, (key, item) in enumerate(items)
+    ]
+
+
+def _of_module(module: nn.Module, kind: str) -> _Inside:
+    own = vars(module)
+    yield from ((name, value, "parameter") for name, value in own["_parameters"].items())
+    yield from ((name, value, "buffer") for name, value in own["_buffers"].items())
+    yield from ((name, value, kind) for name, value in own["_modules"].items())
+    for name, value in own.items():
+        if name not in _OF_ANY_MODULE or (name.startswith(_HOOKS) and value):
+            yield name, value, kind
+    yield (*class_of(module), kind)

@@ -1,0 +1,1 @@
+"""Asynchronous training: workers compute gradients, a server holds the parameters."""

@@ -1,0 +1,219 @@
+"""A Program whose steps are the updates of a parameter server, and whose batches are the gradients that workers bring."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from torch import Tensor
+
+from hotloop.core.reporter import Say
+from hotloop.core.state import State
+from hotloop.data.batch_tree import to_device
+from hotloop.data.feeds.loader_workers import Check, goes_on
+from hotloop.data.order import Order
+from hotloop.distributed.watchdog import LONGEST_WAIT_S, default_limit_s
+from hotloop.errors import HotloopError, PlanError, TrainingError
+from hotloop.lowering.context import Ingredients
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.lowering.parameter_server.scheduler import Answer, Crew, Gradient, Ledger, Lost, Work
+from hotloop.lowering.parameter_server.server import Policy, Server, Weights
+from hotloop.lowering.program import Program
+
+_PATIENCE_S = 5.0
+"""What workers have for an answer, once there is a reason to stop; or a multiple of the longest wait so far."""
+
+_CHECK_S = 1.0
+"""The most that the time between two checks of a wait counts; more passes only while this process is stopped."""
+
+
+class ServedStep(EagerStep):
+    """Takes a worker's gradient for a batch, and updates the server with it.
+
+    Attributes:
+        server: holds the model and the optimizer.
+        staleness: how many updates of each staleness there were, since the beginning.
+    """
+
+    def __init__(self, parts: Ingredients, policy: Policy) -> None:
+        super().__init__(parts)
+        self.server = Server(parts.model, self.optimizer, policy, lambda: self.clip(self._trainable))
+        self.staleness: dict[int, int] = {}
+
+    def __call__(self, batch: Any, samples: int, step: int) -> Tensor:
+        gradient, then = batch
+        staleness = self.server.update(gradient.gradients, then, gradient.buffers)
+        self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+        self.step_schedule()
+        if self.average:
+            self.update_average(list(self.average.values()), self._averaged)
+        loss, scalars, weight = to_device((gradient.loss, gradient.scalars, gradient.weight), self.parts.device)
+        self._add(loss, scalars, weight)
+        self.sums["samples"] += samples
+        return cast(Tensor, loss)
+
+    def rebind(self) -> None:
+        """A State was restored, so what workers were given is of no use any more."""
+        self.server.changed()
+
+
+class GradientFeed:
+    """Hands batches out to the workers of a crew, and yields `((gradient, its weights), samples)` as they come.
+
+    Each epoch begins and ends with all its batches counted, each once.
+
+    Attributes:
+        crew: the workers; None until somebody is employed.
+        ledger: who has which batch.
+        lost: workers that died, since the beginning.
+        heard: says why to stop, if there is a reason; asked while no worker answers.
+        limit_s: the longest wait for an answer, in seconds; None derives the limit from the longest wait so far.
+    """
+
+    def __init__(self, order: Order, server: Server, say: Say) -> None:
+        self.batches: int | None = order.batches
+        self.reseeds = False
+        self.crew: Crew | None = None
+        self.ledger = Ledger(server.policy.bound)
+        self.lost = 0
+        self.heard: Callable[[], str | None] = lambda: None
+        self.limit_s: float | None = None
+        self._longest_s = 0.0
+        self._server, self._say = server, say
+        self._free: list[int] = []
+        self._given: dict[int, tuple[Work, Weights]] = {}
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        if self.crew is None:
+            raise PlanError(
+                "nobody computes the gradients of this Program",
+                expected="workers, which hotloop.fit and hotloop train start",
+                fix="use one of these, or hotloop.lowering.parameter_server.workers.simulation",
+            )
+        assert self.batches is not None
+        self.ledger.open(epoch, start, self.batches)
+        while not self.ledger.done:
+            self._hand_out(self.crew)
+            worker, answer = self._received(self.crew)
+            if isinstance(answer, HotloopError):
+                raise answer
+            if isinstance(answer, Lost):
+                self._lose(worker, answer.why)
+                continue
+            self._free.append(worker)
+            if isinstance(answer, Gradient):
+                _, weights = self._given.pop(worker)
+                if self.ledger.count(worker, answer.work):
+                    yield (answer, weights), answer.samples
+
+    def _received(self, crew: Crew) -> tuple[int, Answer]:
+        """The next answer.
+
+        Raises:
+            TrainingError: no worker answers within the limit; or there is a reason to stop, and no worker answers, though
+                it has had the time for it. What is out can't be waited for, so there is nothing to save.
+        """
+        began, since = time.monotonic(), math.inf
+        checked, waited_s = began, 0.0
+
+        def look() -> None:
+            nonlocal since, checked, waited_s
+            reason, now = self.heard(), time.monotonic()
+            waited_s += min(now - checked, _CHECK_S)
+            checked = now
+            if waited_s > self._longest_wait_s:
+                raise TrainingError(
+                    f"no worker has answered for {waited_s:.0f}s",
+                    expected="a gradient of any worker",
+                    fix="look for what holds all workers up; --rank-timeout makes the server wait longer; --resume goes on with the run",
+                )
+            since = min(since, now) if reason else math.inf
+            if now - since > max(_PATIENCE_S, 3 * self._longest_s):
+                raise TrainingError(
+                    f"stopped ({reason}) without saving: no worker has answered for {now - began:.0f}s",
+                    fix="look for what holds them up, and go on from the last checkpoint",
+                )
+
+        worker, answer = crew.receive(look)
+        if isinstance(answer, Gradient):
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
+        return worker, answer
+
+    @property
+    def _longest_wait_s(self) -> float:
+        """The longest allowed wait; the first gradient has more time, as a model may be prepared before it."""
+        if self.limit_s is not None:
+            return self.limit_s
+        return default_limit_s(self._longest_s) if self._longest_s else LONGEST_WAIT_S
+
+    def _hand_out(self, crew: Crew) -> None:
+        waiting = []
+        for worker in self._free:
+            work = self.ledger.take(worker, self._server.version)
+            if work is None:
+                waiting.append(worker)
+                continue
+            self._given[worker] = work, self._server.weights()
+            crew.give(worker, *self._given[worker])
+        self._free = waiting
+
+    def _lose(self, worker: int, why: str) -> None:
+        self.lost += 1
+        self._given.pop(worker, None)
+        if worker in self._free:
+            self._free.remove(worker)
+        batch = self.ledger.lose(worker)
+        self._say(f"worker {worker} {why}" + ("" if batch is None else f"; its batch {batch + 1} goes to another"))
+
+    def employ(self, crew: Crew, limit_s: float | None = None) -> None:
+        """Begins anew with these workers; see `limit_s`."""
+        self.crew, self.limit_s = crew, limit_s
+        self._free, self._given = [], {}
+
+    def close(self) -> None:
+        if self.crew is not None:
+            self.crew.close()
+
+
+class ServedProgram(Program):
+    """Its `position` counts updates; `state` waits for what is out, so that it is of a place in the Task's order."""
+
+    _step: ServedStep
+    feed: GradientFeed
+
+    def state(self, *, lent: bool = False) -> State:
+        ledger = self.feed.ledger
+        ledger.paused = True
+        try:
+            if self._batches.is_open and ledger.outstanding:
+                self.advance(ledger.outstanding)
+        finally:
+            ledger.paused = False
+        return super().state(lent=lent)
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many updates of each staleness there were."""
+        return dict(self._step.staleness)
+
+    def heed(self, reason: Callable[[], str | None], check: Check = goes_on) -> None:
+        self.feed.heard = reason
+
+    def employ(self, crew: Crew, limit_s: float | None = None) -> None:
+        """From now on these workers compute the gradients, and any others are ended.
+
+        Args:
+            limit_s: the longest wait for a gradient, in seconds; None derives the limit from the longest wait so far.
+        """
+        self.feed.close()
+        self.feed.employ(crew, limit_s)
+        self._batches.reset()
+
+
+def served(parts: Ingredients, policy: Policy) -> ServedProgram:
+    """The server's side of an asynchronous training; `employ` gives it workers."""
+    assert parts.roles.order is not None, "a stream can't be handed out"
+    step = ServedStep(parts, policy)
+    return ServedProgram(parts, step, GradientFeed(parts.roles.order, step.server, parts.say))

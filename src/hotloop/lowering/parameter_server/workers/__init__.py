@@ -1,0 +1,1 @@
+"""Workers that compute gradients: processes, actors of Ray, or simulated ones."""

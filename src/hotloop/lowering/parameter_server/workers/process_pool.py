@@ -1,0 +1,306 @@
+"""Workers as processes of this machine, reached over `torch.distributed.rpc`; the death of one touches no other.
+
+An elastic agent restarts all workers when one dies, which is what synchronous training needs. Here the server's own
+process is the parent of each worker, and notices its death by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+from torch.distributed.rpc import constants
+
+from hotloop.core.hardware.devices import devices
+from hotloop.core.patches import patched
+from hotloop.core.processes.signals import INTERRUPTING
+from hotloop.distributed.fork_safety import FORK_BYTES, check_room
+from hotloop.errors import HotloopError, TrainingError, blame
+from hotloop.lowering.parameter_server.scheduler import Answer, Look, Lost, Work, nothing
+from hotloop.lowering.parameter_server.server import Weights
+from hotloop.lowering.parameter_server.workers.worker import Host, Recipe
+from hotloop.plan import Plan
+
+_LOOK_S = 0.2
+"""How often a server that waits for gradients looks whether its workers live."""
+
+_DYING_S = 1.0
+"""How long a worker that can't be reached may take to be seen dead."""
+
+_JOIN_S = 60.0
+"""How long the server and its workers wait for each other before the first batch."""
+
+
+@dataclass(frozen=True)
+class _Unreached:
+    """What RPC says of a worker in place of an answer; that it died, too, in words that change with the moment."""
+
+    why: str
+
+
+class ProcessCrew:
+    """Worker processes, each with a replica of its own.
+
+    Args:
+        recipe: of the Task.
+        plan: how a worker computes.
+        workers: how many.
+
+    Raises:
+        PlanError: there is no memory for so many.
+        TrainingError: a process ended before it began.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
+        check_room(workers, FORK_BYTES, "workers")
+        self._answers: queue.SimpleQueue[tuple[int, Answer | _Unreached]] = queue.SimpleQueue()
+        self._folder = tempfile.TemporaryDirectory(prefix="hotloop-")
+        self._processes: dict[int, BaseProcess] = {}
+        self._closed = False
+        self._turn = rpc._init_counter
+        try:
+            with _over_loopback():
+                self._start(workers)
+                self._join_workers(workers)
+        except BaseException:
+            self._end_processes()
+            raise
+        self._hosts = [
+            rpc.remote(
+                _name(worker, self._turn),
+                Host,
+                args=(recipe, plan.with_axes(device=device_of(worker, plan.device, devices())), workers),
+                timeout=0,
+            )
+            for worker in range(workers)
+        ]
+        try:
+            self._make_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def give(self, worker: int, work: Work, weights: Weights) -> None:
+        if worker in self._processes:
+            self._ask(worker, Host.gradient, work, weights)
+
+    def receive(self, look: Look = nothing) -> tuple[int, Answer]:
+        while True:
+            try:
+                worker, answer = self._answers.get_nowait()
+            except queue.Empty:
+                if (lost := self._dead()) is not None:
+                    return lost
+                if not self._processes:
+                    raise TrainingError("all workers are gone", fix="see above how each ended") from None
+                try:
+                    worker, answer = self._answers.get(timeout=_LOOK_S)
+                except queue.Empty:
+                    look()
+                    continue
+            if worker not in self._processes and not isinstance(answer, Lost):  # of one that died nothing else counts
+                continue
+            return worker, self._why(worker, answer) if isinstance(answer, _Unreached) else answer
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with _over_loopback():
+            rpc.shutdown(graceful=False)
+        self._end_processes()
+
+    def pids(self) -> dict[int, int]:
+        """The process of each worker that lives."""
+        return {worker: process.pid or 0 for worker, process in self._processes.items()}
+
+    def _start(self, workers: int) -> None:
+        context = _context()
+        began: dict[Any, int] = {}
+        for worker in range(workers):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (worker, workers + 1, self._folder.name, self._turn, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"hotloop worker {worker}")
+            process.start()
+            theirs.close()
+            self._processes[worker] = process
+            began[ours] = worker
+        while began:
+            for pipe in wait(list(began)):
+                worker = began.pop(pipe)
+                assert isinstance(pipe, Connection)
+                try:
+                    pipe.recv()
+                except EOFError:
+                    self._processes[worker].join(_DYING_S)
+                    raise _stillborn(worker, self._processes[worker].exitcode) from None
+                finally:
+                    pipe.close()
+
+    def _join_workers(self, workers: int) -> None:
+        try:
+            _join(f"server-{self._turn}", 0, workers + 1, self._folder.name, threads=4)
+        except RuntimeError as error:
+            if (lost := self._dead()) is None:
+                raise TrainingError(f"the workers can't be reached: {blame(error)}") from error
+            raise TrainingError(f"worker {lost[0]} {lost[1].why} before its first batch", fix="start again") from error
+
+    def _make_ready(self) -> None:
+        """Waits for all, so that the first epoch doesn't hold what comes before it."""
+        for worker in range(len(self._hosts)):
+            self._ask(worker, Host.make_ready)
+        answers = []
+        for _ in self._hosts:
+            answers.append(self.receive())
+            if isinstance(error := answers[-1][1], HotloopError):
+                raise error
+        for answer in answers:
+            self._answers.put(answer)
+
+    def _ask(self, worker: int, method: Any, *arguments: Any) -> None:
+        def arrived(future: torch.futures.Future[Any]) -> None:
+            try:
+                self._answers.put((worker, future.value()))
+            except RuntimeError as error:
+                if "eof" not in str(error).lower() and "shut" not in str(error).lower():  # those tell of its death
+                    self._answers.put((worker, _Unreached(blame(error))))
+
+        host = self._hosts[worker]
+        try:
+            asked = rpc.rpc_async(_name(worker, self._turn), _call, args=(host, method, *arguments), timeout=0)
+        except RuntimeError as error:  # the worker died before its host was made
+            self._answers.put((worker, _Unreached(blame(error))))
+        else:
+            asked.add_done_callback(arrived)
+
+    def _dead(self) -> tuple[int, Lost] | None:
+        for worker, process in self._processes.items():
+            if process.exitcode is not None:
+                del self._processes[worker]
+                return worker, Lost(_ended(process.exitcode))
+        return None
+
+    def _why(self, worker: int, unreached: _Unreached) -> Answer:
+        """Whether it died, or lives and can't be reached."""
+        process = self._processes[worker]
+        process.join(_DYING_S)
+        if process.exitcode is None:
+            return TrainingError(f"worker {worker} can't be reached: {unreached.why}")
+        del self._processes[worker]
+        return Lost(_ended(process.exitcode))
+
+    def _end_processes(self) -> None:
+        for process in self._processes.values():
+            process.kill()  # which one that is stopped hears, too
+        for process in self._processes.values():
+            process.join()
+        self._folder.cleanup()
+
+
+def device_of(worker: int, device: str, here: Sequence[str]) -> str:
+    """The device of a worker: those of the plan's kind in turn.
+
+    Args:
+        here: names of this machine's devices.
+    """
+    alike = [name for name in here if name.partition(":")[0] == device.partition(":")[0]]
+    return alike[worker % len(alike)] if len(alike) > 1 else device
+
+
+def _context() -> Any:
+    """Processes that share nothing with this one, as CUDA and OpenMP need; made of one that has torch, where that goes."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _call(host: Any, method: Any, *arguments: Any) -> Any:
+    """In a worker: a method of what lives there."""
+    return method(host.local_value(), *arguments)
+
+
+def _serve(worker: int, world: int, folder: str, turn: int, began: Connection) -> None:
+    """The main thread of a worker process: answers requests until its parent is gone, whoever else ends.
+
+    Args:
+        turn: how often the server's process used RPC before; torch numbers its uses, and the numbers must agree.
+    """
+    for number in INTERRUPTING:
+        signal.signal(number, signal.SIG_IGN)  # these reach all processes of a terminal; the server ends its workers
+    watch = threading.Thread(target=_end_with_parent, daemon=True)
+    watch.start()
+    began.send(worker)
+    rpc._init_counter = turn
+    with suppress(RuntimeError):  # another process hasn't joined: the server reports which, and ends the workers
+        _join(_name(worker, turn), worker + 1, world, folder, threads=1)  # its operations have threads of their own
+    watch.join()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _join(name: str, rank: int, world: int, folder: str, *, threads: int) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=threads, rpc_timeout=60, init_method=f"file://{folder}/meeting"
+    )
+    # torch 2.13 waits 24 days for a process that was killed before it joined, and has no option for this time.
+    limited = patched(constants, "DEFAULT_PROCESS_GROUP_TIMEOUT", lambda _: timedelta(seconds=_JOIN_S))
+    with limited, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use
+        rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
+
+
+@contextmanager
+def _over_loopback() -> Iterator[None]:
+    """What is started within talks over the loopback interface, unless told otherwise, and logs errors alone."""
+    settings = {
+        "TP_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    ours = [name for name in settings if name not in os.environ]
+    os.environ.update({name: settings[name] for name in ours})
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+def _name(worker: int, turn: int) -> str:
+    """Another one each time: torch counts what a set of names has done since the server's process began."""
+    return f"worker-{worker}-{turn}"
+
+
+def _ended(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _stillborn(worker: int, code: int | None) -> TrainingError:
+    if code is not None and code < 0:
+        return TrainingError(f"worker {worker} {_ended(code)} before its first batch", fix="start again")
+    return TrainingError(
+        f"the process of worker {worker} ended before it began",
+        expected="a script that starts to train only if it is the main program",
+        fix='put the call under `if __name__ == "__main__":`, since each worker imports the script',
+    )

@@ -1,0 +1,204 @@
+"""The Task's model on a worker: the gradient of one batch under given weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from hotloop.core.float32_switches import read, running_under
+from hotloop.core.number_formats import Switches
+from hotloop.core.random.rng import preserved
+from hotloop.core.records.training import SourceRecord
+from hotloop.core.state import Position, put_values
+from hotloop.core.task_parts.module_modes import set_training
+from hotloop.data.feeds.rank_rows import Positions
+from hotloop.errors import HotloopError, NonFiniteError, PlanError, TaskError, TrainingError, blame
+from hotloop.lowering.build import lower
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.lowering.failures.explanation import explained
+from hotloop.lowering.failures.location import step_under_way
+from hotloop.lowering.parameter_server.scheduler import Answer, Gradient, Ready, Work
+from hotloop.lowering.parameter_server.server import Weights
+from hotloop.plan import Plan
+from hotloop.task import Computed, Task, overridden
+from hotloop.task_file import load_from_run
+
+
+class Replica:
+    """Computes gradients; random draws follow from the place of the batch, whoever computes it and when.
+
+    Args:
+        plan: how to run the step in this process alone.
+    """
+
+    def __init__(self, task: Task, plan: Plan) -> None:
+        self._program = lower(task, plan)
+        parts = self._program.parts
+        self._model: nn.Module = parts.model
+        self._step = _GradientStep(parts)
+        self._step.draws.always = True
+        self._positions = Positions(self._program.feed)
+
+    def gradient(self, work: Work, weights: Weights) -> Gradient:
+        """The gradient of the mean loss of a batch.
+
+        Raises:
+            NonFiniteError: loss or gradient are no finite numbers, and would spoil what all workers are given.
+            HotloopError: the Task's own code raised something, or memory ran out.
+        """
+        number = work.epoch * (self._program.feed.batches or 0) + work.batch
+        self._program.position = Position(number, work.epoch, work.batch)
+        try:
+            with preserved(self._program.device):
+                self._load(weights)
+                return self._checked(self._computed(work, number))
+        except HotloopError:
+            raise
+        except Exception as error:
+            raise explained(error, self._program, None) from error
+
+    def _computed(self, work: Work, number: int) -> Gradient:
+        parts = self._program.parts
+        batch, samples = self._positions.at(work.epoch, work.batch)
+        set_training(self._model, parts.in_eval)
+        with ExitStack() as stack:
+            for context in parts.around:
+                stack.enter_context(context())
+            self._step.begin_span()
+            computed = self._step.gradients_of(batch, samples, number)
+        weight = parts.weigh(batch, samples)
+        return Gradient(
+            work=work,
+            samples=samples,
+            loss=computed.loss.detach().cpu(),
+            weight=weight.detach().cpu() if isinstance(weight, Tensor) else weight,
+            gradients=[None if value.grad is None else value.grad.cpu() for value in self._model.parameters()],
+            buffers=[value.detach().to("cpu", copy=True) for value in self._model.buffers()],
+            scalars={name: value.detach().cpu() for name, value in computed.scalars.items()},
+        )
+
+    def _checked(self, gradient: Gradient) -> Gradient:
+        """The same, if it may be sent."""
+        found = [value for value in gradient.gradients if value is not None]
+        if any(value.is_sparse for value in found):
+            raise PlanError(
+                "parallel=async with sparse gradients, which can't be sent to a server",
+                expected="dense ones",
+                fix="leave out sparse=True of the embedding, or use parallel=none",
+            )
+        for what, values in (("the loss", [gradient.loss]), ("a gradient", found)):
+            if not bool(torch.isfinite(torch.nn.utils.get_total_norm(values, float("inf")))):
+                raise NonFiniteError(
+                    f"{step_under_way(self._program.position)}: {what} is NaN or infinite",
+                    fix="use a smaller learning rate, or train with parallel=none, which finds the module",
+                )
+        return gradient
+
+    @torch.no_grad()
+    def _load(self, weights: Weights) -> None:
+        for target, value in zip(self._model.parameters(), weights.parameters, strict=True):
+            target.copy_(value)
+        for buffer, value in zip(self._model.buffers(), weights.buffers, strict=True):
+            put_values(buffer, value)
+
+
+class _GradientStep(EagerStep):
+    """A step that ends before the update: clipping and all that follows is the server's."""
+
+    def gradients_of(self, batch: object, samples: int, number: int) -> Computed:
+        """Leaves the gradients in the parameters; `number` is what the step's random draws follow from."""
+        return self._backward(batch, samples, number)
+
+    def clip(self, parameters: list[Tensor]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What crosses over to another process of this machine.
+
+    Attributes:
+        source, record: the copy of the Task's source in a run's folder, and what to load of it; or
+        pickled: a Task made in Python, functions and classes of `__main__` and of notebooks by value.
+        overrides: fields of the Task set by the command.
+        switches: torch's, of the format in which products are computed, as the process has them that makes the recipe.
+    """
+
+    source: Path | None = None
+    record: SourceRecord | None = None
+    pickled: bytes = b""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    switches: Switches = field(default_factory=read)
+
+    @classmethod
+    def of(cls, task: Task, source: Path, record: SourceRecord | None, overrides: Mapping[str, Any]) -> Recipe:
+        """That of a run's Task.
+
+        Raises:
+            TaskError: it was made in Python, of parts that can't be sent.
+        """
+        if record is not None:
+            return cls(source.resolve(), record, overrides=dict(overrides))
+        try:
+            return cls(pickled=cloudpickle.dumps(replace(task, callbacks=())))
+        except Exception as error:
+            raise TaskError(
+                f"the Task can't be sent to other processes: {blame(error)}",
+                expected="functions, data sets and arrays that can be pickled",
+                fix="put the Task into a file, and run: hotloop train file.py",
+            ) from error
+
+    def task(self) -> Task:
+        """The Task, in the process that it was sent to."""
+        if self.record is None or self.source is None:
+            loaded: Task = cloudpickle.loads(self.pickled)
+            return loaded
+        return overridden(load_from_run(self.source, self.record), self.overrides)
+
+
+class Host:
+    """A replica, made of a recipe where it is needed; errors are answers like others.
+
+    Args:
+        workers: how many share the machine's cores.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, workers: int) -> None:
+        self._recipe, self._plan, self._workers = recipe, plan, workers
+        self._replica: Replica | None = None
+
+    def make_ready(self) -> Answer:
+        if self._plan.threads is None:
+            torch.set_num_threads(max(1, torch.get_num_threads() // self._workers))
+        try:
+            task = self._recipe.task()  # its file may set other switches than the run has
+            with running_under(self._recipe.switches, torch.device(self._plan.device).type):
+                self._replica = Replica(task, self._plan)
+        except Exception as error:
+            return _told(error)
+        return Ready()
+
+    def gradient(self, work: Work, weights: Weights) -> Answer:
+        if self._replica is None and isinstance(answer := self.make_ready(), HotloopError):
+            return answer
+        assert self._replica is not None
+        try:
+            return self._replica.gradient(work, weights)
+        except Exception as error:
+            return _told(error)
+
+    def pid(self) -> int:
+        """Of the process that it lives in."""
+        return os.getpid()
+
+
+def _told(error: Exception) -> HotloopError:
+    return error if isinstance(error, HotloopError) else TrainingError(f"a worker raised {blame(error)}")

@@ -1,0 +1,1 @@
+"""A model in stages: where to cut it, and how microbatches pass through."""

@@ -1,0 +1,305 @@
+"""A model with its loss as one graph, and that graph in consecutive pieces with what crosses each cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from hotloop.core.random.generators import OwnedGenerators
+from hotloop.core.random.rng import Streams, preserved
+from hotloop.core.reporter import unlogged
+from hotloop.core.task_parts.module_modes import set_training
+from hotloop.data.batch_tree import map_tensors, tensors
+from hotloop.errors import HotloopError, PlanError, blame, out_of_memory
+from hotloop.lowering.grouped_mm import traceable_groups
+from hotloop.task import Computed, Task
+
+Leaves = Sequence[Tensor]
+"""The tensors of a batch, in order."""
+
+
+class Objective(nn.Module):
+    """Model and loss as one module of tensors alone, which torch can export.
+
+    Args:
+        like: a batch, whose shape as a tree all have.
+        in_eval: names of the model's modules that stay in evaluation mode while the model trains.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, like: Any, in_eval: Collection[str] = ()) -> None:
+        super().__init__()
+        self.model, self._in_eval = model, in_eval
+        self.loss = task.loss if isinstance(task.loss, nn.Module) else None
+        self._task, self._like = task, like
+
+    def train(self, mode: bool = True) -> Objective:
+        super().train(mode)
+        if mode:
+            set_training(self.model, self._in_eval)
+        return self
+
+    def forward(self, *leaves: Tensor) -> tuple[Any, Any, Any]:
+        """Loss, output (in evaluation) and further scalars of a batch with these tensors."""
+        following = iter(leaves)
+        computed = self._task.compute(self.model, map_tensors(lambda _: next(following), self._like))
+        return computed.loss, None if self.training else computed.output, computed.scalars
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The forward pass of so many samples as torch.export sees it.
+
+    Attributes:
+        module: the graph, with the model's own parameters and buffers under `model.`, the loss' under `loss.`.
+        nodes: what is computed, in order.
+        paths: of each node the module whose forward has it, by its name in the model; empty for the model itself.
+        held: the model's parameters and buffers, by name.
+    """
+
+    module: fx.GraphModule
+    nodes: tuple[fx.Node, ...]
+    paths: tuple[str, ...]
+    held: frozenset[str]
+    _spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, objective: Objective, leaves: Leaves) -> Traced:
+        """Exports it for a batch with tensors of these shapes.
+
+        Raises:
+            PlanError: the module that can't be exported is named.
+        """
+        exported = _exported(objective, tuple(leaves))
+        module: Any = exported.module()
+        nodes = tuple(n for n in module.graph.nodes if n.op == "call_function")
+        model = objective.model
+        values = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        held = frozenset(name for name, _ in itertools.chain(*values))
+        return cls(module, nodes, tuple(map(_path, nodes)), held, exported.call_spec.out_spec)
+
+    def find(self, name: str) -> int | None:
+        """The first node of a module, of a module in it, or of a parameter of that name; None if there is none."""
+        inside = (place for place, path in enumerate(self.paths) if _within(path, name))
+        using = (n for n, node in enumerate(self.nodes) if any(_within(held, name) for held in self.held_by(node)))
+        return next(inside, next(using, None))
+
+    def held_by(self, node: fx.Node) -> list[str]:
+        """The model's parameters and buffers that a node reads, by name."""
+        found = (str(one.target).removeprefix("model.") for one in node.all_input_nodes if one.op == "get_attr")
+        return [name for name in found if name in self.held]
+
+    def beginnings(self) -> dict[str, int]:
+        """Where a stage may begin: modules with parameters of their own, by name, each with its first node."""
+        found: dict[str, int] = {}
+        for node, path in zip(self.nodes, self.paths, strict=True):
+            for held in self.held_by(node):
+                name = path or held
+                if name not in found and (place := self.find(name)) is not None and not self.bound(place):
+                    found[name] = place
+        first_of: dict[int, str] = {}
+        for name, place in found.items():
+            first_of.setdefault(place, name)
+        ordered = sorted((place, name) for place, name in first_of.items())
+        return {name: place for place, name in ordered[1:]}  # the first begins with whatever the model does first
+
+    def bound(self, place: int) -> bool:
+        """Whether a cut before that node would part a tensor from what changes it in place."""
+        number = {node: number for number, node in enumerate(self.nodes)}
+        for changed, node in enumerate(self.nodes[place:], place):
+            for root in _changed_in_place(node):
+                if root in number and number[root] < place <= changed:
+                    return True
+        return False
+
+    def cut(self, starts: Sequence[int]) -> list[Piece]:
+        """The graph in pieces that begin with the first node and with each of these."""
+        bounds = [0, *starts, len(self.nodes)]
+        ranges = list(itertools.pairwise(bounds))
+        results = [node for node in _results(self.module) if isinstance(node, fx.Node)]
+        crossing = [self._crossing(place, results) for place in bounds[1:-1]]
+        arriving, leaving = [[], *crossing], [*crossing, results]
+        return [
+            self._piece(first, last, into, out)
+            for (first, last), into, out in zip(ranges, arriving, leaving, strict=True)
+        ]
+
+    def result(self, values: Sequence[Tensor]) -> Computed:
+        """What the last piece put out, as the Task's `compute` gives it."""
+        following = iter(values)
+        flat = [next(following) if isinstance(node, fx.Node) else node for node in _results(self.module)]
+        return Computed(*pytree.tree_unflatten(flat, self._spec))
+
+    def _crossing(self, place: int, results: Sequence[fx.Node]) -> list[fx.Node]:
+        """What is computed before that node and used after."""
+        before = set(self.nodes[:place])
+        later = [used for node in self.nodes[place:] for used in node.all_input_nodes]
+        return list(dict.fromkeys(node for node in [*later, *results] if node in before))
+
+    def _piece(self, first: int, last: int, into: Sequence[fx.Node], out: Sequence[fx.Node]) -> Piece:
+        nodes = self.nodes[first:last]
+        graph, copies = fx.Graph(), {}
+        for node in into:
+            copies[node] = graph.placeholder(node.name)
+        used = dict.fromkeys(one for node in [*nodes, *out] for one in _inputs(node))
+        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        leaves = [place for place, node in enumerate(placeholders) if node in used]
+        for place in leaves:
+            copies[placeholders[place]] = graph.placeholder(placeholders[place].name)
+        for node in [*(one for one in used if one.op == "get_attr"), *nodes]:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in out))
+        return Piece(fx.GraphModule(self.module, graph), tuple(leaves), len(into))
+
+
+class Piece(nn.Module):
+    """Consecutive operations of a model.
+
+    Attributes:
+        leaves: which of the batch's tensors it uses.
+        arriving: how many tensors it gets of the piece before.
+    """
+
+    def __init__(self, body: fx.GraphModule, leaves: tuple[int, ...], arriving: int) -> None:
+        super().__init__()
+        self.body, self.leaves, self.arriving = body, leaves, arriving
+
+    def forward(self, arrived: Sequence[Tensor], batch: Leaves) -> tuple[Tensor, ...]:
+        """What the next piece gets."""
+        return self.body(*arrived, *(batch[place] for place in self.leaves))
+
+
+def _path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    return path.removeprefix("model").removeprefix(".")
+
+
+def _within(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
+
+
+def _results(module: fx.GraphModule) -> Sequence[Any]:
+    return next(node for node in module.graph.nodes if node.op == "output").args[0]
+
+
+def _inputs(node: fx.Node) -> Iterator[fx.Node]:
+    """What a node reads that no other computes, and itself if it is such."""
+    for one in [node, *node.all_input_nodes]:
+        if one.op in ("get_attr", "placeholder"):
+            yield one
+
+
+def _changed_in_place(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors whose memory a node changes, each as it came into being."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for value, argument in zip(node.args, schema.arguments, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+            while (viewed := _viewed(value)) is not None:
+                value = viewed
+            yield value
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The tensor that a node's result may share its memory with."""
+    schema = getattr(node.target, "_schema", None)
+    shares = schema is not None and any(one.alias_info is not None for one in schema.returns)
+    # what may be a view or a copy, such as `reshape`, says nothing of it: then its input is taken to be shared
+    maybe = str(node.target) in ("aten.reshape.default", "aten.contiguous.default", "aten.flatten.using_ints")
+    return node.args[0] if (shares or maybe) and node.args and isinstance(node.args[0], fx.Node) else None
+
+
+def _exported(objective: Objective, leaves: tuple[Tensor, ...]) -> Any:
+    streams, owned = Streams(0), OwnedGenerators({"the model or the loss": objective})
+    owned.refresh()
+    before = owned.states()
+    try:
+        with unlogged("torch"), traceable_groups(), preserved():
+            streams.reseed("export")
+            exported = torch.export.export(objective, leaves, strict=False)
+            apart = any(node.kwargs.get("generator") is not None for node in exported.graph.nodes)
+            if streams.drawn("export") or owned.states() != before or apart:
+                raise drawn_elsewhere()
+            return exported
+    except HotloopError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise PlanError(
+            f"parallel=stages can't cut the model: {_failing(objective, leaves)} can't be exported as a graph"
+            f" ({blame(error)})",
+            expected="a forward pass without decisions that depend on the values in its tensors",
+            fix="change that module, or use parallel=sharded",
+        ) from error
+
+
+def drawn_elsewhere() -> PlanError:
+    """The error for draws that a graph would hold as they came when it was made."""
+    return PlanError(
+        "parallel=stages, and the model or the loss draws from NumPy's or Python's generator, or from one of its own",
+        expected="random numbers of torch's functions, which are drawn anew in each step",
+        fix="draw by torch there, or use parallel=data",
+    )
+
+
+def without_backward(what: str) -> PlanError:
+    """The error for a backward that a graph of the forward pass doesn't have."""
+    return PlanError(
+        f"parallel=stages, and backward calls {what}, which torch.export leaves out",
+        expected="gradients that follow from the operations of the forward pass",
+        fix="leave it out, or use parallel=data or sharded",
+    )
+
+
+def _failing(objective: Objective, leaves: tuple[Tensor, ...]) -> str:
+    """The innermost module whose forward doesn't come to its end in an export."""
+    inside: list[str] = []
+    hooks: list[RemovableHandle] = []
+    for name, module in objective.named_modules():
+        own = name.removeprefix("model").removeprefix(".")
+
+        def enter(*_: Any, own: str = own) -> None:
+            inside.append(own)
+
+        def leave(*_: Any) -> None:
+            inside.pop()
+
+        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        with unlogged("torch"), traceable_groups():
+            torch.export.export(objective, leaves, strict=False)
+    except Exception:  # the same as before: here it only matters where
+        return repr(inside[-1]) if inside and inside[-1] else "the model's own forward"
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return "the model"
+
+
+def leaves_of(batch: Any, samples: int) -> list[Tensor]:
+    """The tensors of a batch, each with a row per sample.
+
+    Raises:
+        PlanError: there is something else in it, which can't be cut into microbatches.
+    """
+    others: list[Any] = []
+    map_tensors(lambda value: value, batch, lambda leaf: others.append(leaf))
+    found = list(tensors(batch))
+    odd = [f"a tensor of shape {tuple(v.shape)}" for v in found if not v.ndim or len(v) != samples]
+    odd += [type(leaf).__name__ for leaf in others]
+    if odd:
+        raise PlanError(
+            f"parallel=stages, and a batch holds {odd[0]}, which has no row per sample",
+            expected=f"tensors whose first dimension counts the {samples} samples, to be cut into microbatches",
+            fix="leave it out of the batch, or use parallel=data",
+        )
+    return found

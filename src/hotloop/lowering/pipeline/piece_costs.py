@@ -1,0 +1,262 @@
+"""Pieces of a model, tried before they are dealt to ranks: what crosses between them, what they draw, what they cost."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from hotloop.distributed.wrappers.global_batch_rng import Drawing
+from hotloop.lowering.grouped_mm import traceable_groups
+from hotloop.lowering.pipeline.graph_split import Leaves, Piece
+from hotloop.lowering.steps.gradient_check import nodes_below
+
+_EVEN = 1.05
+"""Stages whose slowest is within 5 % of the best are taken for equal: measured times are no truer than that."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one piece of a model costs.
+
+    Attributes:
+        seconds: of forward and backward for one microbatch.
+        weights: bytes of its parameters, with gradients and optimizer state.
+        kept: bytes that its forward pass keeps for backward, for one microbatch.
+        arriving: bytes that would have to be sent to it, for one microbatch, if a stage began with it.
+    """
+
+    seconds: float
+    weights: int = 0
+    kept: int = 0
+    arriving: int = 0
+
+
+def best_cuts(
+    costs: Sequence[Cost],
+    stages: int,
+    room: float = math.inf,
+    in_flight: Callable[[int], int] = lambda stage: 1,
+) -> tuple[int, ...] | None:
+    """With which pieces the second, third... stage begin; None if no split has room.
+
+    The slowest stage is within 5 % of the fastest possible; of such splits it is the one that sends least. Both are
+    found exactly, by dynamic programming over (stage, end).
+
+    Args:
+        stages: how many; each gets at least one piece.
+        room: bytes that a stage may take.
+        in_flight: of how many microbatches a stage keeps what backward needs.
+    """
+    sums = _Sums(costs)
+
+    def fits(stage: int, first: int, last: int) -> bool:
+        return sums.weights(first, last) + in_flight(stage) * sums.kept(first, last) <= room
+
+    fastest = _least(len(costs), stages, fits, sums.seconds, max)
+    if fastest is None:
+        return None
+    limit = fastest[0] * _EVEN
+
+    def even(stage: int, first: int, last: int) -> bool:
+        return fits(stage, first, last) and sums.seconds(first, last) <= limit
+
+    least = _least(len(costs), stages, even, lambda first, last: costs[first].arriving if first else 0, sum)
+    return (least or fastest)[1]
+
+
+def _least(
+    pieces: int,
+    stages: int,
+    allowed: Callable[[int, int, int], bool],
+    price: Callable[[int, int], float],
+    together: Callable[[tuple[float, float]], float],
+) -> tuple[float, tuple[int, ...]] | None:
+    """The least price of all stages together, and where the second and later ones begin."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage in range(stages):
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for first, (paid, cuts) in best.items():
+            begun = (*cuts, first) if stage else cuts
+            ends = [pieces] if stage == stages - 1 else range(first + 1, pieces)
+            for last in ends:
+                if last <= first or not allowed(stage, first, last):
+                    continue
+                candidate = together((paid, price(first, last)))
+                if last not in following or candidate < following[last][0]:
+                    following[last] = candidate, begun
+        best = following
+    return best.get(pieces)
+
+
+class _Sums:
+    """Costs of ranges of pieces."""
+
+    def __init__(self, costs: Sequence[Cost]) -> None:
+        self._seconds, self._weights, self._kept = (
+            list(itertools.accumulate((getattr(cost, name) for cost in costs), initial=0))
+            for name in ("seconds", "weights", "kept")
+        )
+
+    def seconds(self, first: int, last: int) -> float:
+        return self._seconds[last] - self._seconds[first]
+
+    def weights(self, first: int, last: int) -> float:
+        return self._weights[last] - self._weights[first]
+
+    def kept(self, first: int, last: int) -> float:
+        return self._kept[last] - self._kept[first]
+
+
+_REPEATS = 3
+
+_COPIES = 4
+"""Of a trained parameter: itself, its gradient, and the two of most optimizers."""
+
+Around = Callable[[], AbstractContextManager[Any]]
+"""The numbers that a forward pass computes in."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What is known of a piece without computing anything.
+
+    Attributes:
+        arriving, leaving: tensors without content, like those that cross to it and from it; only what leads to the loss
+            requires a gradient.
+        drawings: what it draws, in order.
+    """
+
+    arriving: tuple[Tensor, ...]
+    leaving: tuple[Tensor, ...]
+    drawings: tuple[Drawing, ...]
+
+
+def rehearse(pieces: Sequence[Piece], leaves: Leaves, device: torch.device, around: Around) -> list[Rehearsed]:
+    """Runs pieces, one after the other, on tensors without content."""
+    passes = []
+    with FakeTensorMode(allow_non_fake_inputs=True), traceable_groups():
+        batch = [torch.empty_like(leaf, device=device) for leaf in leaves]
+        arrived: tuple[Tensor, ...] = ()
+        for piece in pieces:
+            values = {name: _like(value, device) for name, value in _tensors_of(piece)}
+            with around(), _Listening() as listening:
+                left = functional_call(piece, values, (arrived, batch))
+            passes.append((arrived, left, tuple(listening.heard)))
+            arrived = tuple(_fresh(value) for value in left)
+    found: list[Rehearsed] = []
+    leading = [True, *itertools.repeat(False, len(left) - 1)]  # the last piece puts the loss out first
+    for arrived, left, heard in reversed(passes):
+        reached = _reached([value for value, leads in zip(left, leading, strict=True) if leads])
+        leaving = _metas(left, leading)
+        leading = [id(value) in reached for value in arrived]
+        found.insert(0, Rehearsed(_metas(arrived, leading), leaving, heard))
+    return found
+
+
+def _reached(values: Sequence[Tensor]) -> set[int]:
+    """The leaves that get gradients of these tensors, themselves among them where they are such, by `id`."""
+    found = {id(value) for value in values if value.requires_grad and value.is_leaf}
+    return found | {id(node.variable) for node in nodes_below(values) if hasattr(node, "variable")}
+
+
+def measure(pieces: Sequence[Piece], leaves: Leaves, device: torch.device, around: Around) -> list[Cost]:
+    """Runs pieces, one after the other, forward and backward, and only one of them on the device at a time."""
+    costs = []
+    batch = [leaf.to(device) for leaf in leaves]
+    arrived: tuple[Tensor, ...] = ()
+    for piece in pieces:
+        values = {
+            name: value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
+            for name, value in _tensors_of(piece)
+        }
+        kept = _Kept()
+        seconds = []
+        for repeat in range(1 + _REPEATS):
+            inputs = tuple(_fresh(value) for value in arrived)
+            began = _now(device)
+            with around(), torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda value: value):
+                left = functional_call(piece, values, (inputs, batch))
+            outputs = [value for value in left if value.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(value) for value in outputs])
+            seconds += [_now(device) - began] if repeat else []
+        weights = {id(v): v.nbytes * (_COPIES if v.requires_grad else 1) for v in values.values()}
+        held = {value.untyped_storage().data_ptr() for value in values.values()}
+        costs.append(
+            Cost(
+                statistics.median(seconds),
+                sum(weights.values()),
+                kept.bytes(held) // (1 + _REPEATS),
+                sum(value.nbytes for value in arrived),
+            )
+        )
+        arrived = tuple(_fresh(value) for value in left)
+    return costs
+
+
+class _Listening(TorchDispatchMode):
+    """Notes what is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Drawing] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawing = Drawing.of(function, args, kwargs or {})
+        if drawing is not None:
+            self.heard.append(drawing)
+        return function(*args, **(kwargs or {}))
+
+
+class _Kept:
+    """Adds up what forward passes keep for backward, each memory once per pass."""
+
+    def __init__(self) -> None:
+        self._storages: list[tuple[int, int]] = []
+
+    def keep(self, value: Tensor) -> Tensor:
+        self._storages.append((value.untyped_storage().data_ptr(), value.untyped_storage().nbytes()))
+        return value
+
+    def bytes(self, without: set[int]) -> int:
+        return sum(size for place, size in set(self._storages) if place not in without)
+
+
+def _tensors_of(piece: Piece) -> list[tuple[str, Tensor]]:
+    return [*piece.named_parameters(), *piece.named_buffers()]
+
+
+def _like(value: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=device).requires_grad_(value.requires_grad)
+
+
+def _metas(values: Sequence[Tensor], leading: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Outside of any mode, so that they are torch's own kind of tensors without content."""
+    with _disable_current_modes():
+        return tuple(
+            torch.empty(value.shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad and leads)
+            for value, leads in zip(values, leading, strict=True)
+        )
+
+
+def _fresh(value: Tensor) -> Tensor:
+    """A leaf of a graph of its own."""
+    return value.detach().clone(memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

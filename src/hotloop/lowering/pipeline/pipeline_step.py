@@ -1,0 +1,180 @@
+"""The parallel axis, where the model is split by layers: each rank has some, and microbatches go from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hotloop.core.state import State
+from hotloop.core.task_parts.loss_info import weighted
+from hotloop.data.batch_tree import batch_length, map_tensors
+from hotloop.data.feeds.feed import peek
+from hotloop.distributed.wrappers.global_batch_rng import Pattern
+from hotloop.errors import PlanError
+from hotloop.lowering.checks.first_step import check_clipping, check_loss
+from hotloop.lowering.context import Ingredients
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.lowering.pipeline.graph_split import Objective, drawn_elsewhere, leaves_of, without_backward
+from hotloop.lowering.pipeline.microbatch_runner import Conveyor, own_stages
+from hotloop.lowering.pipeline.ownership import Holding
+from hotloop.lowering.pipeline.partition import Chain, example, rows_of, settled
+from hotloop.lowering.pipeline.relay import Ahead
+from hotloop.lowering.steps.data_parallel import look
+from hotloop.task import Computed
+
+
+class StagedStep(EagerStep):
+    """One training step of all ranks, each of which has some layers of the model.
+
+    All ranks read the same batch. A microbatch's loss counts what its weight counts of the batch's, so that gradients,
+    which add up over microbatches, are those of the whole.
+    """
+
+    def __init__(self, parts: Ingredients) -> None:
+        like = peek(parts.roles)
+        leaves_of(like, batch_length(like))
+        objective = Objective(parts.model, parts.task, like, parts.in_eval)
+        seen = look(replace(parts, device=torch.device("cpu")))
+        if seen.elsewhere:
+            raise drawn_elsewhere()
+        if seen.scripted:
+            raise without_backward(seen.scripted)
+        parts = settled(parts, objective)
+        chain = Chain.of(parts, objective.train(), example(parts, rows_of(parts)))
+        self._holding = Holding(parts.model, chain.holders(parts.world.ranks), parts.world)
+        self._holding.settle(parts.device, objective.loss)
+        super().__init__(parts)
+        computed = chain.traced.result(chain.rehearsed[-1].leaving)
+        check_loss(computed.loss)
+        self._checked = True
+        self._names = list(computed.scalars)
+        check_clipping(self.parts.task, self._trainable)
+        self._keep_own_averages()
+        self._shared = self._holding.shared()
+        self._convey = Conveyor(parts, objective, self._holding, self._drawn_ahead(seen.draws, chain))
+        self.draws.always = True  # which of the ranks drew from Python's generator would be theirs to agree on
+
+    def _drawn_ahead(self, pattern: Pattern, chain: Chain) -> Ahead | None:
+        """What the stages draw, if it can be that of one process."""
+        odd = pattern.odd
+        if not odd and sum(len(seen.drawings) for seen in chain.rehearsed) != pattern.count:
+            odd = "what draws otherwise when it is exported"
+        if not odd:
+            return Ahead(pattern, own_stages(self.parts))
+        self.draws = self._step_draws(self.parts.device, rank=self.parts.world.rank)
+        self.parts.say(f"each rank draws its own random numbers, and not those of one process: {odd}")
+        return None
+
+    def _backward(self, batch: Any, samples: int, step: int) -> Computed:
+        self.draws.seed(step)
+        self._clear_gradients()
+        weights = self._weights(batch, samples, self.parts.weigh)
+        shares = torch.where(weights == 0, 0.0, weights / weights.sum())
+        found = self._convey(leaves_of(batch, samples), shares)
+        for value, group in self._shared:
+            if value.grad is None:
+                value.grad = torch.zeros_like(value)
+            dist.all_reduce(value.grad, group=group)
+        computed = self._told(mean_of(found, weights) if found else None)
+        self.clip(self._trainable)
+        return computed
+
+    def _weights(self, batch: Any, samples: int, weigh: Callable[[Any, int], Any]) -> Tensor:
+        """What the loss of each microbatch counts, (microbatches,)."""
+        cut = [weigh(_rows(batch, first, rows), rows) for first, rows in self._convey.sizes(samples)]
+        wide = self.sums["loss"].dtype
+        return torch.stack([torch.as_tensor(weight, device=self.parts.device).to(wide) for weight in cut])
+
+    def _told(self, found: Computed | None) -> Computed:
+        """Loss and scalars of the last rank, on all of them."""
+        values = torch.zeros(1 + len(self._names), dtype=self.sums["loss"].dtype, device=self.parts.device)
+        if found is not None:
+            values = torch.stack([found.loss, *found.scalars.values()])
+        dist.broadcast(values, src=self.parts.world.ranks - 1)
+        loss, *scalars = values.unbind()
+        return Computed(loss, None, dict(zip(self._names, scalars, strict=True)))
+
+    def clip(self, parameters: list[Tensor]) -> None:
+        """As the Task says, by the norm of all ranks' gradients together."""
+        task = self.parts.task
+        if task.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, task.clip_norm, self._norm(parameters))
+        if task.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, task.clip_value)
+
+    def _norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients: that of each parameter comes from the rank that speaks for it.
+
+        In the order of the model, so that it doesn't depend on where that is cut.
+        """
+        norms = torch.zeros(len(parameters), dtype=torch.float32, device=self.parts.device)
+        norms = norms.to(torch.promote_types(torch.float32, parameters[0].dtype))
+        for place, value in enumerate(parameters):
+            if value.grad is not None and self._holding.speaks_for_tensor(value):
+                norms[place] = torch.linalg.vector_norm(value.grad)
+        dist.all_reduce(norms)
+        return torch.linalg.vector_norm(norms)
+
+    def _keep_own_averages(self) -> None:
+        """Averages are only of what this rank holds."""
+        self.average = {name: value for name, value in self.average.items() if name in self._holding.own}
+        self._list_parameters()
+
+    def restore_average(self, average: dict[str, Tensor]) -> None:
+        super().restore_average({name: value for name, value in average.items() if name in self._holding.own})
+
+    def in_full(self) -> AbstractContextManager[None]:
+        return self._holding.in_full()
+
+    def gathered(self, state: State) -> State:
+        return self._holding.gathered(state)
+
+    def rebind(self) -> None:
+        """Lets go of what was restored for other ranks' parameters."""
+        for value in self._holding.elsewhere:
+            self.optimizer.state.pop(value, None)
+
+    def evaluated(self, batch: Any, samples: int) -> Computed | None:
+        """The forward pass of a batch by all stages; the rank that has the last one gets what comes of it."""
+        found = self._convey(leaves_of(batch, samples))
+        if not found:
+            return None
+        outputs = pytree.tree_map(_joined, *(computed.output for computed in found))
+        return mean_of(found, self._weights(batch, samples, self.parts.task.weight_of))._replace(output=outputs)
+
+
+def _rows(batch: Any, first: int, rows: int) -> Any:
+    return map_tensors(lambda value: value[first : first + rows], batch)
+
+
+def mean_of(found: Sequence[Computed], weights: Tensor) -> Computed:
+    """Loss and scalars of a batch out of those of its microbatches, which count so much, (microbatches,)."""
+    wide, total = weights.dtype, weights.sum()
+
+    def mean(values: Sequence[Tensor]) -> Tensor:
+        return (
+            torch.stack([weighted(v.to(wide), weight) for v, weight in zip(values, weights, strict=True)]).sum() / total
+        )
+
+    scalars = {name: mean([computed.scalars[name] for computed in found]) for name in found[0].scalars}
+    return Computed(mean([computed.loss for computed in found]), None, scalars)
+
+
+def _joined(*parts: Any) -> Any:
+    """An output of the model for all samples, out of those for some."""
+    if len(parts) == 1 or not isinstance(parts[0], Tensor):
+        return parts[0]
+    if not parts[0].ndim:
+        raise PlanError(
+            "parallel=stages, and the model puts out a single number for all samples of a batch",
+            expected="outputs with a row per sample, which come together out of microbatches",
+            fix="use microbatches=1, or leave such an output to a step(model, batch)",
+        )
+    return torch.cat(parts)

@@ -1,0 +1,170 @@
+"""Microbatches passed along stages of a model by torch's pipeline schedules."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hotloop.distributed.wrappers.global_batch_rng import Batchwise, Drawing, Pattern
+
+CHUNKS = 2
+"""Stages of each rank where they are interleaved."""
+
+_ROWS = "rows"
+
+
+def runs(samples: int, rows: int, pipeline: str, ranks: int) -> list[tuple[int, int]]:
+    """`(microbatches, rows of each)` that make up a batch, in order: torch's schedules take equal ones.
+
+    What is left over beside whole microbatches of so many rows is one of its own.
+    """
+    whole, left = divmod(samples, rows)
+    found = [(whole, rows)] if whole else []
+    if pipeline == "interleaved" and whole > ranks and whole % (whole // ranks):  # torch wants equal rounds
+        odd = whole % ranks
+        found = [(whole - odd, rows), (odd, rows)]
+    return [*found, (1, left)] if left else found
+
+
+@dataclass(frozen=True)
+class Station:
+    """A stage, ready to be one of a chain.
+
+    Attributes:
+        number: its place in the chain.
+        module: `(*arrived, rows, **leaves)` -> what leaves it.
+        leaves: which of the batch's tensors it uses.
+        arriving, leaving: tensors without content, like those that cross.
+    """
+
+    number: int
+    module: nn.Module
+    leaves: tuple[int, ...]
+    arriving: tuple[Tensor, ...]
+    leaving: tuple[Tensor, ...]
+
+
+class Relay:
+    """So many microbatches of so many rows, through all stages.
+
+    Args:
+        stations: those of this rank.
+        stages: in the whole chain.
+        loss: `(what left the last stage, share)` -> the microbatch's part of the loss; None for a forward pass alone.
+    """
+
+    def __init__(
+        self,
+        stations: Sequence[Station],
+        stages: int,
+        device: torch.device,
+        pipeline: str,
+        microbatches: int,
+        loss: Callable[[Any, Tensor], Tensor] | None,
+    ) -> None:
+        built: list[Any] = [
+            PipelineStage(s.module, s.number, stages, device, input_args=s.arriving, output_args=s.leaving)
+            for s in stations
+        ]
+        self._leaves = sorted({place for station in stations for place in station.leaves})
+        given: dict[str, Any] = dict(n_microbatches=microbatches, loss_fn=loss, scale_grads=False)
+        self._schedule: Any
+        if pipeline == "interleaved":
+            self._schedule = (ScheduleInterleaved1F1B if loss is not None else ScheduleLoopedBFS)(built, **given)
+        else:
+            alternating = loss is not None and pipeline == "1f1b" and microbatches >= stages  # of fewer it is GPipe
+            self._schedule = (Schedule1F1B if alternating else ScheduleGPipe)(built[0], **given)
+
+    def __call__(self, leaves: Sequence[Tensor], first: int, shares: Tensor | None = None) -> None:
+        """Forward, and backward where there is a loss.
+
+        Args:
+            leaves: the batch's tensors, cut to the rows of these microbatches.
+            first: the first of these rows in the batch.
+            shares: what each microbatch's loss counts of the batch's, (microbatches,).
+        """
+        rows = torch.arange(first, first + len(leaves[0]))
+        given = {_ROWS: rows, **{leaf_name(place): leaves[place] for place in self._leaves}}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+                self._schedule.step(target=shares, return_outputs=False, **given)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, Exception):  # torch packs what a stage raises into shapes of its tensors
+                raise error.__cause__ from None
+            raise
+
+
+def leaf_name(place: int) -> str:
+    """Under which name a stage gets one of the batch's tensors."""
+    return f"leaf_{place}"
+
+
+class Ahead:
+    """What one rank's stages draw in a step.
+
+    Each rank draws for the whole batch and for all stages, since a generator comes to where a later stage begins by
+    drawing alone; it keeps what is its own.
+
+    Args:
+        own: the stages of this rank.
+    """
+
+    def __init__(self, pattern: Pattern, own: Collection[int]) -> None:
+        self._pattern, self._own = pattern, own
+        self._drawn: dict[int, list[tuple[Tensor, Batchwise | None]]] = {}
+
+    def draw(self, of_stages: Sequence[Sequence[Drawing]], rows: int, samples: int) -> None:
+        """Draws for a batch, from where torch's generators stand.
+
+        Args:
+            of_stages: what each stage draws, in order, for so many rows.
+        """
+        self._drawn = {stage: [] for stage in self._own}
+        number = itertools.count()
+        for stage, drawings in enumerate(of_stages):
+            for drawing in drawings:
+                shape, along = self._pattern.whole(drawing.shape, rows, samples, next(number))
+                value = drawing.draw(shape, along and along.order)
+                if stage in self._own:
+                    self._drawn[stage].append((value, along))
+
+    def given(self, stage: int, first: int, rows: int) -> Given:
+        """Has what a stage draws be that of these rows."""
+        return Given(iter(self._drawn[stage]), first, rows)
+
+
+class Given(TorchDispatchMode):
+    """Gives operators that draw what was drawn before, in order.
+
+    Args:
+        drawn: for the whole batch, each with the dimension along which it goes with the samples.
+        first, rows: of the batch.
+    """
+
+    def __init__(self, drawn: Iterator[tuple[Tensor, Batchwise | None]], first: int, rows: int) -> None:
+        super().__init__()
+        self._drawn, self._first, self._rows = drawn, first, rows
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawing = Drawing.of(function, args, kwargs or {})
+        if drawing is None:
+            return function(*args, **(kwargs or {}))
+        value, along = next(self._drawn)
+        if along is not None:
+            value = value.narrow(along.dim, self._first * along.each, self._rows * along.each)
+        return drawing.finished(args, value)

@@ -1,0 +1,1 @@
+"""The kinds of training step: compiled, recorded, of several ranks."""

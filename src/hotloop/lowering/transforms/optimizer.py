@@ -1,0 +1,231 @@
+"""The optimizer axis: how the update is written, parameter by parameter, over lists of them, or as one kernel."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as of_torch
+
+from hotloop.core.task_parts.named_optimizers import members_of
+from hotloop.errors import PlanError
+from hotloop.lowering.context import Ingredients
+from hotloop.plan import Plan
+from hotloop.task import hooked_parameter
+
+_FLAGS = {
+    "forloop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+}
+
+
+def with_implementation(parts: Ingredients) -> Ingredients:
+    """The optimizer of the Task's factory, switched to an implementation of its update; what it computes stays."""
+    if parts.plan.optimizer == "default":
+        return parts
+    build, flags = parts.build_optimizer, _FLAGS[parts.plan.optimizer]
+
+    def switched(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = build(model)
+        for member in members_of(optimizer):
+            for group in member.param_groups:
+                group.update({key: value for key, value in flags.items() if key in group})
+            if flags["fused"]:
+                _mend_fused(member, parts)
+        return optimizer
+
+    return replace(parts, build_optimizer=switched)
+
+
+def _mend_fused(optimizer: torch.optim.Optimizer, parts: Ingredients) -> None:
+    """Keeps torch's fused kernels from what they can't take, step by step; see `_Fallback` and `lay_out_gradients`."""
+    falls_back = isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
+    # As its constructor would set it. Without it the scaler of fp16 unscales by itself, as the form to fall back to needs.
+    optimizer._step_supports_amp_scaling = not falls_back  # type: ignore[attr-defined]
+    if falls_back:
+        _count_on_device(optimizer)
+        fallback = _Fallback(optimizer, parts.say)
+        optimizer.register_step_pre_hook(fallback.before)
+        optimizer.register_step_post_hook(fallback.after)
+    if parts.plan.compile == "forward" or parts.plan.parallel != "none":
+        optimizer.register_step_pre_hook(_laid_out)
+
+
+def _count_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Moves counts of steps that a constructor made, as Adagrad's does, to where a fused kernel reads them."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(parameter.device)
+
+
+class _Fallback:
+    """Steps that the fused form of SGD or Adagrad can't take go parameter by parameter.
+
+    It can't take sparse gradients, nor parameters of which some have momentum and some not yet, as where a branch
+    gives a parameter its first gradient late. The parameter-by-parameter form is the baseline's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> None:
+        self._momentum = isinstance(optimizer, torch.optim.SGD)
+        self._say, self._said, self._fell = say, set[str](), False
+
+    def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        why = self._unfit(optimizer)
+        if why:
+            self._switch(optimizer, fused=False)
+        if why and why not in self._said:
+            self._said.add(why)
+            self._say(f"optimizer=fused: {why}, so such steps update parameter by parameter")
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._fell:
+            self._switch(optimizer, fused=True)
+
+    def _switch(self, optimizer: torch.optim.Optimizer, *, fused: bool) -> None:
+        self._fell = not fused
+        for group in optimizer.param_groups:
+            group["fused"] = fused
+
+    def _unfit(self, optimizer: torch.optim.Optimizer) -> str:
+        """Why this step can't be fused; empty if it can."""
+        values = [value for group in optimizer.param_groups for value in group["params"]]
+        if any(value.grad is not None and value.grad.is_sparse for value in values):
+            return "there are sparse gradients"
+        if self._momentum and len(optimizer.state) != len(values) and any(map(_mixed, _groups(optimizer))):
+            return "some parameters get their first gradient later than others"
+        return ""
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[list[bool]]:
+    """Of each group with momentum, whether each parameter with a gradient has momentum already."""
+    return [
+        [
+            optimizer.state.get(value, {}).get("momentum_buffer") is not None
+            for value in group["params"]
+            if value.grad is not None
+        ]
+        for group in optimizer.param_groups
+        if group["momentum"] != 0
+    ]
+
+
+def _mixed(have: list[bool]) -> bool:
+    return any(have) and not all(have)
+
+
+def _laid_out(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    lay_out_gradients(optimizer)
+
+
+def lay_out_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Gives each gradient that a fused kernel reads the strides of its parameter, since it walks both in the order of memory.
+
+    Autograd lays out what it accumulates so; gradients from a captured step or from other ranks come as they are.
+    """
+    for group in optimizer.param_groups:
+        for value in group["params"] if group.get("fused") else ():
+            gradient = value.grad
+            if gradient is not None and not gradient.is_sparse and gradient.stride() != value.stride():
+                value.grad = torch.empty_like(value, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+def gapless(value: Tensor) -> bool:
+    """Whether a tensor's elements fill one stretch of memory, each once, in whichever order: what fused kernels take."""
+    filled = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size != 1
+    ):
+        if stride != filled:
+            return value.numel() == 0
+        filled *= size
+    return True
+
+
+EACH = 128
+"""Steps from one sweep to the next, each of which takes about as long as reading and writing the optimizer's state once."""
+
+_LIKE_FP32 = (torch.float32, torch.float64, torch.bfloat16)
+"""Formats that go down to 1.2e-38 or below; what fp16 has no room for may well count."""
+
+
+def without_subnormals(values: Iterable[Tensor]) -> None:
+    """Makes them zero in place; single numbers, such as counts of steps, stay as they are."""
+    for value in values:
+        if value.dtype in _LIKE_FP32 and value.ndim and _has_memory_of_its_own(value):
+            info = torch.finfo(value.dtype)
+            value.copy_(torch.nn.functional.hardshrink(value, info.tiny * (1 - info.eps)))
+
+
+def _has_memory_of_its_own(value: Tensor) -> bool:
+    """Whether each of its numbers can be written by itself."""
+    expanded = any(size > 1 and not step for size, step in zip(value.shape, value.stride(), strict=True))
+    return not (expanded or value.is_inference())
+
+
+@torch.no_grad()
+def swept(optimizer: Optimizer, step: int) -> None:
+    """Makes them zero in what an optimizer keeps, after every so many steps; `step` is the number of the one that ends."""
+    if (step + 1) % EACH == 0:
+        kept = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
+        without_subnormals(value for value in kept if isinstance(value, Tensor) and value.layout == torch.strided)
+
+
+_SHARING = ("data", "sharded", "towers", "tensor", "stages")
+"""Values of `parallel` under which ranks come to one gradient together."""
+
+_HELD = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def hooked_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+    """What an update calls beside the `step` of the optimizer's class, as `a hook around SGD.step`; None if nothing."""
+    name = f"{type(optimizer).__name__}.step"
+    hooks = chain(
+        *(getattr(optimizer, name, {}).values() for name in _HELD),  # a wrapper may never have got them
+        of_torch._global_optimizer_pre_hooks.values(),
+        of_torch._global_optimizer_post_hooks.values(),
+    )
+    if any(not _own(hook) for hook in hooks):
+        return f"a hook around {name}"
+    if "step" in vars(optimizer) and bare_step(optimizer.step) is not bare_step(type(optimizer).step):
+        return f"a function in the place of {name}"
+    return None
+
+
+def check_whole_gradients(model: nn.Module, plan: Plan) -> None:
+    """Refuses hooks on gradients where these come in parts: a hook would see each part by itself, or none.
+
+    Raises:
+        PlanError: a parameter has such a hook.
+    """
+    if plan.parallel not in _SHARING and plan.accumulation == 1:
+        return
+    if (name := hooked_parameter(model)) is not None:
+        axis = f"accumulation={plan.accumulation}" if plan.accumulation > 1 else f"parallel={plan.parallel}"
+        raise PlanError(
+            f"{axis}, and the parameter {name!r} has a hook on its gradient, which would not get that of the whole batch",
+            expected="parameters without hooks of their own",
+            fix=f"take the hook off, or leave {axis} out",
+        )
+
+
+def bare_step(step: Any) -> Any:
+    """The function that a `step` is without what torch puts around it: its hooks, a schedule's count, `no_grad`."""
+    found = inspect.unwrap(step, stop=lambda one: not _from_torch(one))
+    return getattr(found, "__func__", found)
+
+
+def _from_torch(function: Any) -> bool:
+    """By where it was written: a wrapper takes the name of what it wraps."""
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith("torch.")
+
+
+def _own(hook: Any) -> bool:
+    """Whether hotloop hung it up itself, or torch to count steps for its profiler."""
+    return str(getattr(hook, "__module__", "")).startswith(("hotloop.", "torch.profiler"))

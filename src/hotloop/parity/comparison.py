@@ -1,0 +1,248 @@
+"""What one step did, as tensors by name, and how far two steps are from each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotloop.core.state import State, leaves
+from hotloop.data.batch_tree import copied, tensors
+from hotloop.lowering.program import Program
+
+Key = tuple[str, str]
+"""(what, name), as in `TensorError`."""
+
+Seen = Mapping[Key, Tensor]
+"""float64 on the CPU; what is counted stays whole."""
+
+KINDS = ("count", "loss", "buffer", "gradient", "optimizer", "update", "size of update", "average")
+"""In the order in which a step makes them."""
+
+UNIT = 2.0**-24
+"""Unit roundoff of fp32: half of the distance from 1 to the next number."""
+
+
+class _Noted(Seen):
+    """Keeps what it is told of as it is, and makes float64 of one after the other: a whole network so would be large."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, tuple[Any, Any]] = {}
+
+    def note(self, key: Key, value: Any, before: Any = None) -> None:
+        """With a value `before`, by how much it has changed."""
+        self._kept[key] = value, before
+
+    def __getitem__(self, key: Key) -> Tensor:
+        value, before = self._kept[key]
+        return wide(value) if before is None else _change(value, before)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def one_step(program: Program, state: State, batch: Any, *, lent: bool = False) -> tuple[Seen, State]:
+    """Runs a step from `state` on a copy of `batch`; the State after it is also given as it is.
+
+    Args:
+        lent: both lie in the Program's own memory, for who is done with them before it takes another step.
+    """
+    program.restore(replace(state, sums={}))
+    before = {name: (value.grad, _version(value.grad)) for name, value in program.model.named_parameters()}
+    given = copied(batch)
+    program.step(given)
+    after, seen = program.state(lent=lent), _Noted()
+    for name, value in after.sums.items():
+        seen.note(("count" if name in _COUNTS else "loss", name), value)
+    for key, value in _buffers(after):
+        seen.note(key, value)
+    for name, parameter in program.model.named_parameters():
+        gradient, (old, version) = parameter.grad, before[name]
+        if gradient is not None and (gradient is not old or gradient._version != version):  # made in this step
+            seen.note(("gradient", name), gradient.detach().to("cpu", copy=not lent))
+    for path, value in leaves({key: after.optimizer[key] for key in ("state", "own", "groups")}):
+        if isinstance(value, Tensor | int | float) and not isinstance(value, bool):
+            seen.note(("optimizer", path.strip("/")), value)
+    for name, value in after.parameters.items():
+        if is_real(value):
+            seen.note(("update", name), value, state.parameters[name])
+    for name, value in after.average.items():
+        seen.note(("average", name), value)
+    for place, (was, now) in enumerate(zip(tensors(batch), tensors(given), strict=True)):
+        changed = 0 if torch.equal(was, now) else 1
+        seen.note(("count", f"tensors {place} of the batch that were changed"), changed)
+    return seen, after
+
+
+_COUNTS = ("samples", "weight")
+
+
+def _buffers(state: State) -> Iterator[tuple[Key, Any]]:
+    for name, value in {**state.buffers, **state.loss}.items():
+        yield ("buffer", name), value
+
+
+def _change(value: Tensor, before: Tensor) -> Tensor:
+    """In float64, which is made of neither as a whole."""
+    if value.layout != torch.strided or value.is_complex():
+        return wide(value) - wide(before)
+    change = torch.empty(value.shape, dtype=torch.float64)
+    for part, (mine, theirs) in zip(change.view(-1).split(_SLICE), _in_slices(value, before), strict=True):
+        torch.sub(wide(mine), wide(theirs), out=part)
+    return change
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None else tensor._version
+
+
+def _exact(number: float) -> torch.dtype:
+    return torch.int64 if isinstance(number, int) else torch.float64
+
+
+def wide(value: Any) -> Tensor:
+    """As float64 on the CPU, strided and real; what is counted stays whole."""
+    tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=_exact(value))
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+
+
+def scales(truth: Seen, before: State) -> dict[Key, float]:
+    """The size of each tensor: its norm, but not less than a hundredth of what its kind comes to.
+
+    So an error in what is truly zero, such as the gradient of a bias before a batch normalisation, is measured by its
+    neighbours; but not by a buffer that the step leaves as it was `before`, such as a mask, which may have any size.
+    """
+    constant = {key for key, value in _buffers(before) if key in truth and torch.equal(wide(value), truth[key])}
+    sizes = {key: _size(value) for key, value in truth.items()}
+    largest: dict[Key, float] = {}
+    for key, value in truth.items():
+        if value.numel() and key not in constant and sizes[key] < math.inf:
+            largest[_kin(key)] = max(largest.get(_kin(key), 0.0), sizes[key] / value.numel() ** 0.5)
+    return {
+        key: max(sizes[key], 0.01 * largest.get(_kin(key), 0.0) * value.numel() ** 0.5) for key, value in truth.items()
+    }
+
+
+def _kin(key: Key) -> Key:
+    """Those of a kind; of an optimizer's state and of buffers, those with the same role, as running means have."""
+    separator = {"optimizer": "/", "buffer": "."}.get(key[0])
+    return key[0], key[1].rpartition(separator)[2] if separator else ""
+
+
+def _size(value: Tensor) -> float:
+    """The norm of what is finite in it."""
+    norm = _norm(value)
+    return norm if math.isfinite(norm) else _norm(value.nan_to_num(0.0, 0.0, 0.0))
+
+
+def errors(seen: Seen, truth: Seen, sizes: dict[Key, float]) -> dict[Key, float]:
+    """Each tensor's distance from the truth, as a share of its size; infinite where shapes or whole numbers differ.
+
+    The size of an update is looked at once more by itself: rounding hides it in single numbers, not in their sum.
+    """
+    found: dict[Key, float] = {}
+    for group in _in_groups(seen, truth):
+        for (key, value, true), off in zip(group, _distances(group, sizes), strict=True):
+            found[key] = off
+            if key[0] == "update" and 0 < (size := float(torch.dot(true.flatten(), true.flatten()))) < math.inf:
+                along = torch.dot(value.double().flatten(), true.flatten())
+                found["size of update", key[1]] = abs(float(along) / size - 1)
+    return found | {key: math.inf for key in seen if key not in found}
+
+
+def _in_groups(seen: Seen, truth: Seen) -> Iterator[list[tuple[Key, Tensor, Tensor]]]:
+    """What both have in one shape, as (key, value, truth), as many at once as one slice has numbers, or one tensor by itself."""
+    group: list[tuple[Key, Tensor, Tensor]] = []
+    numbers = 0
+    for key in seen:
+        true = truth.get(key)
+        if true is None:
+            continue
+        if group and numbers + true.numel() > _SLICE:
+            yield group
+            group, numbers = [], 0
+        value = seen[key]  # which is made now
+        if true.shape == value.shape:
+            group.append((key, value, true))
+            numbers += true.numel()
+    if group:
+        yield group
+
+
+def missing(seen: Seen, truth: Seen) -> list[Key]:
+    """What the truth has and a step doesn't; gradients are not, since a compiled step keeps them to itself."""
+    return [key for key in truth if key not in seen and key[0] != "gradient"]
+
+
+def _distances(group: Sequence[tuple[Key, Tensor, Tensor]], sizes: dict[Key, float]) -> list[float]:
+    """Those of several tensors at once: a call of torch's for each takes longer than what it computes for a small one."""
+    real = [(value, true) for _, value, true in group if value.is_floating_point() and true.is_floating_point()]
+    apart = iter(_norms_apart(real))
+    return [
+        _share(next(apart), sizes[key])
+        if value.is_floating_point() and true.is_floating_point()
+        else (0.0 if torch.equal(value.double(), true.double()) else math.inf)
+        for key, value, true in group
+    ]
+
+
+def _share(off: float, size: float) -> float:
+    if off == 0:
+        return 0.0
+    return off / size if math.isfinite(off) and 0 < size < math.inf else math.inf
+
+
+def _norms_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """As `norm_apart` of each."""
+    if len(pairs) < 2:
+        return [norm_apart(*pair) for pair in pairs]
+    off = torch._foreach_norm(torch._foreach_sub(*map(list, zip(*pairs, strict=True))))
+    norms = torch.stack(list(off)).tolist()
+    return [norm if math.isfinite(norm) else norm_apart(*pair) for norm, pair in zip(norms, pairs, strict=True)]
+
+
+def norm_apart(value: Tensor, true: Tensor) -> float:
+    """The norm of the difference of two of a shape; what isn't finite is none where it is the same on both sides."""
+    return math.hypot(*(_norm_apart(wide(mine), wide(theirs)) for mine, theirs in _in_slices(value, true)))
+
+
+_SLICE = 2**20
+"""Numbers of which float64 is made at once: one layer may have most of a network's weights."""
+
+
+def _in_slices(value: Tensor, true: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    if value.layout != torch.strided or true.layout != torch.strided:
+        yield value, true
+    else:
+        yield from zip(value.flatten().split(_SLICE), true.flatten().split(_SLICE), strict=True)
+
+
+def _norm_apart(value: Tensor, true: Tensor) -> float:
+    off = _norm(value - true)
+    if math.isfinite(off):
+        return off
+    same = torch.isclose(value, true, rtol=0.0, atol=0.0, equal_nan=True)
+    return _norm(torch.where(same, 0.0, value - true))
+
+
+def is_real(value: Any) -> bool:
+    """Whether it is a tensor of numbers with a fraction, which rounding is about."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.double()))

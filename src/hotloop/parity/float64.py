@@ -1,0 +1,362 @@
+"""The step in float64, as the truth that other ways to run it are measured against.
+
+It draws what fp32 draws, and it is watched: wherever a result that follows from parameters or inputs has fewer bits
+than float64, it is no truth any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hotloop.core.dispatch_mode import Onlooker
+from hotloop.core.random.rng import preserved
+from hotloop.core.state import State
+from hotloop.data.batch_tree import map_tensors
+from hotloop.data.feeds.feed import Feed
+from hotloop.lowering.compile.compiled_rng import draws
+from hotloop.lowering.context import Ingredients, placed
+from hotloop.lowering.eager_step import EagerStep
+from hotloop.lowering.grouped_mm import in_float64
+from hotloop.lowering.program import Program
+from hotloop.plan import Plan
+from hotloop.task import Computed, Task
+
+_FACTORIES = ("rand", "randn", "normal")
+"""Operations that draw numbers of the default dtype."""
+
+_WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_SINGLE = (torch.float32, torch.complex64)
+"""What a Task may ask for by name and mean the numbers that it computes with."""
+
+_MADE = (torch.ops.aten.lift_fresh.default,)
+"""Gives the tensor of `torch.tensor(...)` as it is."""
+
+_CUT_OFF = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("floor", "ceil", "round", "trunc", "frac", "sign", "floor_divide", "remainder", "fmod")
+)
+"""Operations that jump where rounding moves a number over a whole one."""
+
+_DRAWS_WITHIN = ("rrelu", "_scaled_dot_product", "_fused", "_cudnn", "miopen", "mkldnn")
+"""Operations that compute with what they draw."""
+
+_NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
+def lower_exactly(task: Task, device: torch.device) -> Program:
+    """The Task's step in float64.
+
+    Raises:
+        TaskError, RuntimeError: model or loss can't be turned into float64.
+    """
+    with preserved():
+        parts = placed(Ingredients.of(task, Plan(device=str(device))), device)
+        for module in (parts.model, parts.task.loss):
+            if isinstance(module, nn.Module):
+                module._apply(_wide)  # module.double() leaves complex numbers as they are
+        return _Exact(parts, ExactStep(parts), _NoFeed())
+
+
+class _NoFeed(Feed):
+    """For a Program that gets each batch from its caller."""
+
+    batches = None
+    reseeds = True
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class _Exact(Program):
+    """In float64; the States that it goes to may be of any Program of the Task."""
+
+    def restore(self, state: State) -> None:
+        super().restore(_in_float64(state))
+
+
+class _Widened(Mapping[str, Any]):
+    """Makes float64 of one tensor after the other, as it is asked for them: all at once are twice the State."""
+
+    def __init__(self, kept: Mapping[str, Any], but: str = "") -> None:
+        self._kept, self._but = kept, but
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._kept[name]
+        if not isinstance(value, dict):
+            return _widened(value)
+        return {key: one if key == self._but else _widened(one) for key, one in value.items()}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._kept
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def _in_float64(state: State) -> State:
+    """A State with each number that the step computes with as float64; steps that an optimizer counts stay counts."""
+    optimizer = dict(state.optimizer)
+    if optimizer:
+        optimizer["state"] = _Widened(optimizer["state"], but="step")
+    wide: Any = {part: _Widened(getattr(state, part)) for part in ("parameters", "buffers", "average", "loss")}
+    return replace(state, optimizer=optimizer, **wide)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(_WIDE.get(value.dtype, value.dtype))
+
+
+def _narrow(value: Tensor) -> Tensor:
+    return value.to(_NARROW.get(value.dtype, value.dtype))
+
+
+def _wide_single(value: Tensor) -> Tensor:
+    return _wide(value) if value.dtype in _SINGLE else value
+
+
+def _asking_for_wide(kwargs: Any) -> Any:
+    """A cast to fp32, such as of logits or in a norm, is none where the numbers are fp32: so here it isn't one either."""
+    return {**kwargs, "dtype": _WIDE[kwargs["dtype"]]} if kwargs.get("dtype") in _SINGLE else kwargs
+
+
+def _single_widened(tree: Any) -> Any:
+    return tree_map_only(Tensor, _wide_single, tree)
+
+
+def _but(kept: Sequence[Tensor], change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The tree with all tensors changed but these."""
+    return tree_map_only(Tensor, lambda value: value if any(value is one for one in kept) else change(value), tree)
+
+
+def _widened(tree: Any) -> Any:
+    return map_tensors(_wide, tree)
+
+
+class ExactStep(EagerStep):
+    """One training step in float64.
+
+    Attributes:
+        watch: what was seen of its operations since it was made.
+    """
+
+    def __init__(self, parts: Ingredients) -> None:
+        super().__init__(parts)
+        self.watch = Watch(parts.model)
+
+    def _compute(self, batch: Any) -> Computed:
+        exact = _widened(batch)  # before anybody watches, or it would follow from constants
+        with self.watch.watching():
+            return super()._compute(exact)
+
+    def _backward_of(self, loss: Tensor) -> None:
+        with self.watch.watching():  # what is computed again in backward draws again
+            super()._backward_of(loss)
+
+    def _update(self) -> None:
+        with self.watch.updating(self.optimizer):
+            super()._update()
+
+    def _closure_step(self, batch: Any, samples: int, step: int) -> Computed:
+        with self.watch.updating(self.optimizer):
+            return super()._closure_step(batch, samples, step)
+
+
+class Watch(Onlooker):
+    """Sees each operation of a step that should be float64 throughout.
+
+    Attributes:
+        narrowed: which module, or the optimizer, first gave a result of fewer bits though it follows from float64, and how.
+        draws: whether model or loss drew anything random.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.narrowed: str | None = None
+        self.draws = False
+        self._model = model
+        self._inside: list[str] = []
+        self._updating = False
+        self._constants: dict[int, weakref.ref[Tensor]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Model and loss, whose numbers of the default dtype are float64 then."""
+        before = torch.get_default_dtype()
+        with ExitStack() as stack:
+            stack.enter_context(self._looking("the loss, or what surrounds the model,", updating=False))
+            for name, module in self._model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                stack.callback(module.register_forward_pre_hook(self._enter(name, module)).remove)
+                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+            torch.set_default_dtype(torch.float64)
+            stack.callback(torch.set_default_dtype, before)
+            yield
+
+    @contextmanager
+    def updating(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """The optimizer, whose counts of steps keep their default dtype; it may ask for model and loss on the way."""
+        with self._looking(f"the optimizer ({type(optimizer).__name__})", updating=True):
+            yield
+
+    @contextmanager
+    def _looking(self, where: str, *, updating: bool) -> Iterator[None]:
+        with nullcontext() if self._inside else self:
+            before, depth = self._updating, len(self._inside)
+            self._inside.append(where)
+            self._updating = updating
+            try:
+                yield
+            finally:
+                del self._inside[depth:]
+                self._updating = before
+                if not depth:
+                    self._constants = {key: known for key, known in self._constants.items() if known() is not None}
+
+    def _enter(self, name: str, module: nn.Module) -> Callable:
+        where = f"{name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+        return lambda *_: self._inside.append(where)
+
+    def _leave(self, *_: Any) -> None:
+        if len(self._inside) > 1:  # another hook may have failed before the module was entered
+            self._inside.pop()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function.overloadpacket.__name__
+        if draws(function, args, kwargs):
+            self.draws = self.draws or not self._updating
+            if not name.startswith(_DRAWS_WITHIN):
+                return _drawn(function, args, kwargs)
+            self._note(f"draws inside of {name}, which float64 can't repeat")
+        follows = function not in _MADE and self._follows(args)
+        if self._updating:
+            result = function(*args, **kwargs)
+        elif function._schema.is_mutable:
+            result = self._write(function, args, kwargs, follows)
+        elif follows:
+            kwargs = _asking_for_wide(kwargs)
+            wide = _single_widened(args) if _first_of(_SINGLE, args) else args
+            result = in_float64(function, wide)(*wide, **kwargs)
+        else:
+            return self._constant(function, args, kwargs)
+        if follows and (dtype := _first_of(_WIDE, result)) is not None:
+            self._note(f"turns float64 into {str(dtype).removeprefix('torch.')} ({name})")
+        return result
+
+    def _follows(self, tree: Any) -> bool:
+        """Whether a float64 number among them is no constant: it comes from parameters, inputs or draws."""
+        if isinstance(tree, Tensor):
+            return tree.dtype in _NARROW and not self._is_constant(tree)
+        return isinstance(tree, list | tuple) and any(self._follows(one) for one in tree)
+
+    def _is_constant(self, value: Tensor) -> bool:
+        known = self._constants.get(id(value)) if self._constants else None
+        return known is not None and known() is value
+
+    def _constant(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What follows from whole numbers or constants alone: where the Task says fp32, it means what it computes with.
+
+        But what is cut off to whole numbers, or compared, is so as fp32 has it: rounding would choose others.
+        """
+        if function.is_view and function not in _MADE:  # a widened one would be no view
+            return self._noted(function(*args, **kwargs))
+        if _first_of(_SINGLE, args):
+            args = _single_widened(args)
+        result = function(*args, **kwargs)
+        cuts_off = function.overloadpacket in _CUT_OFF or kwargs.get("rounding_mode") or _has_whole(result)
+        if cuts_off and _first_of(_NARROW, args) is not None:
+            result = function(*tree_map_only(Tensor, _narrow, args), **kwargs)
+        return self._noted(_single_widened(result))
+
+    def _noted(self, result: Any) -> Any:
+        for value in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(value, Tensor) and value.dtype in _NARROW:
+                self._constants[id(value)] = weakref.ref(value)
+        return result
+
+    def _write(self, function: Any, args: Any, kwargs: Any, follows: bool) -> Any:
+        """In place: constants become what they are written to, and that is none any more if something else is written too."""
+        targets = _targets(function, args, kwargs)
+        if not follows and _first_of(_SINGLE, targets) is not None:
+            args = _but(targets, _narrow, args)
+        elif _first_of(_NARROW, targets) is not None:
+            args = _but(targets, _wide_single, args)
+        result = function(*args, **kwargs)
+        if follows and self._constants:
+            self._forget(targets)
+        return result
+
+    def _forget(self, targets: Sequence[Tensor]) -> None:
+        places = {value.untyped_storage().data_ptr() for value in targets if value.layout == torch.strided}
+        for key, known in list(self._constants.items()):
+            value = known()
+            if value is None or value.layout != torch.strided or value.untyped_storage().data_ptr() in places:
+                del self._constants[key]
+
+    def _note(self, what: str) -> None:
+        self.narrowed = self.narrowed or f"{self._inside[-1]} {what}"
+
+
+def _targets(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """What an operation writes to."""
+    arguments = function._schema.arguments
+    written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return [one for name in written for one in tree_leaves(given.get(name)) if isinstance(one, Tensor)]
+
+
+def _has_whole(result: Any) -> bool:
+    """Whether there are whole numbers or answers in what an operation gives."""
+    given = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    return any(not (one.is_floating_point() or one.is_complex()) for one in given)
+
+
+def _first_of(dtypes: Collection[torch.dtype], tree: Any) -> torch.dtype | None:
+    """The first of these dtypes in what an operation takes or gives; by hand, since a step has thousands of them."""
+    if isinstance(tree, Tensor):
+        return tree.dtype if tree.dtype in dtypes else None
+    if isinstance(tree, list | tuple):
+        for one in tree:
+            if (found := _first_of(dtypes, one)) is not None:
+                return found
+    return None
+
+
+def _drawn(function: Any, args: Any, kwargs: Any) -> Any:
+    """What the operation draws in fp32, as float64."""
+    if function is torch.ops.aten.native_dropout.default:
+        x, p, training = args
+        kept = torch.ones_like(x, dtype=torch.float32)
+        scaled, mask = function(kept, p, training)
+        return x * scaled, mask
+    given, named = kwargs.get("dtype"), any(argument.name == "dtype" for argument in function._schema.arguments)
+    if given in _NARROW:
+        kwargs = {**kwargs, "dtype": _NARROW[given]}
+    elif given is None and named and function.overloadpacket.__name__ in _FACTORIES:
+        kwargs = {**kwargs, "dtype": torch.float32}
+    narrow = tree_map_only(Tensor, _narrow, args)
+    result = function(*narrow, **kwargs)
+    if function._schema.is_mutable:
+        args[0].copy_(narrow[0])
+        return args[0]
+    return tree_map_only(Tensor, lambda value: value.to(_WIDE.get(value.dtype, value.dtype)), result)

@@ -1,0 +1,234 @@
+"""Draws of plans that draw otherwise than the baseline, in pieces of a batch or by words: everybody else gets the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hotloop.core.random.rng import Streams, generator_states, preserved
+from hotloop.core.task_parts.model_copy import copied
+from hotloop.core.task_parts.module_modes import set_training
+from hotloop.data.batch_tree import to_device
+from hotloop.data.feeds.feed import peek
+from hotloop.distributed.wrappers.global_batch_rng import Batchwise, Drawing, Drawn, Watching, along
+from hotloop.lowering.context import counts_samples
+from hotloop.lowering.program import Program
+from hotloop.lowering.rewrites.dropout_from_words import ByWords
+from hotloop.lowering.transforms.accumulation import bounds
+from hotloop.parity.references import within
+
+_FEW, _MORE = 2, 3
+"""Samples of the batches that show how a model draws."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One draw of a model's forward pass, and along which of its dimensions it goes with the samples."""
+
+    drawing: Drawing
+    along: Batchwise
+
+    def drawn(self, rows: int) -> Tensor:
+        """As much as so many samples draw."""
+        shape = list(self.drawing.shape)
+        shape[self.along.dim] = rows * self.along.each
+        return self.drawing.draw(tuple(shape), self.along.order)
+
+    def samples(self, shape: tuple[int, ...]) -> int:
+        """Those that draw into this shape; 0 where it is no such draw."""
+        like = len(shape) == len(self.drawing.shape)
+        return shape[self.along.dim] // self.along.each if like else 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a model draws in its forward pass.
+
+    Attributes:
+        places: the draws, in order.
+        odd: why pieces of a batch can't be put together; empty if they can.
+    """
+
+    places: tuple[Place, ...] = ()
+    odd: str = ""
+
+
+def look(program: Program) -> Look:
+    """Runs a copy of the model on 2 and on 3 samples; what isn't seen here may still be drawn in a step."""
+    try:
+        with preserved(*program.devices):
+            few, more = (_seen(program, samples) for samples in (_FEW, _MORE))
+    except Exception:  # the step itself will say what there is to say
+        return Look()
+    if few.elsewhere or more.elsewhere:
+        return Look(odd="numbers come from Python's or NumPy's generator")
+    if not few.drawn and not more.drawn:
+        return Look()
+    if len(few.known) != len(few.drawn):
+        return Look(odd="an operation computes with what it draws")
+    if [one.name for one in few.drawn] != [one.name for one in more.drawn]:
+        return Look(odd="a batch of another size draws otherwise")
+    if not counts_samples(program.parts):
+        return Look(odd="a piece in which nothing counts draws nothing")
+    places = []
+    for drawing, one, other in zip(few.known, few.drawn, more.drawn, strict=True):
+        if one.shape == other.shape:
+            return Look(odd="what is drawn once for a batch is drawn once for each piece")
+        dimension = along(one, other, (_FEW, _MORE))
+        if dimension is None or drawing.how is None or not one.dense:
+            return Look(odd=f"what {one.name} draws isn't known well enough")
+        places.append(Place(drawing, dimension))
+    return Look(tuple(places))
+
+
+@dataclass
+class _Seen:
+    drawn: list[Drawn]
+    known: list[Drawing]
+    elsewhere: bool
+
+
+def _seen(program: Program, samples: int) -> _Seen:
+    """What a copy of the model draws from torch's generator, what of it can be repeated, and whether others are asked."""
+    parts = program.parts
+    model = set_training(copied(parts.model), parts.in_eval)
+    batch = to_device(peek(parts.roles, samples), parts.device)
+    Streams(parts.task.seed, parts.device).reseed("look")
+    before = generator_states()
+    with _Noting() as known, Watching(parts.device) as watching, torch.no_grad():
+        parts.compute(model, batch)
+    after = generator_states()
+    moved = any(before[whose] != after[whose] for whose in before if whose != "torch's")
+    return _Seen(watching.drawn, known.drawings, moved)
+
+
+class _Noting(TorchDispatchMode):
+    """Notes each draw that can be repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawings: list[Drawing] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (drawing := Drawing.of(function, args, kwargs or {})) is not None:
+            self.drawings.append(drawing)
+        return function(*args, **(kwargs or {}))
+
+
+class Words:
+    """What a step draws that was rewritten to draw by words; see `lowering/rewrites/dropout_from_words.py`."""
+
+    odd, told = "", "which are cut out of random words"
+
+    def followed(self, programs: Sequence[Program]) -> AbstractContextManager[None]:
+        """Has Programs that run operation by operation draw by words."""
+        return within(programs, ByWords)
+
+
+@dataclass
+class Pieces:
+    """What the pieces of a batch draw, one after the other, put together to what the whole batch draws.
+
+    Attributes:
+        told: where the numbers come from.
+        device: that the generator is of.
+        count: of pieces.
+        odd: why this can't be had after all; empty as long as it can.
+    """
+
+    told: ClassVar[str] = "which come for each piece of a batch"
+
+    device: torch.device
+    count: int
+    places: tuple[Place, ...]
+    odd: str = ""
+
+    def drawn(self, samples: int) -> Iterator[Tensor]:
+        """Draws for a batch from where torch's generator stands, piece by piece; yields what the whole batch gets."""
+        rows = [last - first for first, last in itertools.pairwise(bounds(samples, self.count)) if first < last]
+        of_pieces = [[place.drawn(each) for place in self.places] for each in rows]
+        for number, place in enumerate(self.places):
+            yield torch.cat([values[number] for values in of_pieces], dim=place.along.dim)
+
+    @contextmanager
+    def followed(self, programs: Sequence[Program]) -> Iterator[None]:
+        """Has Programs that take a batch as a whole draw what the pieces draw."""
+        each = {id(program): program for program in programs}.values()
+        before = [(program, program.parts) for program in each]
+        try:
+            for program in each:
+                given = _Given(self)
+                draws = program._step.draws
+                draws.seed = _begun_anew(draws.seed, given)  # type: ignore[method-assign]
+                program.parts = replace(program.parts, around=(*program.parts.around, given.on))
+            yield
+        finally:
+            for program, parts in before:
+                program._step.draws.__dict__.pop("seed", None)
+                program.parts = parts
+
+
+def _begun_anew(seed: Any, given: _Given) -> Any:
+    def seeded(step: int) -> None:
+        seed(step)
+        given.begin()
+
+    return seeded
+
+
+class _Given(TorchDispatchMode):
+    """Gives each operator that draws the next of what the pieces have drawn for the whole batch.
+
+    Where a step draws otherwise than the look has shown, that is noted, and it draws by itself.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+        self._number = 0
+        self._drawn: Iterator[Tensor] | None = None
+
+    def on(self) -> _Given:
+        """For a step, or several."""
+        return self
+
+    def begin(self) -> None:
+        """A step begins: the generators are seeded for it."""
+        self._number, self._drawn = 0, None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawing = Drawing.of(function, args, kwargs)
+        value = None if drawing is None else self._next(drawing)
+        result = function(*args, **kwargs)
+        if drawing is None or value is None:
+            return result
+        if isinstance(result, tuple):
+            return drawing.finished(args, value)
+        return result.copy_(value)  # laid out in memory as it would be
+
+    def _next(self, drawing: Drawing) -> Tensor | None:
+        places, number = self._pieces.places, self._number
+        self._number += 1
+        if number >= len(places):
+            return self._none("a step draws more often than a first look has shown")
+        expected = places[number].drawing
+        if (drawing.name, drawing.how) != (expected.name, expected.how):
+            return self._none(f"{drawing.name} draws otherwise than a first look has shown")
+        if self._drawn is None:
+            self._drawn = self._pieces.drawn(places[number].samples(drawing.shape))
+        value = next(self._drawn)
+        if tuple(value.shape) != drawing.shape:
+            return self._none(f"{drawing.name} draws into another shape than a first look has shown")
+        return value
+
+    def _none(self, why: str) -> Tensor | None:
+        self._pieces.odd = self._pieces.odd or why
+        return None

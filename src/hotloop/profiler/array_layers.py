@@ -1,0 +1,126 @@
+"""The layers of a step that is written out in array operations, which no hook of torch's sees: each is timed by itself."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from hotloop.core.patches import Patches
+from hotloop.core.records.profile import GroupTime, ModuleTime, OptimizerUse
+from hotloop.lowering.arrays_engine.arrays_step import ArraysStep
+from hotloop.profiler.base.schedule import Kind
+from hotloop.profiler.session.session import Watch
+from hotloop.profiler.timers.module_names import Name, Own, tree, upwards
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+Times = dict[tuple[str, Any], float]
+"""Milliseconds of a step: forward and backward by a module's path, the update by a parameter's id."""
+
+
+class LayerClock:
+    """Times each layer forward and backward, and the update of each parameter, in steps of their own.
+
+    What a function of the model's own forward takes is the time of the module whose forward calls it, as in torch. On an
+    accelerator each layer is waited for, so that its time is its own (unproven on a GPU).
+    """
+
+    kinds: Sequence[Kind] = ("clocked",)
+
+    def __init__(self, watch: Watch, step: ArraysStep) -> None:
+        self._watch, self._step = watch, step
+        self._patches = Patches()
+        self._now: Times = {}
+        self._seen: list[Times] = []
+
+    def begin(self) -> None:
+        self._now = defaultdict(float)
+        for call in self._step.network.calls:
+            for what in (FORWARD, BACKWARD):
+                self._patches.put(call.layer, what, self._timed(what, lambda *args, path=call.path: path))
+        self._patches.put(self._step, "_update_by", self._timed(UPDATE, lambda rule, parameter, *rest: id(parameter)))
+
+    def end(self) -> None:
+        self.drop()
+        self._seen.append(self._now)
+
+    def drop(self) -> None:
+        self._patches.undo()
+
+    def close(self) -> None:
+        self.drop()
+
+    def _timed(self, what: str, whose: Callable[..., Any]) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            def call(*args: Any, **named: Any) -> Any:
+                began = time.perf_counter()
+                result = original(*args, **named)
+                if self._step.parts.device.type != "cpu":
+                    torch.accelerator.synchronize()
+                self._now[what, whose(*args)] += 1e3 * (time.perf_counter() - began)
+                return result
+
+            return call
+
+        return make
+
+    def records(self) -> dict[str, list[dict[str, Any]]]:
+        """Fields of `Facts`: modules, and the optimizer."""
+        if not self._seen:
+            return {}
+        took = _typical(self._seen)
+        return {
+            "modules": [one.model_dump() for one in self._modules(took)],
+            "optimizers": [self._optimizer(took).model_dump()],
+        }
+
+    def _modules(self, took: Times) -> list[ModuleTime]:
+        network, model = self._step.network, self._step.parts.model
+        calls = Counter(call.path for call in network.calls if call.module is not None)
+        own = {
+            _name(path): Own(took[FORWARD, path], took[BACKWARD, path], calls[path])
+            for path in dict.fromkeys(call.path for call in network.calls)
+        }
+        paths = {id(call.layer): call.path for call in network.calls}
+        updates: dict[str, float] = defaultdict(float)
+        for parameter, users in network.owned:
+            for around in upwards(_name(paths[id(users[0][0])])):
+                updates[around.path] += took.get((UPDATE, id(parameter)), 0.0)
+        kinds = {_name(path): type(module).__name__ for path, module in model.named_modules()}
+        found = tree(own, kinds, self._step_ms())
+        return [one.model_copy(update={"update_ms": updates.get(one.name, 0.0)}) for one in found]
+
+    def _optimizer(self, took: Times) -> OptimizerUse:
+        optimizer = self._step.optimizer
+        groups = [
+            GroupTime(
+                name=str(group.get("name", number)),
+                tensors=len(group["params"]),
+                numbers=sum(value.numel() for value in group["params"]),
+                ms=sum(took.get((UPDATE, id(value)), 0.0) for value in group["params"]),
+            )
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        ms = sum(group.ms or 0.0 for group in groups)
+        kind = type(optimizer).__name__
+        return OptimizerUse(kind=kind, where="", implementation="arrays", groups=groups, steps=1.0, ms=ms)
+
+    def _step_ms(self) -> float | None:
+        steps = [step.ms for step in self._watch.facts.steps if step.kind == "instrumented" and step.ms]
+        return fmean(steps) if steps else None
+
+
+def _typical(steps: Sequence[Times]) -> Times:
+    """Means over the middle half of the steps by what they took: unlike medians of parts, these add up."""
+    ordered = sorted(steps, key=lambda step: sum(step.values()))
+    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
+    return {key: fmean(step.get(key, 0.0) for step in middle) for key in {key for step in middle for key in step}}
+
+
+def _name(path: str) -> Name:
+    return Name("model", path)

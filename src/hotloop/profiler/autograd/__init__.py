@@ -1,0 +1,1 @@
+"""What a script's use of autograd costs: unused gradients, repeated forward passes."""

@@ -1,0 +1,106 @@
+"""What a loop does now and then beside its steps: evaluation and checkpoints, and for how long."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from hotloop.profiler.autograd.patterns import Graphs
+from hotloop.profiler.base.step_facts import StepFact
+
+_AT_LEAST = 0.4
+"""Part of the steps that must hold an evaluation, and that must not, for it being one of every second step."""
+
+
+class Pauses:
+    """Notes them of the step in which they happen.
+
+    Args:
+        step: that is on.
+    """
+
+    def __init__(self, graphs: Graphs, step: Callable[[], StepFact | None]) -> None:
+        self._graphs, self._step = graphs, step
+        self._modes = 0
+        self._returns = 0
+        self._asked: dict[int, tuple[StepFact, float]] = {}
+        self._evaluating_since: float | None = None
+        self._saved: Counter[str] = Counter()
+
+    @property
+    def evaluating(self) -> bool:
+        return self._evaluating_since is not None
+
+    def mode_began(self) -> None:
+        """A module is put into training or evaluation mode, and with it those inside of it."""
+        self._modes += 1
+
+    def mode_ended(self, *, training: bool) -> None:
+        self._modes = max(0, self._modes - 1)
+        if self._modes:
+            return
+        if training:
+            self._note_evaluation()
+            self.trains()
+        elif not self.evaluating:
+            self._evaluating_since = time.perf_counter()
+            self._graphs.begin_evaluation()
+
+    def _note_evaluation(self) -> None:
+        """The network is put back into training mode, so that it is known how long the evaluation took."""
+        step = self._step()
+        if self._evaluating_since is not None and step is not None:
+            self._returns += 1
+            known_s = self._asked.get(id(step), (step, 0.0))[1]
+            self._asked[id(step)] = step, known_s + time.perf_counter() - self._evaluating_since
+
+    def trains(self) -> None:
+        """An evaluation is over, if one is on."""
+        if self._evaluating_since is not None:
+            self.note("evaluation", time.perf_counter() - self._evaluating_since)
+            self._evaluating_since = None
+            self._graphs.end_evaluation()
+
+    def note(self, what: str, seconds: float) -> None:
+        step = self._step()
+        if step is not None:
+            step.flags += [what] if what not in step.flags else []
+            step.apart_ms[what] = step.apart_ms.get(what, 0.0) + seconds * 1e3
+
+    def saved(self, where: str, began: float | None) -> None:
+        """A checkpoint was written, of which it is known since when."""
+        if began is not None:
+            self.note("checkpoint", time.perf_counter() - began)
+            self._saved[where] += 1
+
+    def records(self, steps: Sequence[StepFact], many: int) -> list[dict[str, Any]]:
+        """As `profiles.Habit`: checkpoints, if more than half of the measured steps write one, and evaluations of every
+        second step, which may be none of those whose graphs are looked at.
+
+        Args:
+            many: steps that ended so far, those included of which nothing else is known.
+        """
+        measured = [step for step in steps if step.kind in ("clean", "instrumented")]
+        return [*self._checkpoints(measured), *self._evaluations(many, measured)]
+
+    def _evaluations(self, many: int, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
+        """All steps tell how often: those that are measured may be every second one."""
+        asked_ms = {id(step): 1e3 * seconds for step, seconds in self._asked.values()}
+        often = self._returns / max(1, many)
+        spent_ms = [asked_ms[id(step)] for step in measured if id(step) in asked_ms] or list(asked_ms.values())
+        if not self._graphs.evaluated_at or not _AT_LEAST <= often < 1 - _AT_LEAST or not measured:
+            return []
+        ((where, _),) = self._graphs.evaluated_at.most_common(1)
+        ms = often * sum(spent_ms) / len(spent_ms)
+        rest_ms = sum(max(0.0, step.ms - asked_ms.get(id(step), 0.0)) for step in measured) / len(measured)
+        return [{"what": "evaluation", "where": where, "per_step": often, "share": ms / (ms + rest_ms), "ms": None}]
+
+    def _checkpoints(self, measured: Sequence[StepFact]) -> list[dict[str, Any]]:
+        spent = [step.apart_ms["checkpoint"] for step in measured if "checkpoint" in step.apart_ms]
+        if 2 * len(spent) <= len(measured) or not self._saved:
+            return []
+        ((where, _),) = self._saved.most_common(1)
+        return [{"what": "checkpoint", "where": where, "per_step": len(spent) / len(measured), "ms": median(spent)}]

@@ -1,0 +1,1 @@
+"""What all parts of the profiler stand on: steps, phases, call sites."""

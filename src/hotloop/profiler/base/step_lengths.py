@@ -1,0 +1,56 @@
+"""Corrects figures of single steps where steps have different lengths, such as episodes of reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median_low
+
+from hotloop.profiler.base.schedule import SEVERAL, Kind, middle_mean
+from hotloop.profiler.base.step_facts import StepFact
+
+_PER_STEP = ("ms", "calls", "per_step", "flops", "bytes")
+"""Fields of operators and habits that count for a whole step."""
+
+_WITH_CALLS = 0.5
+"""The least number per call of a network at which an operator or a habit goes with the calls."""
+
+
+class StepLengths:
+    """The lengths of steps, in calls of networks.
+
+    Graphs and operators are recorded in a few steps only. If these steps are shorter or longer than the timed steps, their
+    figures per step are wrong by the same factor. Steps of one length have the factor 1.
+
+    Args:
+        steps: all recorded steps.
+        timed: the steps with phases, whose length is the usual one.
+    """
+
+    def __init__(self, steps: Sequence[StepFact], timed: Sequence[StepFact]) -> None:
+        calls = [step.calls for step in timed]
+        self._steps, self._usual = steps, middle_mean(calls) if len(set(calls)) > 1 else 0.0
+
+    def operator(self, record: dict) -> dict:
+        """An operator of the traced steps, per usual step. The update runs once in a step of any length."""
+        if not (recorded := self._recorded("traced")) or record["phase"] == "update":
+            return record
+        limit = SEVERAL * median_low([step.ms for step in recorded])
+        calls = fmean([step.calls for step in recorded if step.ms <= limit])
+        return self._corrected(record, record["calls"], calls)
+
+    def habit(self, record: dict) -> dict:
+        """A habit, which has the figures of the middle one of the recorded steps, per usual step."""
+        if not (recorded := self._recorded("habits")):
+            return record
+        return self._corrected(record, record["per_step"], median_low([step.calls for step in recorded]))
+
+    def _recorded(self, kind: Kind) -> list[StepFact]:
+        return [step for step in self._steps if self._usual and step.kind == kind and step.calls]
+
+    def _corrected(self, record: dict, many: float, calls: float) -> dict:
+        """The record, multiplied by the ratio of lengths if it goes with the calls and not with the step."""
+        ratio, runs = self._usual / calls, record.get("line_runs")
+        corrected = {"line_runs": runs * ratio} if runs and runs >= _WITH_CALLS * calls else {}
+        if many >= _WITH_CALLS * calls:
+            corrected |= {name: record[name] * ratio for name in _PER_STEP if record.get(name)}
+        return record | corrected

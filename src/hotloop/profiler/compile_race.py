@@ -1,0 +1,187 @@
+"""A race of a compiled network against the eager network, forward and backward, in a child process on a step's inputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hotloop.core.processes.compile_process import CompileChild
+from hotloop.profiler.base.tensor_facts import has_gradient
+
+_RACING_S = 15.0
+"""Longest race in seconds, which is enough for most steps."""
+
+_LEAST_RACING_S = 1.0
+_SPARE_S = 0.5
+"""Seconds of the time limit that are reserved for the child's start and end."""
+
+_CALLS = 3
+"""Number of warm-up calls, and of timed calls that determine the length of the windows."""
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A network, and the arguments of a training step's call.
+
+    Attributes:
+        network: the network itself, without a copy.
+        arguments, keywords: the arguments, with copies of all tensors.
+        training: the network's mode at the call.
+        cast: the dtype of autocast on the CPU; None without autocast.
+    """
+
+    network: nn.Module
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    training: bool
+    cast: torch.dtype | None
+
+    @classmethod
+    def of(cls, network: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> RecordedCall:
+        cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        given, named = pytree.tree_map(_copied, (arguments, keywords))
+        return cls(network, given, named, network.training, cast)
+
+    @property
+    def refused(self) -> str:
+        """Why a child can't compile and measure the network; empty if it can."""
+        tensors = [*self.network.parameters(), *pytree.tree_leaves((self.arguments, self.keywords))]
+        if any(one.device.type != "cpu" for one in tensors if isinstance(one, Tensor)):
+            return "a fork of this process can't use its accelerator"
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return "other ranks share the step, and a fork would send to them"
+        compiled = type(self.network).__name__ == "OptimizedModule" or self.network._compiled_call_impl is not None
+        return "the network is compiled already" if compiled else ""
+
+    @property
+    def numbers(self) -> int:
+        return sum(one.numel() for one in self.network.parameters())
+
+
+class CallRecorder:
+    """Records the first call of each network that a step trains.
+
+    Attributes:
+        on: whether calls are recorded.
+        calls: the recorded calls by the network's `id`.
+    """
+
+    def __init__(self) -> None:
+        self.on, self.calls = False, dict[int, RecordedCall]()
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Records a call; `args[0]` is the network."""
+        if self.on and id(args[0]) not in self.calls and has_gradient(result):
+            self.calls[id(args[0])] = RecordedCall.of(args[0], args[1:], kwargs)
+
+    @property
+    def largest(self) -> RecordedCall | None:
+        """The call of the network with the most parameters."""
+        return max(self.calls.values(), key=lambda call: call.numbers, default=None)
+
+
+def race_compiled(
+    call: RecordedCall | None, seconds: float, begin: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Returns `ratio`, `low` and `high` of the eager time over the compiled time, or a `failure`.
+
+    Args:
+        seconds: the time after which the child is ended.
+        begin: the child's first call.
+    """
+    if call is None:
+        return {"failure": "no call of a network was recorded"}
+    if why := call.refused:
+        return {"failure": why}
+    until = time.monotonic() + seconds - _SPARE_S
+
+    def work() -> dict[str, Any]:
+        begin()
+        return _race(call, until)
+
+    with CompileChild(work) as child:
+        found = child.result(seconds)
+    if "failure" in found and time.monotonic() > until:
+        found["failure"] += "; --time-limit gives more time"
+    return found
+
+
+def _race(call: RecordedCall, until: float) -> dict[str, Any]:
+    import torch._inductor.config
+
+    from hotloop.tuning.races.rounds import Lane, Limits, ratio, run_rounds
+
+    torch._inductor.config.compile_threads = 1  # a fork of an exiting program can't start pools of processes
+    if call.network.training != call.training:
+        call.network.train(call.training)
+    eager = _Passes(call, call.network)
+    eager_s = eager.timed()
+    began = time.perf_counter()
+    compiled = _Passes(call, torch.compile(call.network))
+    compile_s = time.perf_counter() - began
+    compiled_s = compiled.timed()
+    left_s = until - time.monotonic()
+    if left_s < _LEAST_RACING_S:
+        return {"failure": f"compiling took {compile_s:.0f} s, which leaves no time to measure", "compile_s": compile_s}
+    base, rival = Lane("eager", eager), Lane("compiled", compiled)
+    base.lay_out("cpu", eager_s, eager_s, brief=True)
+    rival.lay_out("cpu", compiled_s, eager_s, brief=True)
+    run_rounds([base, rival], base, Limits(min(_RACING_S, left_s)))
+    found = ratio(rival, base)
+    measured = {"ratio": found.median, "low": found.low, "high": found.high, "pairs": found.pairs}
+    return measured | {"compile_s": compile_s, "network": type(call.network).__name__}
+
+
+class _Passes:
+    """Repeated forward and backward passes of a network."""
+
+    def __init__(self, call: RecordedCall, network: Callable[..., Any]) -> None:
+        self._call, self._network = call, network
+        self._parameters = list(call.network.parameters())
+        for _ in range(_CALLS):
+            self._once()
+
+    def timed(self) -> float:
+        """Returns the seconds of a forward and backward pass."""
+        return self.window(_CALLS) / _CALLS
+
+    def settle(self, steps: int) -> None:
+        for _ in range(steps):
+            self._once()
+
+    def window(self, steps: int) -> float:
+        began = time.perf_counter()
+        self.settle(steps)
+        return time.perf_counter() - began
+
+    def _once(self) -> None:
+        call = self._call
+        for one in self._parameters:
+            one.grad = None
+        with torch.enable_grad(), torch.autocast("cpu", call.cast, enabled=call.cast is not None):
+            result = self._network(*call.arguments, **call.keywords)
+        outputs = [one for one in _tensors(result) if one.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Returns the tensors in a network's result: in lists, tuples, dictionaries and fields of other objects."""
+    leaves = pytree.tree_leaves(value)
+    inside = [
+        other for leaf in leaves if not isinstance(leaf, Tensor) for other in getattr(leaf, "__dict__", {}).values()
+    ]
+    return [one for one in [*leaves, *inside] if isinstance(one, Tensor)]
+
+
+def _copied(value: Any) -> Any:
+    """Returns a tensor's copy without its graph; other values unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch.no_grad():
+        return value.detach().clone().requires_grad_(value.requires_grad)

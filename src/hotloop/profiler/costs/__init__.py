@@ -1,0 +1,1 @@
+"""FLOPs and bytes of operators and layers, and the least time that a machine needs for them. No torch."""

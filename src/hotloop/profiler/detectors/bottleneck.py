@@ -1,0 +1,115 @@
+"""What bounds a step: which of the things that it could wait for takes most of it."""
+
+from __future__ import annotations
+
+from hotloop.core.format import milliseconds
+from hotloop.core.records.profile import OperatorTime
+from hotloop.core.records.profile_terms import Bound
+from hotloop.profiler.costs.roofline import precision_in
+from hotloop.profiler.detectors.distributed_training import behind
+from hotloop.profiler.detectors.step import COMPUTING, Step, is_product, least_of, percent
+
+_LEAST = 0.2
+"""Share of the step that a bound must have for being one."""
+
+
+def times(step: Step) -> dict[Bound, float]:
+    """Milliseconds of a step that go to each; where operators aren't known, those of their phases stay out."""
+    found: dict[Bound, float] = {
+        "input": step.phase("data", "batch"),
+        "copy": step.phase("copy"),
+        "synchronisation": step.phase("synchronisation"),
+        "waiting": step.phase("waiting"),
+        "communication": step.phase("communication"),
+        "overhead": step.phase("python", "logging"),
+        "memory bandwidth": 0.0,
+        "arithmetic": 0.0,
+    }
+    for one in step.operators(lambda one: one.phase in COMPUTING):
+        calling = step.calling(one)
+        found["overhead"] += calling
+        found[_kind(step, one)] += step.cost(one) - calling
+    return found
+
+
+def _kind(step: Step, one: OperatorTime) -> Bound:
+    """Which side of the roofline an operator is on; without counts, products calculate and all else moves numbers."""
+    limits = step.profile.limits
+    rate = limits.flop_per_s.get(precision_in(one, step.profile.reduced))
+    if one.flops is None or one.bytes is None or not rate or not limits.bytes_per_s:
+        return "arithmetic" if is_product(one) else "memory bandwidth"
+    return "arithmetic" if one.flops / rate > one.bytes / limits.bytes_per_s else "memory bandwidth"
+
+
+def bound_of(step: Step) -> tuple[Bound, list[str]]:
+    """What bounds the step, and the sentences that say so."""
+    found = times(step)
+    ordered = sorted(found, key=lambda name: -found[name])
+    if step.profile.engine == "arrays":
+        return _bound_of_arrays(step, found)
+    first = ordered[0]
+    shares = [f"{name} {percent(step.share(found[name]))}" for name in ordered if step.share(found[name]) >= 0.01]
+    evidence = [f"Of a step of {milliseconds(step.ms)}: {', '.join(shares)}."] if shares else []
+    if step.share(found[first]) < _LEAST:
+        return "unknown", [*evidence, "Nothing that was measured takes a fifth of it."]
+    return first, [*evidence, *_detail(step, first, found[first]), *_limit(step)]
+
+
+def _bound_of_arrays(step: Step, found: dict[Bound, float]) -> tuple[Bound, list[str]]:
+    """Where layers are timed and no operation is seen: what takes more than all of them, or that it isn't known."""
+    layers = step.phase(*COMPUTING)
+    parts = {"array operations": layers, **{str(name): ms for name, ms in found.items() if step.share(ms) >= 0.001}}
+    shares = [f"{name} {percent(step.share(parts[name]))}" for name in sorted(parts, key=lambda name: -parts[name])]
+    evidence = [f"Of a step of {milliseconds(step.ms)}: {', '.join(shares)}."]
+    first = max(found, key=lambda name: found[name])
+    if found[first] > layers:
+        return first, [*evidence, *(_detail(step, first, found[first]) if first == "input" else [])]
+    own = {one.name: (one.own_forward_ms or 0.0) + (one.own_backward_ms or 0.0) for one in step.profile.modules}
+    if own:
+        most = max(own, key=lambda name: own[name])
+        name = most or "functions of the model's own forward"
+        evidence.append(f"Most of it is {name}: {percent(step.share(own[most]))} of the step.")
+    unseen = "Whether these wait for arithmetic, for memory or for calls isn't told: nothing looks inside."
+    return "unknown", [*evidence, unseen]
+
+
+def _detail(step: Step, bound: Bound, ms: float) -> list[str]:
+    if bound == "overhead":
+        calls = sum(one.calls for one in step.operators(lambda one: True))
+        return [f"It starts {calls:.0f} operations, each {1e3 * step.launch_ms:.1f} us to start on this machine."]
+    if bound == "input":
+        return [f"The next batch is waited for and made during {milliseconds(ms)}."]
+    if bound == "waiting":
+        others = f"The first rank waits for the others during {milliseconds(ms)}."
+        return [others, *filter(None, [behind(step)])]
+    if bound == "communication":
+        return [f"During {milliseconds(ms)} the first rank does nothing but send and receive."]
+    if bound in ("arithmetic", "memory bandwidth"):
+        ones = [one for one in step.profile.operators if one.phase in COMPUTING and _kind(step, one) == bound]
+        most = max(ones, key=step.cost)
+        place = most.module or most.where or "the step"
+        return [f"Most of it is {most.name} of {place}: {percent(step.share(step.cost(most)))} of the step."]
+    return []
+
+
+def _limit(step: Step) -> list[str]:
+    if step.profile.limits.busy:
+        return [
+            "This machine's limits were measured while other programs used it, and nothing is judged by them: "
+            "measure them again by hotloop devices --refresh when the machine is quiet."
+        ]
+    least = limit_ms(step)
+    if not least or least > step.ms:
+        return []
+    return [
+        f"This machine's measured limits allow {milliseconds(least)} for its arithmetic and memory traffic: "
+        f"the step reaches {percent(step.share(least))} of them."
+    ]
+
+
+def limit_ms(step: Step) -> float | None:
+    """The least that the machine's limits allow for the operators whose work is known; None if none is."""
+    if step.profile.limit_ms is not None:
+        return step.profile.limit_ms
+    least = sum(least_of(one, step.profile) for one in step.operators(lambda one: True))
+    return least or None

@@ -1,0 +1,271 @@
+"""Input: a step that waits for its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hotloop.core.records.profile import COUNTS, LineTime, LoaderUse, Remedy
+from hotloop.profiler.detectors.code_regions import function_of
+from hotloop.profiler.detectors.step import OFTEN, Step, named_function, percent
+
+_MOSTLY = 0.5
+"""Share of the wait that the making of samples must have for being its cause; and of the steps that a loader must feed."""
+
+_MAKING = ("__getitem__", "__getitems__")
+"""How the functions of a data set are called that make samples."""
+
+_HANDED_MS = 2.0
+"""Handing a batch over from a worker was measured to take 0.7 to 0.9 ms; a step that is shorter may wait for that alone."""
+
+
+def waiting(step: Step) -> Iterator[Remedy]:
+    """Waiting for data: the samples themselves, or putting them together.
+
+    What goes into opening a loader, and what an evaluation waits for, is told elsewhere.
+    """
+    waited = waited_ms(step)
+    told = [] if _opened_anew(step) else step.lines("data")  # nobody knows which of them opens
+    lines = sorted(told, key=lambda line: -line.own_ms)
+    loader = _slowest(step, waited)
+    where = lines[0].where if lines else ""
+    if not waited:
+        return
+    if loader is None and step.profile.plan:
+        yield Remedy(
+            cause="waiting for data: hotloop makes each batch while the step waits",
+            where=where or step.profile.source,
+            remedy="keep the data in memory, or load it by workers (residency=, workers=); run hotloop tune to find the fastest",
+            gain=step.share(waited),
+            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms go by until the batch is there",
+            axes={"residency": "host"},
+        )
+    elif loader is None:
+        yield Remedy(
+            cause="waiting for data: batches are made in Python, one after the other",
+            where=where or step.profile.step_where,
+            remedy="read the data into tensors once, before the loop, and cut each batch out with one index",
+            gain=step.share(waited),
+            evidence=f"{waited:.2f} ms of each step of {step.ms:.2f} ms go by until the batch is there",
+        )
+    else:
+        yield _of_loader(step, loader, waited, lines)
+
+
+def waited_ms(step: Step) -> float:
+    """Milliseconds of a step that the training waits for data, from loaders that are open."""
+    opening = sum(_opening_ms(step, use) for use in _opened_anew(step))
+    return max(0.0, step.phase("data") - step.evaluating_ms - opening)
+
+
+def _slowest(step: Step, waited: float) -> LoaderUse | None:
+    """The loader whose samples take longest; one whose samples nobody timed, if the others explain little of the wait."""
+    loaders = [use for use in step.profile.loaders if use.share >= _MOSTLY and use not in step.evaluated]
+    loader = max(loaders, key=lambda use: use.share * _timed(step, use), default=None)
+    if loader is None or _timed(step, loader) >= _MOSTLY * waited:
+        return loader
+    return next((use for use in loaders if use.sample_ms is None), loader)
+
+
+def _timed(step: Step, loader: LoaderUse) -> float:
+    """Milliseconds that a loader's samples take in a step, as far as they were timed."""
+    samples = step.profile.samples_per_step if len(step.profile.loaders) == 1 else None
+    each = loader.batch_size or step.profile.samples_per_step or 1.0
+    calls = loader.draws if loader.at_once else samples or loader.draws * each
+    return calls * (loader.sample_ms or 0.0)
+
+
+def opened(step: Step) -> Iterator[Remedy]:
+    """Loaders of which each step asks for a first batch."""
+    for use in _opened_anew(step):
+        spent = _opening_ms(step, use)
+        starting = "starting its workers and waiting for their first batch" if use.workers else "beginning it"
+        yield Remedy(
+            cause="a DataLoader is opened anew at each step",
+            where=use.opened_where or use.where,
+            remedy="make the loader and its iterator once, before the loop, and ask that for the next batch at each step; make "
+            "another one when it has no more: for batch in loader does that",
+            gain=step.share(spent),
+            evidence=f"{starting} takes {spent:.2f} ms of each step of {step.ms:.2f} ms, for {use.draws:.0f} of its "
+            f"{'' if use.batches is None else f'{use.batches} '}batches",
+            note=step.share(spent) < COUNTS,
+        )
+
+
+def _opened_anew(step: Step) -> list[LoaderUse]:
+    """Loaders that steps begin again and again, and leave most of their batches; a full batch is all that there is."""
+    return [
+        use
+        for use in step.profile.loaders
+        if use.opened >= OFTEN
+        and (use.batches is None or use.draws <= _MOSTLY * use.opened * use.batches)
+        and use not in step.evaluated
+    ]
+
+
+def _opening_ms(step: Step, loader: LoaderUse) -> float:
+    """Milliseconds of a step in which a loader begins anew."""
+    return step.drawn_ms(loader, loader.opening_ms)
+
+
+def _of_loader(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> Remedy:
+    evidence = f"{waited:.2f} ms of each step of {step.ms:.2f} ms are spent waiting for the next batch"
+    if (line := _collating(step, loader, waited, lines)) is not None:
+        function = named_function(line.function)
+        return Remedy(
+            cause=f"slow samples: it takes long to put those of a batch together, in {function}",
+            where=line.where,
+            remedy="do for all samples at once, with operations on whole tensors, or once before training what is done there for "
+            "each batch" + _by_workers(step, waited, "; or "),
+            gain=step.share(waited),
+            evidence=evidence,
+            axes={"residency": "host"},
+        )
+    hottest = next((line.where for line in lines if line.where != loader.where and line.own_ms >= _MOSTLY * waited), "")
+    if loader.workers:
+        return _of_workers(step, loader, waited, evidence, hottest)
+    if loader.sample_where and _made(step, loader, lines) >= _MOSTLY * waited:
+        each = (
+            ""
+            if loader.sample_ms is None
+            else f"; one {'batch' if loader.at_once else 'sample'} of {loader.dataset} takes {1e3 * loader.sample_ms:.0f} us"
+        )
+        cause = "slow samples: they are loaded one by one"
+        if loader.at_once:
+            cause = "slow samples: the data set takes long to hand out a batch"
+        return Remedy(
+            cause=cause,
+            where=hottest or loader.where if loader.sample_where == loader.where else loader.sample_where,
+            remedy=_once(loader, hottest) + _by_workers(step, waited, ", or "),
+            gain=step.share(waited),
+            evidence=evidence + each,
+            axes={"residency": "host"},
+        )
+    if loader.batch_size is None:
+        return Remedy(
+            cause="waiting for data: the loader takes long beside its data set, which makes whole batches",
+            where=loader.where,
+            remedy="cut the batches out in the loop, without a loader" + _by_workers(step, waited, ", or "),
+            gain=step.share(waited),
+            evidence=evidence,
+            axes={"residency": "host"},
+        )
+    return Remedy(
+        cause="per-sample loading: the loader asks for each sample by itself and puts the batch together",
+        where=loader.where,
+        remedy=_at_once(loader),
+        gain=step.share(waited),
+        evidence=evidence,
+        axes={"residency": "host"},
+    )
+
+
+def _by_workers(step: Step, waited: float, joint: str) -> str:
+    """Returns workers as an alternative remedy, with their largest possible gain; empty if workers win next to nothing.
+
+    Workers load during the step. On a CPU the workers and the step share the cores.
+    """
+    threads = step.profile.threads
+    cores = threads.cores if threads else 1
+    over_cores = f"{waited:.2f} ms over {cores} workers", waited / cores
+    rest = f"{step.ms - waited:.2f} ms for all else", step.ms - waited
+    limits = [over_cores, rest]
+    if threads and step.on_cpu:
+        work_ms = min(threads.busy, cores) * step.ms
+        limits.append((f"{work_ms:.2f} ms of all work over {cores} cores", work_ms / cores))
+    least = max(ms for _, ms in limits)
+    if step.share(step.ms - least) < COUNTS:
+        return ""
+    return (
+        f"{joint}let workers do it during the step (num_workers={cores}, persistent_workers=True), which wins up to "
+        f"{percent(step.share(step.ms - least))}: a step then takes {least:.2f} ms at least, the longest of "
+        f"{', '.join(said for said, _ in limits[:-1])} and {limits[-1][0]}"
+    )
+
+
+def _at_once(loader: LoaderUse) -> str:
+    """How a loader is told to hand out whole batches: a stream has no numbers that a sampler could give."""
+    if loader.stream:
+        return "let the data set hand out whole batches, and give the loader batch_size=None"
+    return "index the tensors by a whole batch of numbers (a BatchSampler as the sampler, with batch_size=None)"
+
+
+def _collating(step: Step, loader: LoaderUse, waited: float, lines: Sequence[LineTime]) -> LineTime | None:
+    """The line that takes most of the wait, where the loader's own process makes batches of samples that are there quickly."""
+    if loader.workers or loader.at_once or (loader.sample_where and loader.sample_ms is None):
+        return None
+    if not loader.collate_where:
+        return None  # what torch puts together by itself goes through no line of the user's
+    hot = [line for line in lines if line.where != loader.where and not _in_sample(line, loader, lines)]
+    if _timed(step, loader) >= _MOSTLY * waited or sum(line.own_ms for line in hot) < _MOSTLY * waited:
+        return None
+    return max(hot, key=lambda line: line.own_ms)
+
+
+def _in_sample(line: LineTime, loader: LoaderUse, lines: Sequence[LineTime]) -> bool:
+    """Whether a line stands in the function that makes samples, or in one that is called from there.
+
+    The stack says so better than the time that some samples took.
+    """
+    around = {one.where: one for one in sorted(lines, key=lambda one: one.ms)}
+    seen: set[str] = set()
+    at: LineTime | None = line
+    while at is not None and at.where not in seen:
+        seen.add(at.where)
+        if function_of(at)[1].rpartition(".")[2] in _MAKING:
+            return True
+        at = around.get(at.within)
+    return False
+
+
+def _made(step: Step, loader: LoaderUse, lines: Sequence[LineTime]) -> float:
+    """Milliseconds of the wait in which samples are made: by their own time, or by the lines of theirs that were seen."""
+    return max(_timed(step, loader), sum(line.own_ms for line in lines if line.where != loader.where))
+
+
+def _of_workers(step: Step, loader: LoaderUse, waited: float, evidence: str, hottest: str) -> Remedy:
+    """Of what goes on in workers nothing is timed: making samples, putting them together, and handing the batch over."""
+    many = f"{loader.workers} worker{'s'[: loader.workers - 1]}"
+    cores = step.profile.threads.cores if step.profile.threads else None
+    own = [place for place in (loader.sample_where, loader.collate_where) if place and place != loader.where]
+    cause = f"waiting for data: {many} can't keep up with the step"
+    remedy = f"{_once(loader, hottest)}, or give the loader more workers than {loader.workers}"
+    if cores is not None and loader.workers >= cores:
+        remedy = f"{_once(loader, hottest)}; more workers than cores don't help"
+    if cores is not None and loader.workers > cores:
+        cause = f"too many workers: {loader.workers} of the loader's on {cores} cores"
+    elif step.ms < _HANDED_MS:
+        cause = f"waiting for data: the step is short, and {many} must hand a batch over in each"
+        remedy = f"load in the process (num_workers=0), or with fewer workers, and measure again; of what is in memory already: {_at_once(loader)}"
+    return Remedy(
+        cause=cause,
+        where=own[0] if len(own) == 1 else loader.where,
+        remedy=remedy,
+        gain=step.share(waited),
+        evidence=f"{evidence}; whether samples, putting them together or handing batches over takes long isn't measured in workers",
+        axes={"residency": "host"},
+    )
+
+
+def _once(loader: LoaderUse, hottest: str) -> str:
+    inside = f" ({hottest} takes most of it)" if hottest and hottest != loader.sample_where else ""
+    collating = (
+        f", or collate_fn for each batch ({loader.collate_where})" if loader.workers and loader.collate_where else ""
+    )
+    return f"do once, before training, what the data set does at each call{inside}{collating}"
+
+
+def unpinned(step: Step) -> Iterator[Remedy]:
+    """Batches that are copied to an accelerator from memory that it can't read by itself."""
+    copied = step.phase("copy")
+    for loader in step.profile.loaders:
+        if step.on_cpu or loader.pinned or not copied:
+            continue
+        yield Remedy(
+            cause="unpinned memory: the step waits for each batch to be copied to the device",
+            where=loader.where,
+            remedy="give the loader pin_memory=True and copy with .to(device, non_blocking=True)",
+            gain=step.share(copied),
+            evidence=f"{percent(step.share(copied))} of the step are copies, and the loader doesn't pin its memory",
+            axes={"residency": "device"},
+        )
+        return

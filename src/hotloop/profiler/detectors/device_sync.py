@@ -1,0 +1,176 @@
+"""Copies between host and device, and waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hotloop.core.records.profile import COUNTS, OperatorTime, Remedy
+from hotloop.profiler.detectors.code_regions import LOOP
+from hotloop.profiler.detectors.step import BY_HAND, OFTEN, PLAIN, Step, draws, grouped
+
+_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+_LOOP = ("python", "batch", "copy", "logging", "unattributed")
+"""Phases in which the loop itself calls torch; elsewhere torch's own layers and losses do."""
+
+
+def reading(step: Step) -> Iterator[Remedy]:
+    """Numbers read on the host, which must wait until the device has them."""
+    found = step.operators(lambda one: _reads(one) and bool(one.where) and not _is_others(step, one))
+    for where, ones in grouped(found, lambda one: one.where).items():
+        calls = max(one.calls for one in ones)
+        if calls < OFTEN:
+            continue
+        waited = step.phase("synchronisation") * _part(ones, found)
+        spent = max(sum(one.ms for one in ones), waited)
+        here = "; on an accelerator the host would wait here" if step.on_cpu else ""
+        if calls >= LOOP and not _is_needed(step, where):
+            spent = max(spent, step.aside.get(where, 0.0))
+            yield Remedy(
+                cause=f"a tensor is read number by number in Python ({calls:.0f} times at each step)",
+                where=where,
+                remedy="operations on the whole tensor: F.one_hot for classes, comparisons, indexing; where a list is needed, "
+                ".tolist() once",
+                gain=step.share(spent),
+                evidence=f"the line takes {spent:.2f} ms of each step of {step.ms:.2f} ms{here}",
+                note=step.share(spent) < COUNTS,
+            )
+            continue
+        yield Remedy(
+            cause=f".item() at each step: a number is read on the host ({calls:.0f} times)",
+            where=where,
+            remedy="keep it as a tensor (total += loss.detach()) and read it every hundred steps or after the epoch",
+            gain=step.share(spent),
+            evidence=f"reading it takes {spent:.3f} ms of each step of {step.ms:.2f} ms{here}",
+            note=step.share(spent) < COUNTS,
+        )
+
+
+def _is_needed(step: Step, where: str) -> bool:
+    """Whether the line does more than to read: asks a network, draws, or computes what a backward goes through."""
+    return any(one.used is True or draws(one) or one.module not in PLAIN for one in step.spots[where])
+
+
+def _is_others(step: Step, one: OperatorTime) -> bool:
+    """Whether it isn't the step that waits for a number.
+
+    It lies in a sample, an optimizer reads one of its own, or a loader its seed, where it's opened now and then.
+    """
+    if one.phase == "data":
+        return True
+    if one.phase == "update":
+        return one.where in {use.where for use in step.profile.optimizers if use.kind != BY_HAND}
+    return one.calls < 1 and one.where in {use.where for use in step.profile.loaders}
+
+
+def _reads(one: OperatorTime) -> bool:
+    """On a CPU `.tolist()` and `.numpy()` show only by what they make sure of; of a whole tensor they are another matter.
+
+    What torch's own operators read inside, as one_hot does, no line of the user's asks for.
+    """
+    asked = one.name in _READS and one.outer in ("", *_READS)
+    return asked or one.name in _WAITS or (one.name == "aten::resolve_neg" and _is_single(one))
+
+
+def _is_single(one: OperatorTime) -> bool:
+    """Whether it is a single number."""
+    return all(set(shape.split("x")) == {"1"} for shape in one.shapes)
+
+
+def copying(step: Step) -> Iterator[Remedy]:
+    """Copies between devices at each step."""
+    found = step.operators(lambda one: bool(one.copies) and one.calls >= OFTEN)
+    for where, ones in grouped(found, lambda one: one.where).items():
+        spent = max(sum(one.ms for one in ones), step.phase("copy") * _part(ones, found))
+        ways = {one.copies for one in ones}
+        back = any(">".join(reversed(way.split(">"))) in ways for way in ways)
+        yield Remedy(
+            cause="a tensor moved back and forth between devices"
+            if back
+            else f"a copy between devices at each step ({', '.join(sorted(ways))})",
+            where=where or step.profile.step_where,
+            remedy="keep it where it is used; what doesn't change is copied once, before the loop; batches from pinned "
+            "memory with non_blocking=True",
+            gain=step.share(spent),
+            evidence=f"{sum(one.calls for one in ones):.0f} copies take {spent:.2f} ms of each step of {step.ms:.2f} ms",
+            axes={"residency": "device"} if all(way.startswith("cpu>") for way in ways) else {},
+            note=step.share(spent) < COUNTS,
+        )
+
+
+def pointless(step: Step) -> Iterator[Remedy]:
+    """`.to()` and the like that have nothing to copy on this machine."""
+    if not step.on_cpu:
+        return
+    asked = step.operators(
+        lambda one: one.name == "aten::to" and one.calls >= OFTEN and one.phase in _LOOP and bool(one.where)
+    )
+    for where, ones in grouped(asked, lambda one: one.where).items():
+        if _leaves(ones, step.spots[where]):
+            yield Remedy(
+                cause="a tensor moved back and forth: to the host for NumPy at each step (.cpu().numpy())",
+                where=where,
+                remedy="keep it as a tensor where it is (out.detach()), and move it once after the loop, or every hundred steps",
+                gain=step.share(sum(one.ms for one in ones)),
+                evidence="there is nothing to copy on a CPU; on an accelerator the host would wait here",
+                note=True,
+            )
+            continue
+        if any(_is_batch(step, one) for one in ones) or _has_other_ends(step, where):
+            continue
+        yield Remedy(
+            cause="a copy to the device at each step (.to()), of what isn't the batch",
+            where=where,
+            remedy="copy it once, before the loop",
+            gain=step.share(sum(one.ms for one in ones)),
+            evidence="there is nothing to copy on a CPU; on an accelerator it would be a copy at each step",
+            note=True,
+        )
+
+
+def brings_back(ones: Sequence[OperatorTime]) -> bool:
+    """Whether a whole tensor is read on the host, as NumPy's or as a list."""
+    return any(one.name == "aten::resolve_neg" and not _is_single(one) for one in ones)
+
+
+def _leaves(ones: Sequence[OperatorTime], there: Sequence[OperatorTime]) -> bool:
+    """Whether a whole tensor is brought to the host and read there: `.numpy()` alone asks for its device once as well."""
+    reads = [one for one in there if brings_back([one])]
+    return any(
+        sum(one.calls for one in ones if one.shapes == read.shapes)
+        > sum(one.calls for one in reads if one.shapes == read.shapes) + OFTEN
+        for read in reads
+    )
+
+
+def _comes_back(step: Step, one: OperatorTime) -> bool:
+    """Whether a tensor of that shape is made of an array there, and another line makes such an array."""
+    arrives = any(other.name == "aten::lift_fresh" and other.shapes == one.shapes for other in step.spots[one.where])
+    left = step.operators(lambda other: other.name == "aten::resolve_neg" and other.shapes == one.shapes)
+    return arrives and any(other.where != one.where for other in left)
+
+
+def _has_other_ends(step: Step, where: str) -> bool:
+    """Whether something was copied there after all, as to another dtype, or read, as by `.numpy()`."""
+    return any(one.name in ("aten::_to_copy", "aten::copy_", "aten::resolve_neg") for one in step.spots[where])
+
+
+def _is_batch(step: Step, one: OperatorTime) -> bool:
+    """Whether what is copied belongs to the batch: the network is given it, or it has as many rows, as labels have.
+
+    Rows alone say nothing of what comes back from NumPy. Losses of torch's ask for a dtype, which looks the same.
+    """
+    if not one.shapes or one.shapes[0] in step.profile.batch:
+        return bool(one.shapes)
+    if _comes_back(step, one):
+        return False
+    rows = {shape.partition("x")[0] for shape in step.profile.batch}
+    if step.profile.samples_per_step is not None:
+        rows.add(f"{step.profile.samples_per_step:.0f}")
+    return one.shapes[0].partition("x")[0] in rows
+
+
+def _part(ones: Sequence[OperatorTime], of: Sequence[OperatorTime]) -> float:
+    """Their part of the time of all of these operators."""
+    total = sum(one.ms for one in of)
+    return sum(one.ms for one in ones) / total if total else 0.0

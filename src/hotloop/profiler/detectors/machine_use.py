@@ -1,0 +1,147 @@
+"""Too small a batch: a step that is the same work however few samples are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+from hotloop.core.records.profile import Remedy
+from hotloop.profiler.detectors.data_loading import waited_ms
+from hotloop.profiler.detectors.step import COMPUTING, Step
+
+_LEAST = 0.2
+"""Share of the step that calling must take: as much as what bounds a step, and more than what is known of it may be wrong by."""
+
+_AMORTISED = 32
+"""Samples whose work takes longer than all that calling costs are enough: a larger batch wins less with each."""
+
+_TINY = 4
+"""So few samples are too few whatever else there is."""
+
+_LARGER = 2
+"""Times as many samples are proposed, and at least `_AMORTISED`."""
+
+
+def too_small(step: Step) -> Iterator[Remedy]:
+    """Steps that are made of calls: a larger batch shares them among more samples.
+
+    What counts is the time of the calls, as it was measured, beside that of the samples' own work: a few long sequences are
+    few samples, but much work in each call. Calls that something else is said of, such as a loop, aren't the batch's fault,
+    and the loop's own Python may take longer for more samples. Of a line that hands the training over, nothing is said
+    as a whole.
+    """
+    samples = step.profile.samples_per_step
+    if not samples:
+        return
+    updating = step.operators(lambda one: one.phase == "update" and one.where in step.named)  # one line stands for all
+    phases = [phase for phase in COMPUTING if not (updating and phase == "update")]
+    others = step.named - step.handed
+    ones = step.operators(lambda one: one.phase in phases and one.where not in others)
+    calling = sum(step.reclaimable(one) for one in ones) + _fetching(step, samples)
+    if step.share(calling) < _LEAST or calling < samples / _AMORTISED * (step.ms - calling):
+        return
+    wanted, most = max(_LARGER, _AMORTISED / samples), _most(step, samples)
+    factor = min(wanted, most)
+    if factor <= 1:
+        return
+    many = f"{samples * factor:.0f}" + " or more" * (wanted < most)
+    loader = next((use.where for use in step.profile.loaders), "")
+    yield Remedy(
+        cause=f"too small a batch: {samples:.0f} samples in a step",
+        where=loader or step.profile.step_where,
+        remedy=f"a batch of {many} samples (which changes the training: try the learning rate anew)",
+        gain=step.share((1 - 1 / factor) * calling),
+        evidence=f"{calling:.2f} ms of each step of {step.ms:.2f} ms are spent on calling operations and on what comes with each batch, "
+        "which hardly takes longer for more of them",
+    )
+
+
+def may_stay(step: Step) -> bool:
+    """Whether there are so many samples that nothing is said of them beside anything else that is to be mended."""
+    return (step.profile.samples_per_step or 0.0) >= _AMORTISED
+
+
+def after(step: Step, small: Remedy, others: Sequence[Remedy]) -> Remedy:
+    """A note beside what is to be mended and leaves the training as it is, unless the batch is tiny."""
+    samples = step.profile.samples_per_step or 0.0
+    return small.model_copy(update={"note": bool(others) and samples > _TINY})
+
+
+def _most(step: Step, samples: float) -> float:
+    """So many times as many samples there are: what is trained on all of them at a time can't get more."""
+    if step.profile.one_batch:
+        return 1.0
+    known = [(use.samples, use.batch_size) for use in step.profile.loaders if use.samples]
+    return max((have / samples if size else float(have) for have, size in known), default=inf)
+
+
+def _fetching(step: Step, samples: float) -> float:
+    """What a batch costs to fetch beside its samples, which more of them would cost as well; ms.
+
+    Of data sets that make a whole batch at once nobody knows how its time grows, so it counts as the samples'. And of many
+    samples, it's mostly for each of them that a loader does what it does.
+    """
+    loaders = step.profile.loaders
+    if samples >= _AMORTISED or any(use.sample_ms is None for use in loaders):
+        return 0.0
+    made = sum((1.0 if use.at_once else samples) * (use.sample_ms or 0.0) for use in loaders)
+    return max(0.0, waited_ms(step) - made)
+
+
+def crowded(step: Step) -> Iterator[Remedy]:
+    """Operations cut into more threads than can run at once: each waits for those that have no core."""
+    threads = step.profile.threads
+    if threads is None or threads.slower is None or not step.on_cpu:
+        return
+    computing = step.phase(*COMPUTING)
+    yield Remedy(
+        cause=f"too many threads: {threads.torch} of torch's on {threads.cores} cores",
+        where=threads.where or step.profile.step_where,
+        remedy=f"torch.set_num_threads({threads.cores}), or OMP_NUM_THREADS={threads.cores}",
+        gain=step.share(computing * (1 - 1 / threads.slower)),
+        evidence=f"operations are cut into {threads.torch} pieces and wait for the last of them: such take "
+        f"{threads.slower:.1f} times as long as with {threads.cores}, and operations are {computing:.2f} ms of each step "
+        f"of {step.ms:.2f} ms",
+        axes={"threads": threads.cores},
+    )
+
+
+def idle(step: Step) -> Iterator[Remedy]:
+    """Cores that nobody uses; whether operations are large enough to be cut, only a race tells, so Tasks alone ask."""
+    threads = step.profile.threads
+    if threads is None or not step.profile.plan or not step.on_cpu:
+        return
+    free = threads.cores - round(threads.others)
+    if threads.torch >= free:
+        return
+    computing = step.phase(*COMPUTING)
+    yield Remedy(
+        cause=f"idle cores: torch uses {threads.torch} of {threads.cores}",
+        where=threads.where or step.profile.step_where or step.profile.source,
+        remedy=f"torch.set_num_threads({free})",
+        gain=step.share(computing * (1 - threads.torch / free)),
+        evidence=f"{threads.busy:.1f} cores were busy while operations took {computing:.2f} ms of each step of "
+        f"{step.ms:.2f} ms; a race says whether more threads make them faster",
+        axes={"threads": free},
+    )
+
+
+_PAGE_US = 2.0
+"""The most that zeroing and mapping a page takes; 1 to 2 us on servers of today. Other work of the system is not won."""
+
+
+def given_back(step: Step) -> Iterator[Remedy]:
+    """Blocks that the C library gives back as soon as they are free: the system zeroes each page again for the next step."""
+    paging, threads = step.profile.paging, step.profile.threads
+    if paging is None or not step.on_cpu:
+        return
+    took = min(paging.system_ms, paging.pages * _PAGE_US / 1e3)
+    yield Remedy(
+        cause="memory is given back after each step, and comes anew in the next",
+        where=step.profile.step_where or step.profile.source,
+        remedy="keep it: start the script with MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 in the environment",
+        gain=step.share(took / max(1.0, threads.busy if threads else 1.0)),
+        evidence=f"in each step of {step.ms:.2f} ms the system hands out {paging.pages:,.0f} pages, each zeroed, and takes "
+        f"{paging.system_ms:.2f} ms of processors' time",
+        axes={"allocator": "keep"},
+    )

@@ -1,0 +1,395 @@
+"""Forward and loss: work that no gradient comes back to, such as statistics, checks, and masks that are made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+
+from hotloop.core.records.profile import COUNTS, OperatorTime, Remedy
+from hotloop.core.records.profile_terms import Habit, Phase
+from hotloop.profiler.detectors import small_ops
+from hotloop.profiler.detectors.code_regions import function_of, loop_of, part_of
+from hotloop.profiler.detectors.python_lines import counts_right, metrics, where_counted
+from hotloop.profiler.detectors.step import OFTEN, PLAIN, Step, draws, grouped, heaviest, inside, is_product, percent
+
+_CALCULATING: tuple[Phase, ...] = ("forward", "loss")
+
+
+def _aten(*names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names)
+
+
+_READING = _aten("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose")
+
+_SUMMING_UP = _aten(
+    *("mean", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "histc", "quantile", "median"),
+    *("isnan", "isinf", "isfinite"),
+)
+"""Of floating-point numbers; sums and maxima, a loss often needs as they are, as the number of what a mask leaves."""
+
+_SCALING = _aten("sub", "sub_", "mul", "mul_")
+
+_DIVIDING = _aten("div", "div_")
+"""What is normalised is summed up for."""
+
+_MAKING = _aten("arange", "linspace", "ones", "full", "zeros", "eye", "tril", "triu", "tril_indices", "triu_indices")
+
+_KEEPING = _aten("cat", "detach")
+
+_CHOOSING = _aten("argmax", "argmin", "topk", "multinomial")
+"""What is chosen, the network goes on with by its place, to which no gradient comes back either."""
+
+What = tuple[str, str]
+"""What it is, in words, and what to do instead."""
+
+_Scaled = tuple[tuple[str, str], str]
+"""A function by file and name, or a module, and the shape of a tensor there."""
+
+_UNUSED = (
+    "a part of the network whose graph is thrown away",
+    "leave it out if nobody uses what it gives; else call it within torch.no_grad()",
+)
+
+_MEASURED = (
+    "statistics or checks at each step",
+    "if they only measure or check, every hundred steps; leave out hooks and assertions when all is well",
+)
+
+_MADE = (
+    "masks, positions or the like, made anew at each step",
+    "what doesn't depend on the batch is made once, as a buffer of the module; what depends on samples alone, with the data",
+)
+
+_KEPT = (
+    "what is kept is copied at each step",
+    "a tensor of fixed size, into which each step writes its part in place",
+)
+
+
+def without_gradient(step: Step) -> Iterator[Remedy]:
+    """Functions, and stretches of the loop, that calculate at lines which no backward goes through.
+
+    Whether their results are needed isn't seen, so what only passes the batch on, or chooses from it, isn't named; nor is
+    what sums it up, but in functions that do nothing else, or beside numbers that are read. Only such functions count as a
+    whole, unless they draw numbers, which are wanted anew.
+    """
+    without, scaled = _without(step), _scaled(step)
+    mixed = _mixed(step, {one.where for one in without})
+    for same in grouped(without, part_of(step)).values():
+        whole = function_of(same[0]) not in mixed
+        what, lines = _kind(same, whole, scaled)
+        if lines:
+            all_of_it = whole and not any(map(draws, same))
+            yield _remedy(step, what, [one for one in same if all_of_it or one.where in lines])
+
+
+def _remedy(step: Step, what: What, ones: Sequence[OperatorTime]) -> Remedy:
+    spent = sum(step.cost(one) for one in ones)
+    where = heaviest(ones, step)
+    function = function_of(next(one for one in ones if one.where == where))[1]
+    place = f" ({function})" if function not in ("", "<module>") else ""
+    place = inside(ones, step) or place
+    return Remedy(
+        cause=f"work in the {ones[0].phase} that no gradient comes back to: {what[0]}{place}",
+        where=where,
+        remedy=what[1],
+        gain=step.share(spent),
+        evidence=f"{sum(one.calls for one in ones):.0f} operations take {spent:.2f} ms of each step of {step.ms:.2f} ms, "
+        "and no backward goes through their lines",
+    )
+
+
+def _without(step: Step) -> list[OperatorTime]:
+    """Operators at lines that no backward goes through; not those of networks that are asked without training them."""
+    ones = step.operators(lambda one: bool(one.where) and one.phase in _CALCULATING)
+    if not any(one.used for one in ones):
+        return []  # as within compiled graphs, of which nobody knows
+    walked = {one.where for one in step.operators(lambda one: one.used is True or one.phase == "backward")}
+    told = walked | small_ops.in_loops(step) | {one.where for same in metrics(step) for one in same}
+    aside = [one for one in ones if one.where not in told and one.name.startswith("aten::")]
+    asked, learning = _asked(step, aside), _learning(step)
+    return [one for one in aside if one.where not in asked and _belongs(one, learning)]
+
+
+def _mixed(step: Step, without: Set[str]) -> set[tuple[str, str]]:
+    """Functions that calculate at other lines as well, and the loop's own."""
+    calculating = (*_CALCULATING, "backward")
+    others = step.operators(lambda one: one.phase in calculating and bool(one.where) and one.where not in without)
+    return {function_of(one) for one in others} | loop_of(step)
+
+
+def _asked(step: Step, ones: Sequence[OperatorTime]) -> set[str]:
+    """Lines where a network is asked for what no gradient is needed of, as teachers are; habits tell of graphs in vain."""
+    graphs = any(habit.what in ("wasted forward", "unused graph") for habit in step.profile.habits)
+    products = grouped((one for one in ones if is_product(one) and one.module not in PLAIN), lambda one: one.where)
+    return {where for where, same in products.items() if graphs or all(one.used is None for one in same)}
+
+
+def _learning(step: Step) -> set[str]:
+    """Modules that a gradient comes back to, and those around them."""
+    used = step.operators(lambda one: one.used is True and one.module not in PLAIN)
+    return {name for one in used for name in _upwards(one.module)} & {one.name for one in step.profile.modules}
+
+
+def _belongs(one: OperatorTime, learning: set[str]) -> bool:
+    """Whether an operator is none of a module's that doesn't learn, unless its graph is thrown away."""
+    if one.module in PLAIN or one.module in learning:
+        return True
+    return one.used is False and not learning.isdisjoint(_upwards(one.module))
+
+
+def _upwards(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:many]) for many in range(len(parts), -1, -1)]
+
+
+def _kind(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_Scaled]) -> tuple[What, set[str]]:
+    """What such operators do, and at which lines; at none where the rest of the step may need it.
+
+    Args:
+        whole: whether they are all that their function does.
+        scaled: what is normalised.
+    """
+    if {one.name for one in ones} & _CHOOSING and not counts_right(ones):
+        return _MEASURED, set()
+    kinds = (_UNUSED, _unused(ones)), (_MEASURED, _measured(ones, whole, scaled)), (_MADE, _made(ones))
+    return next(((what, lines) for what, lines in kinds if lines), (_KEPT, _kept(ones)))
+
+
+def _unused(ones: Sequence[OperatorTime]) -> set[str]:
+    return {one.where for one in ones if one.used is False and is_product(one)}
+
+
+def _measured(ones: Sequence[OperatorTime], whole: bool, scaled: Set[_Scaled]) -> set[str]:
+    counted = where_counted(ones)
+    read = {one.where for one in ones if one.name in _READING and not one.outer}
+    summed = {one.where for one in ones if _sums_up(one) and scaled.isdisjoint(_scaling(one))}
+    found = read | (summed if whole or read or counted else set())
+    return found | counted if found else set()
+
+
+def _made(ones: Sequence[OperatorTime]) -> set[str]:
+    made = {one.where for one in ones if one.name in _MAKING and not one.outer}
+    return made - {one.where for one in ones if draws(one)}
+
+
+def _kept(ones: Sequence[OperatorTime]) -> set[str]:
+    kept = [one for one in ones if one.name in _KEEPING]
+    return {one.where for one in kept} if {one.name for one in kept} == _KEEPING else set()
+
+
+def _sums_up(one: OperatorTime) -> bool:
+    return one.name in _SUMMING_UP and bool(one.dtype) and not one.outer
+
+
+def _scaled(step: Step) -> set[_Scaled]:
+    """What is moved or scaled by something of another shape, as what is normalised, and whatever is divided."""
+    ones = step.operators(lambda one: one.phase in _CALCULATING and not one.outer)
+    scaling = [
+        one for one in ones if one.name in _DIVIDING or (one.name in _SCALING and len({*one.shapes}) == len(one.shapes))
+    ]
+    return {each for one in scaling for each in _scaling(one)}
+
+
+def _scaling(one: OperatorTime) -> set[_Scaled]:
+    """The shapes of an operator's inputs, with the function and the module in which it stands."""
+    module = [("", one.module)] if one.module not in PLAIN else []
+    return {(place, shape) for place in [function_of(one), *module] for shape in one.shapes}
+
+
+_SAID = {
+    "kept graph": (
+        "a growing list of losses with graphs: what led to each loss stays in memory",
+        "keep the number: loss.item() or loss.detach()",
+    ),
+    "carried graph": (
+        "a graph that is carried over steps: each backward goes through those of earlier steps again",
+        "detach what one step hands to the next: state.detach(), loss.detach()",
+    ),
+    "retained graph": (
+        "an unneeded retain_graph: the graph is kept for a backward that never comes",
+        "leave out retain_graph=True",
+    ),
+    "created graph": (
+        "an unneeded create_graph: the backward builds a graph of itself that nobody goes through",
+        "leave out create_graph=True",
+    ),
+    "wasted forward": (
+        "double evaluation: a forward whose result no backward uses",
+        "use the outputs and the loss that the step has already; without need for gradients: torch.no_grad()",
+    ),
+    "evaluation": (
+        "evaluation at each step: a forward without gradients beside the training's own",
+        "if it only tells how good the network is: reuse the outputs of the training's forward, and validate once in an epoch "
+        "or every few hundred steps",
+    ),
+    "unused graph": (
+        "a graph is built for a forward that no backward comes back to",
+        "call it within torch.no_grad(); if it only tells how good the network is, every few hundred steps",
+    ),
+    "autograd in evaluation": (
+        "evaluation builds graphs that nobody uses",
+        "evaluate within torch.no_grad() or torch.inference_mode()",
+    ),
+    "repeated forward": (
+        "a repeated forward: the network is asked twice about the same inputs, and gives the same",
+        "keep the outputs of the first: out = net(x), and use them in all terms of the loss",
+    ),
+    "recomputed forward": (
+        "forwards are computed again within the backward, as checkpointing of activations asks for",
+        "leave out torch.utils.checkpoint where memory allows, or checkpoint fewer and larger parts",
+    ),
+    "shared graph": (
+        "two backwards go through one graph: what their losses share is gone through by each",
+        "one backward of the sum, (a + b).backward(), which adds up the same gradients",
+    ),
+    "unused gradients": (
+        "gradients that nobody uses: no optimizer updates these parameters",
+        "requires_grad_(False) for what isn't trained, before the loop; or call it within torch.no_grad()",
+    ),
+    "cleared gradients": (
+        "gradients that are cleared before anybody uses them: a loss goes back through a network that isn't updated by it, as a "
+        "discriminator's through the generator",
+        "detach what comes from that network: net(fake.detach()); then retain_graph=True isn't needed either",
+    ),
+    "unread gradients": (
+        "gradients of weights that are cleared before any optimizer reads them: a loss goes back through a network that it doesn't "
+        "train, as a generator's through the discriminator",
+        "requires_grad_(False) for that network's parameters around this loss and its backward, or "
+        "loss.backward(inputs=list(of the trained parameters))",
+    ),
+    "argument validation": (
+        "argument validation of torch.distributions: each distribution and each log_prob checks its numbers",
+        "validate_args=False for the distributions, or torch.distributions.Distribution.set_default_validate_args(False) "
+        "once at the start, when all is well",
+    ),
+    "input gradients": (
+        "gradients of the inputs are computed, as requires_grad on them asks for",
+        "leave out requires_grad if nobody looks at their .grad",
+    ),
+    "profiler": (
+        "a profiler of the script's own is on",
+        "profile a few steps alone, with torch.profiler.schedule, and leave it out when all is well",
+    ),
+    "garbage collection": (
+        "Python's garbage collection at each step",
+        "leave out gc.collect() in the loop; gc.freeze() after setting up spares collections what is there to stay",
+    ),
+    "hook": (
+        "torch's anomaly detection is on",
+        "leave out torch.autograd.set_detect_anomaly(True) when all is well",
+    ),
+}
+
+_SAID_OF_LINES = ("checkpoint",)
+"""What is told with all that goes on in the function that does it."""
+
+_ONE_SWITCH = ("argument validation",)
+"""Habits that one call removes at all lines."""
+
+_ALSO_SELDOM = ("autograd in evaluation", "evaluation")
+"""What is told though it's in less than half of the steps: an evaluation then comes from times of all of them."""
+
+_MAY_BE_MEANT = ("input gradients",)
+"""What may well be a part of the method, and stays a note."""
+
+_IF_IT_COUNTS = ("garbage collection",)
+"""What any loop has a little of."""
+
+_CHECKING = frozenset({"aten::isnan", "aten::any", "aten::_is_any_true", "aten::is_nonzero", "aten::item"})
+"""By what anomaly detection looks for NaN, with an operator or two less in a newer torch."""
+
+
+def habitual(step: Step) -> Iterator[Remedy]:
+    """What was seen to happen at each step, or nearly."""
+    for habit in _with_one_remedy(step.profile.habits):
+        if habit.what in _SAID_OF_LINES or (habit.per_step < OFTEN and habit.what not in _ALSO_SELDOM):
+            continue
+        cause, remedy = _SAID[habit.what]
+        gain = step.share(_won(step, habit))
+        if (habit.what in _IF_IT_COUNTS or (habit.what == "evaluation" and habit.per_step < OFTEN)) and gain < COUNTS:
+            continue
+        yield Remedy(
+            cause=cause,
+            where=(habit.what == "recomputed forward" and _again(step)) or habit.where,
+            remedy=remedy,
+            gain=gain,
+            evidence=_evidence(step, habit),
+            note=gain < COUNTS or habit.what in _MAY_BE_MEANT,
+        )
+
+
+def _with_one_remedy(habits: Sequence[Habit]) -> Iterator[Habit]:
+    """Sums the habits of all lines where one switch removes them together; the line is that of the largest."""
+    for what, same in grouped(habits, lambda one: one.what).items():
+        if what not in _ONE_SWITCH or len(same) == 1:
+            yield from same
+            continue
+        largest = max(same, key=lambda one: one.ms or 0.0)
+        yield largest.model_copy(
+            update={"per_step": sum(one.per_step for one in same), "ms": sum(one.ms or 0.0 for one in same)}
+        )
+
+
+def _again(step: Step) -> str:
+    """The line of the forwards that run again: most of what a backward does as a forward did, as far as operators tell."""
+    forward = {(one.module, one.name, *one.shapes) for one in step.operators(lambda one: one.phase == "forward")}
+    backward = step.operators(lambda one: one.phase == "backward" and one.module not in PLAIN)
+    return heaviest([one for one in backward if (one.module, one.name, *one.shapes) in forward and one.where], step)
+
+
+def _won(step: Step, habit: Habit) -> float:
+    """Milliseconds of a step that go with the habit, at most."""
+    if habit.what in ("autograd in evaluation", "unused graph"):  # the forward stays; its graph costs memory first
+        return 0.0
+    if habit.what == "hook":  # it remembers who made each node, and looks at what each gives
+        checks = step.operators(lambda one: one.phase == "backward" and one.name in _CHECKING)
+        return (habit.ms or 0.0) + sum(step.cost(one) for one in checks)
+    if habit.what == "profiler":
+        each_ms = (habit.call_us or 0.0) / 1e3 - step.launch_ms
+        return max(0.0, (habit.calls or 0.0) * each_ms)
+    if habit.what == "evaluation" and habit == _longest(step, "evaluation"):
+        return (habit.ms or 0.0) + step.evaluating_ms
+    return habit.ms or 0.0
+
+
+def _longest(step: Step, what: str) -> Habit:
+    """Of several evaluations nobody knows whose batches a loader gave."""
+    return max((one for one in step.profile.habits if one.what == what), key=lambda one: one.ms or 0.0)
+
+
+def _evidence(step: Step, habit: Habit) -> str:
+    often = f"{habit.per_step:.0f} times in a step" if habit.per_step >= 1.5 else "at each step"
+    parts = [f"seen {often if habit.per_step >= OFTEN else 'now and then'}"]
+    if _won(step, habit):
+        parts.append(f"{_won(step, habit):.2f} ms, {percent(step.share(_won(step, habit)))} of it")
+    elif habit.what == "unused graph" and step.share(habit.ms or 0.0) >= COUNTS:
+        parts.append(f"the forward takes {habit.ms:.2f} ms, {percent(step.share(habit.ms or 0.0))} of it")
+    else:
+        parts.append("it takes next to no time here")
+    if habit.bytes and habit.bytes > 0.05 * 2**20:
+        parts.append(f"memory grows by {habit.bytes / 2**20:.1f} MiB each time")
+    return "; ".join(parts)
+
+
+def in_vain(step: Step) -> Iterator[Remedy]:
+    """Functions over tensors whose operations no backward uses, while it uses others of the same lines.
+
+    Of networks that are modules the habits tell: a teacher may well go through the same lines as the one that learns.
+    """
+    if any(habit.what in ("wasted forward", "unused graph") for habit in step.profile.habits):
+        return
+    ones = step.operators(lambda one: one.used is not None and bool(one.where) and one.module in PLAIN)
+    same = grouped(ones, lambda one: (one.where, one.name, tuple(one.shapes))).values()
+    twice = [one for calls in same if {one.used for one in calls} == {True, False} for one in calls]
+    unused = [one for one in twice if not one.used and one.calls >= OFTEN]
+    gain = step.share(sum(step.cost(one) for one in unused))
+    if gain < COUNTS:
+        return
+    yield Remedy(
+        cause="double evaluation: a function is called once more, and no backward uses what it gives",
+        where=heaviest(unused, step),
+        remedy="use what the step has computed already; without need for gradients: torch.no_grad()",
+        gain=gain,
+        evidence=f"{sum(one.calls for one in unused):.0f} operations at lines that the backward goes through for others, "
+        f"{percent(gain)} of the step of {step.ms:.2f} ms",
+    )

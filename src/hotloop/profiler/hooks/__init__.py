@@ -1,0 +1,1 @@
+"""Hooks into torch: modules, optimizers, data loaders, the garbage collector."""

@@ -1,0 +1,345 @@
+"""DataLoaders, as they were used for training."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hotloop.core.patches import Patches
+from hotloop.profiler.base.call_sites import Sites, is_library
+from hotloop.profiler.hooks.torch_hooks import around
+
+_MOST_SAMPLES = 256
+_MOST_LOADERS = 20
+_TORCHS = TensorDataset.__getitem__.__code__.co_filename
+
+
+@dataclass
+class _Opening:
+    """A loader begins anew, until its first batch is drawn.
+
+    Attributes:
+        seconds: that its iterator took to make.
+        index_s: until that knew which samples to ask for; as far as it was timed.
+    """
+
+    where: str
+    seconds: float
+    index_s: float = 0.0
+
+
+class _Loader:
+    """What is known of one loader.
+
+    Attributes:
+        inner: class of what makes the samples.
+        data: gives its data set, as long as that lives.
+        makes: its method that does.
+        drawn, row_sum: batches, and samples in them, in the step that is on.
+        steps, rows: how many steps drew from it, and samples in each.
+        drawing_s, evaluating_s, opening_s: of the step that is on, and of that in evaluations, and until samples are asked for.
+        draws, drawings, evaluations: of steps that drew, how many batches, and these seconds.
+        opened, openings: how often it began anew, and of steps that were looked at for it what that took of their drawing.
+    """
+
+    def __init__(self, iterator: Any, where: str, sites: Sites) -> None:
+        dataset = _innermost(iterator._dataset)
+        self.inner, self.data = type(dataset), _weakly(iterator._dataset)
+        together = iterator._auto_collation
+        whole = together and hasattr(dataset, "__getitems__") and _gives_batches(iterator._dataset)
+        self.makes = "__getitems__" if whole else "__getitem__"
+        self.drawn = self.row_sum = self.steps = self.opened = 0
+        self.drawing_s = self.evaluating_s = self.opening_s = 0.0
+        self.draws: deque[int] = deque(maxlen=_MOST_SAMPLES)
+        self.drawings: deque[float] = deque(maxlen=_MOST_SAMPLES)
+        self.evaluations: deque[float] = deque(maxlen=_MOST_SAMPLES)
+        self.openings: deque[tuple[float, float]] = deque(maxlen=_MOST_SAMPLES)
+        self.rows: deque[int] = deque(maxlen=_MOST_SAMPLES)
+        self.sample_s: list[float] = []
+        self.record: dict[str, Any] = {
+            "where": where,
+            "dataset": self.inner.__name__,
+            "sample_where": _place(dataset, self.makes, where, sites),
+            "collate_where": _own_place(getattr(iterator, "_collate_fn", None), sites) if together else "",
+            "samples": _length(iterator._dataset),
+            "stream": isinstance(iterator._dataset, IterableDataset),
+            "batch_size": _batch_size(iterator._index_sampler) if together else None,
+            "workers": iterator._num_workers,
+            "pinned": bool(iterator._pin_memory),
+            "sample_ms": None,
+            "at_once": whole or not together,
+            "batches": _length(iterator._index_sampler),
+        }
+
+    def forget_step(self) -> None:
+        self.drawn = self.row_sum = 0
+        self.drawing_s = self.evaluating_s = self.opening_s = 0.0
+
+    def end_step(self, *, counted: bool, timed: bool) -> None:
+        self.steps += bool(self.drawn)
+        if self.row_sum:
+            self.rows.append(self.row_sum)
+        if counted and self.drawn:
+            self.draws.append(self.drawn)
+            self.drawings.append(self.drawing_s)
+            self.evaluations.append(self.evaluating_s)
+            if timed or self.record["workers"]:
+                self.openings.append((self.opening_s, self.drawing_s))
+
+    def recorded(self, most: int, counted: int) -> dict[str, Any]:
+        """As `profiles.LoaderUse`, where one fed so many steps at most, and so many were counted."""
+        self.record |= {"share": self.steps / max(1, most), "opened": self.opened / max(1, counted)}
+        if self.sample_s:
+            self.record["sample_ms"] = median(self.sample_s) * 1e3
+        if self.draws:
+            self.record |= {"draws": median(self.draws), "evaluating_ms": median(self.evaluations) * 1e3}
+            self.record["drawing_ms"] = median(self.drawings) * 1e3
+        if self.openings and (drawing_s := sum(pair[1] for pair in self.openings)):
+            self.record["opening_ms"] = sum(pair[0] for pair in self.openings) / drawing_s * self.record["drawing_ms"]
+        return self.record
+
+
+class Loaders:
+    """Counts what loaders are drawn from, and times samples in the steps that are looked at closely.
+
+    Attributes:
+        used: whether batches were drawn in the last step.
+        rows: samples that the network is given at a time, where no loader tells.
+    """
+
+    def __init__(self, sites: Sites) -> None:
+        self.used = False
+        self.rows: int | None = None
+        self._sites = sites
+        self._loaders: dict[tuple[Any, ...], _Loader] = {}
+        self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
+        self._patches = Patches()
+        self._counted, self._timed, self._many = True, False, 0
+        self._openings: WeakKeyDictionary[Any, _Opening] = WeakKeyDictionary()
+        self._unheard: list[tuple[ref, int]] | None = None
+        self._latest: tuple[Callable[[], Any], _Loader | None] = lambda: None, None
+
+    def begin(self, *, timed: bool, counted: bool = True) -> None:
+        """A step begins.
+
+        Args:
+            timed: whether samples are timed in it.
+            counted: whether they are counted.
+        """
+        self._counted, self._timed = counted, timed
+        self.forget()
+        if timed:
+            self._time_samples()
+
+    def forget(self) -> None:
+        """The step draws anew."""
+        for loader in self._loaders.values():
+            loader.forget_step()
+
+    def look(self) -> None:
+        """What is drawn from here on isn't told, but found by `catch_up`; to look again takes little."""
+        known = [ref(one) for one in self._iterators] if self._unheard is None else [one for one, _ in self._unheard]
+        self._unheard = [(one, it._num_yielded) for one in known if (it := one()) is not None]
+
+    def opened_again(self, iterator: Any, seconds: float = 0.0) -> bool:
+        """Whether an iterator that was made, in so many seconds, begins another epoch of the loader that was drawn from last.
+
+        So its data set says; the line that will draw isn't known yet.
+        """
+        if not isinstance(iterator, _BaseDataLoaderIter):  # a library's own
+            return False
+        if self._counted:
+            self._openings[iterator] = _Opening(self._sites.caller(4), seconds)
+        same = [loader for loader in self._loaders.values() if loader.data() is iterator._dataset]
+        if len(same) != 1 or same[0] is not self._latest[1]:
+            return False
+        if self._unheard is not None:
+            self._iterators[iterator] = same[0]
+            self._unheard = [one for one in self._unheard if one[0]() is not iterator] + [(ref(iterator), 0)]
+        return True
+
+    def catch_up(self) -> None:
+        """Counts what was drawn since `look`."""
+        for iterator, before in self._unheard or ():
+            one = iterator()
+            if one is not None:
+                self._iterators[one].drawn += one._num_yielded - before
+        self._unheard = None
+
+    def drawn(self) -> list[str]:
+        """Which loaders the step drew from, by number."""
+        return [f"loader {number}" for number, loader in enumerate(self._loaders.values()) if loader.drawn]
+
+    def remove(self) -> None:
+        """Samples are timed no more."""
+        self._patches.undo()
+
+    def end(self) -> None:
+        """A step ends."""
+        self.remove()
+        for loader in self._loaders.values():
+            loader.end_step(counted=self._counted, timed=self._timed)
+        self._many += self._counted
+        self.used = bool(self.drawn())
+
+    def drew(self, loader: Any, batch: Any, seconds: float = 0.0, *, evaluates: bool = False) -> bool:
+        """Something was asked of a loader or of its iterator, for so many seconds; whether that was a batch."""
+        latest, known = self._latest
+        if latest() is not loader:
+            if isinstance(loader, DataLoader):
+                return False
+            known = self._known(loader)
+            self._latest = ref(loader), known
+        if known is not None:
+            known.drawn += 1
+            if self._counted:
+                known.row_sum += _rows(batch) or 0
+                spent = seconds + self._opened(loader, known, seconds)
+                known.drawing_s += spent
+                known.evaluating_s += spent if evaluates else 0.0
+        return True
+
+    def _opened(self, iterator: Any, loader: _Loader, seconds: float) -> float:
+        """Notes what it took to begin anew, if this is the first batch since; gives the seconds before that was asked for.
+
+        Of workers it is the wait for the first batch, which they make while others are trained on later.
+        """
+        opening = self._openings.pop(iterator, None)
+        if opening is None:
+            return 0.0
+        loader.opened += 1
+        loader.record["opened_where"] = opening.where
+        loader.opening_s += opening.seconds + (seconds if loader.record["workers"] else opening.index_s)
+        return opening.seconds
+
+    def samples_per_step(self) -> float | None:
+        """From the loader that most steps drew from; else what the network is given at a time."""
+        most = max(self._loaders.values(), key=lambda loader: loader.steps, default=None)
+        return median(most.rows) if most is not None and most.rows else self.rows
+
+    def records(self) -> list[dict[str, Any]]:
+        """As `profiles.LoaderUse`, those that trained the most first."""
+        used = sorted(self._loaders.values(), key=lambda loader: -loader.steps)
+        return [loader.recorded(used[0].steps, self._many) for loader in used if loader.steps]
+
+    def _known(self, iterator: Any) -> _Loader | None:
+        """Loaders count as one if they are drawn from at the same line and have data sets of a kind and length."""
+        known = self._iterators.get(iterator)
+        if known is None:
+            where = self._sites.caller(5)
+            key = (where, type(iterator._dataset).__name__, _length(iterator._dataset))
+            if key not in self._loaders and len(self._loaders) < _MOST_LOADERS:
+                self._loaders[key] = _Loader(iterator, where, self._sites)
+            known = self._loaders.get(key)
+            if known is not None:
+                self._iterators[iterator] = known
+        return known
+
+    def _time_samples(self) -> None:
+        """Times the calls of data sets that are read in this process, and until one that is opened asks for its samples."""
+        self._patches.put(_BaseDataLoaderIter, "_next_index", self._timing_index())
+        for loader in self._loaders.values():
+            # What isn't written in Python, as that of a list, can't be replaced.
+            here = loader.record["workers"] == 0 and isinstance(getattr(loader.inner, loader.makes, None), FunctionType)
+            if here and len(loader.sample_s) < _MOST_SAMPLES:
+                self._patches.put(loader.inner, loader.makes, self._timing(loader))
+
+    def _timing_index(self) -> Callable[[Any], Any]:
+        def ended(token: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+            if (opening := self._openings.get(args[0])) is not None:
+                opening.index_s += time.perf_counter() - token
+
+        return around(lambda: bool(self._openings), lambda args, kwargs: time.perf_counter(), ended)
+
+    def _timing(self, loader: _Loader) -> Callable[[Any], Any]:
+        def ended(token: float, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+            if done:
+                loader.sample_s.append(time.perf_counter() - token)
+
+        return around(lambda: len(loader.sample_s) < _MOST_SAMPLES, lambda args, kwargs: time.perf_counter(), ended)
+
+
+def _weakly(dataset: Any) -> Callable[[], Any]:
+    """Gives the data set, as long as it lives; never, if it is of a kind that can't be asked for so, as a list."""
+    try:
+        return ref(dataset)
+    except TypeError:
+        return lambda: None
+
+
+def _innermost(dataset: Any) -> Any:
+    """The data set that makes the samples, inside of subsets and the like."""
+    for _ in range(10):
+        inside = _inside(dataset)
+        if inside is None:
+            break
+        dataset = inside
+    return dataset
+
+
+def _inside(dataset: Any) -> Any:
+    """What one of torch's own data sets is made of; in anybody else's, attributes of these names may be anything."""
+    if not type(dataset).__module__.startswith("torch.utils.data"):
+        return None
+    several = getattr(dataset, "datasets", None)
+    return getattr(dataset, "dataset", several[0] if isinstance(several, list | tuple) and several else None)
+
+
+def _gives_batches(dataset: Any) -> bool:
+    """Whether a loader asks it for all samples of a batch in one call; a subset hands that on to what is inside."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _place(dataset: Any, makes: str, where: str, sites: Sites) -> str:
+    """Where samples are made; `where` stands for a library's file, but for torch's own, which cut out what is there."""
+    for name in ("__iter__", makes) if isinstance(dataset, IterableDataset) else (makes, "__iter__"):
+        code = getattr(inspect.unwrap(getattr(type(dataset), name, None) or (lambda: None)), "__code__", None)
+        if code is not None and code.co_name == name:
+            library = "" if code.co_filename == _TORCHS else where
+            return library if is_library(code.co_filename) else sites.place(code.co_filename, code.co_firstlineno)
+    return ""
+
+
+def _own_place(function: Any, sites: Sites) -> str:
+    """Where a function of the user's own begins, or the call of an object of theirs."""
+    function = function.func if isinstance(function, partial) else function
+    for one in (function, type(function).__call__):
+        code = getattr(inspect.unwrap(one) if callable(one) else None, "__code__", None)
+        if code is not None:
+            return "" if is_library(code.co_filename) else sites.place(code.co_filename, code.co_firstlineno)
+    return ""
+
+
+def _batch_size(sampler: Any) -> int | None:
+    """Of torch's own samplers; one of somebody else's making may mean anything by it."""
+    size = getattr(sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _rows(batch: Any) -> int | None:
+    """Of the first tensor in a batch."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((rows for rows in map(_rows, parts) if rows is not None), None)

@@ -1,0 +1,117 @@
+"""The two places through which all modules and all backward passes go, opened during a step for someone to listen.
+
+Modules that make samples, as transforms do, are no part of the network, and aren't told of.
+`nn.Module.__call__` is replaced, and not hooked: with torch's global hooks each call takes another path, which compiled
+modules notice, and compile again for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hotloop.core.patches import Patches
+from hotloop.distributed.wrappers.ddp import Around
+from hotloop.profiler.base.transparency import Room, beyond, out_of_warnings, unseen
+from hotloop.profiler.hooks.torch_hooks import around
+
+
+class Listener(Protocol):
+    """Hears what the thread that trains does; in a backward pass, also what torch's own threads do."""
+
+    def enter(self, module: nn.Module, args: tuple) -> Any:
+        """A module's forward begins with these arguments; what this returns goes to `leave`."""
+
+    def leave(self, before: Any) -> None:
+        """The forward has ended, well or not."""
+
+    def backward(self, roots: Any) -> AbstractContextManager[None]:
+        """A pass of the autograd engine over the graph below some tensors; there may be one inside another."""
+
+
+@unseen
+class Seams:
+    """Opened by the thread that trains; nothing remains when closed.
+
+    Attributes:
+        depth: of passes of the autograd engine that are under way.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self.depth = 0
+        self._listener = listener
+        self._open = self._loading = False
+        self._thread = 0
+        self._patches, self._room = Patches(), Room()
+
+    def open(self) -> None:
+        self.depth, self._thread, self._loading = 0, threading.get_ident(), False
+        self._room.make()
+        self._patches.put(nn.Module, "__call__", self._call)
+        self._patches.put(torch.autograd, "_engine_run_backward", self._run)
+        self._patches.put(_BaseDataLoaderIter, "__next__", around(self._begins_loading, self._loads, self._has_loaded))
+        self._open = True
+
+    def close(self) -> None:
+        """Puts back what was there, unless somebody has put something of theirs in its place since."""
+        self._open = False
+        self._patches.undo()
+        self._room.give_back()
+
+    def _begins_loading(self) -> bool:
+        """A loader may draw from another one."""
+        return self._open and not self._loading and threading.get_ident() == self._thread
+
+    def _loads(self, args: tuple, kwargs: dict) -> None:
+        self._loading = True
+
+    def _has_loaded(self, *ended: Any) -> None:
+        self._loading = False
+
+    @out_of_warnings
+    def _call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        compiling, ident = torch.compiler.is_compiling, threading.get_ident
+        enter, leave = self._listener.enter, self._listener.leave
+
+        @wraps(call)
+        def heard(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if compiling():
+                return call(module, *args, **kwargs)
+            elsewhere = ident() != self._thread and not self.depth
+            hears = self._open and not (elsewhere or self._loading or isinstance(module, Around))
+            before = enter(module, args) if hears else None
+            try:
+                return call(module, *args, **kwargs)
+            except BaseException as error:
+                error.__traceback__ = beyond(error)
+                raise
+            finally:
+                if hears:
+                    leave(before)
+
+        return unseen(heard)
+
+    @out_of_warnings
+    def _run(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def heard(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            hears = self._open and not torch.compiler.is_compiling()
+            try:
+                with self._listener.backward(t_outputs) if hears else nullcontext():
+                    self.depth += hears
+                    try:
+                        return run(t_outputs, *args, **kwargs)
+                    finally:
+                        self.depth -= hears
+            except BaseException as error:
+                error.__traceback__ = beyond(error)
+                raise
+
+        return unseen(heard)

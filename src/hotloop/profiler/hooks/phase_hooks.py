@@ -1,0 +1,225 @@
+"""What happens in a step that is watched closely, put into the phases of its timeline."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotloop.core.patches import Patches
+from hotloop.core.records.profile_terms import Phase
+from hotloop.distributed.wrappers.ddp import Around
+from hotloop.profiler.base.phases import Timeline
+from hotloop.profiler.base.transparency import Room
+from hotloop.profiler.hooks.torch_hooks import Listener, among_ranks, around
+
+_SYNCHRONISING = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
+_WARNING = ("__float__", "__int__", "__index__", "__bool__")
+_COPYING = ("to", "cpu", "cuda", "copy_")
+_UPDATING = (
+    ("torch.optim.optimizer", "Optimizer", "zero_grad"),
+    ("torch.optim.lr_scheduler", "LRScheduler", "step"),
+    ("torch.optim.lr_scheduler", "ReduceLROnPlateau", "step"),
+    ("torch.optim.swa_utils", "AveragedModel", "update_parameters"),
+    ("torch.amp.grad_scaler", "GradScaler", "unscale_"),
+    ("torch.amp.grad_scaler", "GradScaler", "step"),
+    ("torch.amp.grad_scaler", "GradScaler", "update"),
+    ("torch.nn.utils.clip_grad", "", "_get_total_norm"),
+    ("torch.nn.utils.clip_grad", "", "_clip_grads_with_norm_"),
+)
+_LOGGING = (
+    ("torch._tensor_str", "", "_str"),
+    ("matplotlib.figure", "Figure", "savefig"),
+    ("matplotlib.figure", "Figure", "draw"),
+    ("PIL.Image", "Image", "save"),
+    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_scalar"),
+    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_scalars"),
+    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_image"),
+    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_images"),
+    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_figure"),
+    ("torch.utils.tensorboard.writer", "SummaryWriter", "add_histogram"),
+    ("torch.utils.tensorboard.writer", "SummaryWriter", "flush"),
+    ("tqdm.std", "tqdm", "update"),
+    ("tqdm.std", "tqdm", "refresh"),
+    ("tqdm.std", "tqdm", "set_postfix"),
+    ("tqdm.std", "tqdm", "set_description"),
+)
+_LOSSES = (
+    ("torch._C._nn", "binary_cross_entropy"),
+    ("torch", "binary_cross_entropy_with_logits"),
+    ("torch", "cosine_embedding_loss"),
+    ("torch._C._nn", "cross_entropy_loss"),
+    ("torch", "ctc_loss"),
+    ("torch", "hinge_embedding_loss"),
+    ("torch._C._nn", "huber_loss"),
+    ("torch", "kl_div"),
+    ("torch._C._nn", "l1_loss"),
+    ("torch", "margin_ranking_loss"),
+    ("torch._C._nn", "mse_loss"),
+    ("torch._C._nn", "nll_loss_nd"),
+    ("torch", "poisson_nll_loss"),
+    ("torch._C._nn", "smooth_l1_loss"),
+    ("torch._C._nn", "soft_margin_loss"),
+    ("torch", "triplet_margin_loss"),
+)
+"""What `torch.nn.functional` calls: compiled code is guarded by the functions there, and models that hold one are pickled."""
+
+_COMMUNICATING = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier")
+
+
+class Closely:
+    """Puts what happens into the phases of a timeline, in the steps that are watched closely."""
+
+    def __init__(self, listener: Listener, timeline: Timeline) -> None:
+        self._listener, self._timeline = listener, timeline
+        self._always, self._outside, self._room = Patches(), Patches(), Room()
+        self._on = False
+
+    def install(self) -> None:
+        heard, patches = self._listener, self._always
+        self._on = True
+        self._room.make()
+        patches.put(nn.Module, "__call__", self._forwards())
+        nothing = around(heard.mine, lambda args, kwargs: None, heard.no_grad_ended)
+        patches.put(torch.no_grad, "__exit__", nothing)
+        patches.put(logging.Logger, "handle", self._in("logging"))
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, TypeError):  # there may be none, or one of somebody's own making
+                patches.put(stream, "write", self._in("logging"))
+        self.back()
+
+    def remove(self) -> None:
+        self._on = False
+        self._outside.undo()
+        self._always.undo()
+        self._room.give_back()
+
+    def away(self) -> None:
+        """Takes away what compiled code may hold."""
+        self._outside.undo()
+
+    def back(self) -> None:
+        """Puts it back, if this is installed."""
+        if not self._on:
+            return
+        patches = self._outside
+        for module, name in _LOSSES:
+            self._put(module, "", name, "loss")
+        for name in _SYNCHRONISING:
+            patches.put(Tensor, name, self._method(self._in("synchronisation"), warns=name in _WARNING))
+        for name in _COPYING:
+            patches.put(Tensor, name, self._method(self._copying(name)))
+        for table, phase in ((_UPDATING, "update"), (_LOGGING, "logging")):
+            for module, owner, name in table:
+                self._put(module, owner, name, phase)  # type: ignore[arg-type]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            for name in _COMMUNICATING:
+                mine = self._listener.mine
+                patches.put(torch.distributed, name, among_ranks(mine, self._timeline, "communication"))
+        if torch.accelerator.is_available():
+            patches.put(torch.accelerator, "synchronize", self._in("synchronisation"))
+            if torch.cuda.is_available():
+                patches.put(torch.cuda, "synchronize", self._in("synchronisation"))
+
+    def _put(self, module: str, owner: str, name: str, phase: Phase) -> None:
+        """Only what the script has imported itself can be called."""
+        if (there := sys.modules.get(module)) is None:
+            return
+        holder = getattr(there, owner, None) if owner else there
+        if holder is not None and hasattr(holder, name):
+            self._outside.put(holder, name, self._in(phase))
+
+    def _forwards(self) -> Callable[[Any], Any]:
+        """What stands around a model that ranks share runs forward, too, and computes the loss after it."""
+        heard, timeline = self._listener, self._timeline
+
+        def began(args: tuple, kwargs: dict) -> Any:
+            return timeline.enter("forward") if isinstance(args[0], Around) else heard.forward_began(args, kwargs)
+
+        def ended(token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+            if not isinstance(args[0], Around):
+                heard.forward_ended(token, args, kwargs, result, done)
+                return
+            timeline.leave()
+            timeline.turn("loss")
+
+        return around(heard.mine, began, ended)
+
+    def _in(self, phase: Phase) -> Callable[[Any], Any]:
+        timeline = self._timeline
+        return around(
+            self._listener.mine,
+            lambda args, kwargs: timeline.enter(phase),
+            lambda token, args, kwargs, result, done: timeline.leave(),
+        )
+
+    def _method(self, hear: Callable[[Any], Any], *, warns: bool = False) -> Callable[[Any], Any]:
+        return lambda original: _Method(original, hear(original), warns=warns)
+
+    def _copying(self, name: str) -> Callable[[Any], Any]:
+        """For what copies from device to device; what only changes the dtype, or nothing, is none."""
+        timeline = self._timeline
+
+        def began(args: tuple, kwargs: dict) -> bool:
+            copies = _elsewhere(name, args, kwargs)
+            if copies:
+                timeline.enter("copy")
+            return copies
+
+        def ended(copies: bool, args: tuple, kwargs: dict, result: Any, done: bool) -> None:
+            if copies:
+                timeline.leave()
+
+        return around(self._listener.mine, began, ended)
+
+
+class _Method:
+    """A tensor's method, heard where it is called on a tensor; the class gives the original, by which torch knows it.
+
+    `__torch_function__` gets what the class gives, and compares it with what it was when torch was imported.
+
+    Args:
+        warns: whether torch warns once of its call where the tensor can be differentiated: at the innermost line of
+            Python, which must not be one of hotloop's. So the first such call isn't heard.
+    """
+
+    warned = False
+
+    def __init__(self, original: Any, heard: Any, *, warns: bool) -> None:
+        self._original, self._heard, self._warns = original, heard, warns
+
+    def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
+        if tensor is None:
+            return self._original
+        if self._warns and (torch.is_warn_always_enabled() or not _Method.warned) and _is_differentiated(tensor):
+            _Method.warned = True
+            return self._original.__get__(tensor, owner)
+        return self._heard.__get__(tensor, owner)
+
+
+def _is_differentiated(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return tensor.requires_grad
+
+
+def _elsewhere(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether a method of a tensor's asks for another device than the tensor is on."""
+    with torch._C.DisableTorchFunction():
+        here = args[0].device
+        if name in ("cpu", "cuda"):
+            return here.type != name or bool(args[1:] or kwargs)
+        return any(_is_other(value, here) for value in (*args[1:], *kwargs.values()))
+
+
+def _is_other(value: Any, here: torch.device) -> bool:
+    if isinstance(value, Tensor):
+        return value.device != here
+    if isinstance(value, str | torch.device):
+        kind, _, number = str(value).partition(":")
+        return kind != here.type or number not in ("", str(here.index))
+    return isinstance(value, int) and not isinstance(value, bool) and value != here.index

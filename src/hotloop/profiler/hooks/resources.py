@@ -1,0 +1,176 @@
+"""Cores and memory, as the process uses them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from math import ceil
+from pathlib import Path
+from statistics import median, median_low
+from typing import Any
+
+import psutil
+import torch
+
+from hotloop.core.hardware import machine
+from hotloop.core.hardware.limits import cgroup_limits
+from hotloop.profiler.base.call_sites import Sites
+from hotloop.profiler.base.schedule import Kind
+
+try:  # here, where a script's own module of this name is not found yet
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
+
+
+class Cores:
+    """How many cores this process kept busy in its clean steps, and others in the meantime; and what the system did for it."""
+
+    def __init__(self) -> None:
+        self._cpu = self._wall = 0.0
+        self._others: list[float] = []
+        self._began = (0.0, 0.0)
+        self._system = (0.0, 0.0)
+        self._pages = machine.in_use() is not None
+        self._all = self._totals()
+
+    def begin(self) -> None:
+        self._system = self._of_system()
+        self._began = (time.process_time(), time.perf_counter())
+
+    def end(self, *, clean: bool) -> tuple[float, float, float]:
+        """Milliseconds of CPU time since `begin`, of that the system's, and pages of memory; see `StepFact`."""
+        cpu, wall = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
+        if clean:
+            self._cpu, self._wall = self._cpu + cpu, self._wall + wall
+        (system_ms, pages), before = self._of_system(), self._system
+        return cpu * 1e3, system_ms - before[0], pages - before[1]
+
+    def _of_system(self) -> tuple[float, float]:
+        """Milliseconds that it worked for this process so far, and pages that it gave it."""
+        if not self._pages or resource is None:
+            return 0.0, 0.0
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_stime * 1e3, float(used.ru_minflt)
+
+    def record(self) -> dict[str, Any] | None:
+        """As `profiles.Threads`; None before there was a clean step."""
+        if not self._wall:
+            return None
+        before, now = self._all, self._totals()
+        wall = max(now[0] - before[0], 1e-9)
+        return {
+            "torch": torch.get_num_threads(),
+            "cores": cores(),
+            "busy": self._cpu / self._wall,
+            "others": max(0.0, (now[1] - before[1]) - (now[2] - before[2])) / wall,
+        }
+
+    def _totals(self) -> tuple[float, float, float]:
+        """Now, and CPU seconds so far: of all programs, and of this one with its children."""
+        times, me = psutil.cpu_times(), psutil.Process()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice already
+        own = sum(me.cpu_times()[:4])
+        for child in me.children(recursive=True):
+            try:
+                own += sum(child.cpu_times()[:2])
+            except psutil.Error:  # it ended in between
+                continue
+        return time.monotonic(), sum(times) - idle - guests, own
+
+
+def cores() -> int:
+    """That this process may use: of those that it may run on, as many as its container's share of time makes."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_limits().cores
+    return allowed if quota is None else max(1, min(allowed, ceil(quota)))
+
+
+def held_memory(device: str, *, peak: bool = False) -> int:
+    """Bytes that tensors on a device take now or took at most; of the whole process where that is the CPU."""
+    kind = torch.device(device).type
+    if kind in ("cuda", "xpu"):
+        module = torch.get_device_module(kind)
+        return int(module.max_memory_allocated() if peak else module.memory_allocated())
+    if not peak or sys.platform == "win32":
+        return int(psutil.Process().memory_info().rss)
+    return _most_held()
+
+
+def _most_held() -> int:
+    """By this process, of any memory; on Linux `ru_maxrss` is no less than what held the process that started it."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    assert resource is not None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(most if sys.platform == "darwin" else most * 1024)
+
+
+def compile_seconds() -> float:
+    """What torch.compile has taken in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    taken = getattr(dynamo, "compilation_time_metrics", {})
+    return float(sum(taken.get("_compile.compile_inner", ())))
+
+
+_FULL = 2
+
+
+class Collections:
+    """Hears of each on the thread that trains: what it takes, and at which line it falls. Of young objects any loop has some."""
+
+    kinds: Sequence[Kind] = ("instrumented",)
+
+    def __init__(self, sites: Sites) -> None:
+        self._sites, self._hears = sites, self._heard
+        self._steps: list[tuple[int, float]] = []
+        self._spent: Counter[str] = Counter()
+        self._many = self._thread = 0
+        self._ms = self._began = 0.0
+
+    def begin(self) -> None:
+        self._many, self._ms, self._thread = 0, 0.0, threading.get_ident()
+        gc.callbacks.append(self._hears)
+
+    def end(self) -> None:
+        if self._leave():
+            self._steps.append((self._many, self._ms))
+
+    def drop(self) -> None:
+        self._leave()
+
+    def close(self) -> None:
+        self._leave()
+
+    def _leave(self) -> bool:
+        if self._hears not in gc.callbacks:
+            return False
+        gc.callbacks.remove(self._hears)
+        return True
+
+    def _heard(self, what: str, info: dict[str, int]) -> None:
+        if threading.get_ident() != self._thread or info["generation"] < _FULL:
+            return
+        if what == "start":
+            self._began = time.perf_counter()
+            return
+        ms = (time.perf_counter() - self._began) * 1e3
+        self._many, self._ms = self._many + 1, self._ms + ms
+        self._spent[self._sites.caller()] += ms  # type: ignore[assignment]
+
+    def records(self) -> dict[str, list[dict[str, Any]]]:
+        """As `profiles.Habit`, at the line that most of their time fell to; of none, too, so that it takes the place of one."""
+        many = median_low([many for many, _ in self._steps]) if self._steps else 0
+        if not many:
+            return {"collections": []}
+        ms, ((where, _),) = median([ms for _, ms in self._steps]), self._spent.most_common(1)
+        return {"collections": [{"what": "garbage collection", "where": where, "per_step": float(many), "ms": ms}]}

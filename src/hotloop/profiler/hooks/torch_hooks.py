@@ -1,0 +1,267 @@
+"""Where torch is listened to in all steps that are watched; what is more closely, see `closely`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hotloop.core.patches import Patches
+from hotloop.core.records.profile_terms import Phase
+from hotloop.profiler.base.light_mode import Stretch
+from hotloop.profiler.base.phases import AMONG_RANKS, Clock, HostClock, Timeline
+from hotloop.profiler.base.transparency import bare, beyond, by_name, out_of_warnings, unseen
+
+_CALLS, _REPEATS = 100, 3
+
+Began = Callable[[tuple, dict], Any]
+
+Ended = Callable[[Any, tuple, dict, Any, bool], None]
+
+
+@out_of_warnings
+def around(mine: Callable[[], bool], began: Began, ended: Ended) -> Callable[[Any], Any]:
+    """What makes a function tell when it begins and ends; nobody who calls it sees a difference.
+
+    Errors and warnings from inside look as if there were no function around, and what is compiled meanwhile isn't told.
+
+    Args:
+        mine: whether this thread is watched.
+        began: gets the arguments; what it returns goes to `ended`.
+        ended: gets that, the arguments, the result, and whether there is one.
+    """
+
+    compiling = torch.compiler.is_compiling
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if compiling():
+                return original(*args, **kwargs)
+            heard = mine()
+            token, result, done = began(args, kwargs) if heard else None, None, False
+            try:
+                result = original(*args, **kwargs)
+                done = True
+                return result
+            except BaseException as error:
+                error.__traceback__ = beyond(error)
+                raise
+            finally:
+                if heard:
+                    ended(token, args, kwargs, result, done)
+
+        return by_name(unseen(call), original)
+
+    return make
+
+
+def among_ranks(mine: Callable[[], bool], timeline: Timeline, phase: Phase) -> Callable[[Any], Any]:
+    """Puts a function that sends, receives or waits into a phase, unless it is a part of another one that does."""
+
+    def began(args: tuple, kwargs: dict) -> None:
+        timeline.enter(timeline.current if timeline.current in AMONG_RANKS else phase)
+
+    return around(mine, began, lambda *ended: timeline.leave())
+
+
+def mark_ms(clock: Clock) -> float:
+    """What it takes to leave a mark of a function that begins or ends: measured on one that does nothing, in 2 ms."""
+    if not isinstance(clock, HostClock):
+        return 0.0
+    timeline = Timeline(clock)
+    nothing = partial(int)
+    heard = around(lambda: True, lambda args, kwargs: timeline.enter("copy"), lambda *ended: timeline.leave())(nothing)
+    timeline.begin("python")
+    spent = [_calls_ms(heard) - _calls_ms(nothing) for _ in range(_REPEATS)]
+    return max(0.0, min(spent)) / _CALLS / 2
+
+
+def _calls_ms(function: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    for _ in range(_CALLS):
+        function()
+    return (time.perf_counter() - began) * 1e3
+
+
+def safe(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An error of a listener's own ends its listening, by its `fail`, and never the script.
+
+    What it asks of tensors isn't heard by the script's modes, nor by tensors with a `__torch_function__` of their own.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with torch._C.DisableTorchFunction():
+                return method(self, *args, **kwargs)
+        except Exception as error:
+            return self.fail(error)
+
+    return call
+
+
+class Listener:
+    """What is told of what happens; see `Always`."""
+
+    def fail(self, error: Exception) -> None: ...
+    def mine(self) -> bool:
+        return False
+
+    def hears_backwards(self) -> bool:
+        return self.mine()
+
+    def backward_began(self, args: tuple, kwargs: dict) -> Any: ...
+    def backward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
+    def backward_over(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
+    def update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
+        """What it returns are the arguments that the optimizer gets instead; None for its own."""
+
+    def update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None: ...
+    def loading_began(self, args: tuple, kwargs: dict) -> Any: ...
+    def loading_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
+    def saving_began(self, args: tuple, kwargs: dict) -> Any: ...
+    def saving_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
+    def threads_set(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
+    def mode_began(self, args: tuple, kwargs: dict) -> Any: ...
+    def mode_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
+    def no_grad_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
+    def forward_began(self, args: tuple, kwargs: dict) -> Any: ...
+    def forward_ended(self, token: Any, args: tuple, kwargs: dict, result: Any, done: bool) -> None: ...
+
+
+class Always:
+    """Tells a listener of backwards, updates, batches, checkpoints and changes between training and evaluation."""
+
+    def __init__(self, listener: Listener, stretch: Stretch) -> None:
+        self._listener, self._stretch = listener, stretch
+        self._patches, self._told, self._outermost = Patches(), Patches(), Patches()
+        self._loading = around(listener.mine, listener.loading_began, listener.loading_ended)
+        self._backward = around(listener.hears_backwards, listener.backward_began, listener.backward_ended)
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        heard, patches = self._listener, self._patches
+        self.hear()
+        patches.put(DataLoader, "__iter__", self._loading)
+        patches.put(torch, "save", around(heard.mine, heard.saving_began, heard.saving_ended))
+        patches.put(torch, "set_num_threads", around(heard.mine, lambda args, kwargs: None, heard.threads_set))
+        patches.put(nn.Module, "train", around(heard.mine, heard.mode_began, heard.mode_ended))
+        self._handles = [
+            register_optimizer_step_pre_hook(unseen(self._update_began)),
+            register_optimizer_step_post_hook(unseen(self._update_ended)),
+        ]
+        self.wrap_backward()
+
+    def hear(self) -> None:
+        """From here on, backwards and batches are told."""
+        self._told.put(torch.autograd, "_engine_run_backward", self._backward)
+        self._told.put(_BaseDataLoaderIter, "__next__", self._loading)
+
+    def spare(self) -> bool:
+        """From here on they aren't, until `hear`; False if somebody else has put something around, so that they still are."""
+        untouched = self._told.untouched
+        if untouched:
+            self._told.undo()
+        return untouched
+
+    def _update_began(self, optimizer: Any, args: tuple, kwargs: dict) -> Any:
+        if torch.compiler.is_dynamo_compiling() or self._stretch.on:
+            return None
+        return self._listener.update_began(optimizer, args, kwargs)
+
+    def _update_ended(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
+        try:
+            if self._stretch.passes(optimizer):
+                return
+        except Exception as error:
+            self._listener.fail(error)
+        self._listener.update_ended(optimizer, args, kwargs)
+
+    def wrap_backward(self) -> None:
+        """From here on, `backward_over` is told when a backward is done for everyone else who listens by now."""
+        over = around(self._listener.mine, lambda args, kwargs: None, self._listener.backward_over)
+        self._outermost.undo()
+        self._outermost.put(torch.autograd, "_engine_run_backward", over)
+
+    def unwrap_backward(self) -> None:
+        """Others may come and go."""
+        self._outermost.undo()
+
+    def _undo(self) -> None:
+        self._stretch.stop()
+        for patches in (self._outermost, self._told, self._patches):
+            patches.undo()
+
+    def remove(self) -> None:
+        """Takes everything away; not to be called from an optimizer's hook, since torch is walking through these then."""
+        self._undo()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def remove_later(self) -> None:
+        """Takes everything away at once but the hooks of optimizers, which go at the next backward."""
+        self._undo()
+
+        def before(args: tuple, kwargs: dict) -> None:
+            self.remove()
+
+        last = around(lambda: True, before, lambda *ended: None)
+        self._patches.put(torch.autograd, "_engine_run_backward", last)
+
+
+class Compiling:
+    """Takes what watches away when torch begins to compile, and puts it back afterwards.
+
+    Args:
+        away: takes away what compiled code may hold.
+        back: puts it back.
+    """
+
+    def __init__(self, away: Callable[[], None], back: Callable[[], None]) -> None:
+        self._away, self._back = away, back
+        self._call: Any = None
+
+    def listen(self) -> None:
+        """Begins, or goes on: importing the compiler takes seconds, and `torch._dynamo.reset()` forgets who listens."""
+        handler = _handler()
+        if handler is not None and self._begins not in handler.start_callbacks:
+            handler.register_start_callback(self._begins)
+            handler.register_end_callback(self._ended)
+
+    def remove(self) -> None:
+        handler = _handler()
+        if handler is not None:
+            with suppress(ValueError):
+                handler.remove_start_callback(self._begins)
+                handler.remove_end_callback(self._ended)
+
+    def _begins(self, trigger: Any) -> None:
+        call = vars(nn.Module)["__call__"]
+        if bare(call) is not call:
+            self._call, nn.Module.__call__ = call, bare(call)  # type: ignore[method-assign]
+        self._away()
+
+    def _ended(self, trigger: Any) -> None:
+        self._back()
+        if self._call is not None:
+            call, self._call = self._call, None
+            if nn.Module.__call__ is bare(call):  # nobody has replaced it since
+                nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _handler() -> Any:
+    return getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)

@@ -1,0 +1,42 @@
+"""What lines of code say of time between the things that a timeline can see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hotloop.core.records.profile import LineTime
+from hotloop.core.records.profile_terms import Phase
+
+_LOGGING = frozenset(
+    {"PIL", "matplotlib", "tensorboard", "tensorboardX", "tqdm", "wandb", "mlflow", "logging", "imageio"}
+)
+_BETWEEN: tuple[Phase, ...] = ("batch", "python", "loss", "update")
+_WORTH_IT = 0.03
+"""Of the step; less is left where it is, since there are few samples of it."""
+
+
+def refined(phases: dict[Phase, float], lines: Sequence[LineTime]) -> dict[Phase, float]:
+    """Moves time between phases; the sum stays: calls into libraries that draw and log are logging.
+
+    Args:
+        phases: ms per step.
+        lines: samples of the stack.
+    """
+    phases, step = dict(phases), sum(phases.values())
+    for phase in _BETWEEN:
+        if phases.get(phase, 0.0) > _WORTH_IT * step:
+            _move(phases, phase, "logging", _logging_share(phase, lines))
+    return phases
+
+
+def _move(phases: dict[Phase, float], source: Phase, target: Phase, share: float) -> None:
+    if share:
+        moved = phases[source] * share
+        phases[source] -= moved
+        phases[target] = phases.get(target, 0.0) + moved
+
+
+def _logging_share(phase: Phase, lines: Sequence[LineTime]) -> float:
+    found = [line for line in lines if line.phase == phase]
+    total = sum(line.own_ms for line in found)
+    return sum(line.own_ms for line in found if line.library in _LOGGING) / total if total else 0.0

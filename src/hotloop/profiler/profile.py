@@ -1,0 +1,372 @@
+"""Where the time goes, what bounds it and what would help: `profile` wires watching, the machine's limits and diagnosis."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hotloop.core.feasibility.violations import violations
+from hotloop.core.format import seconds
+from hotloop.core.hardware.benchmarks import is_of_busy_machine
+from hotloop.core.hardware.devices import placed
+from hotloop.core.hardware.probe import probe
+from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.plan_request import Wanted
+from hotloop.core.records.profile import Limits, Profile, Remedy
+from hotloop.core.records.race import Timing, Verdict
+from hotloop.core.reporter import Say
+from hotloop.core.terminal import Terminal
+from hotloop.distributed.fork_safety import check_cuda
+from hotloop.distributed.join import taking_part, to_start
+from hotloop.distributed.launch import launch, ranks_of
+from hotloop.distributed.process_group import Seat
+from hotloop.distributed.world import World
+from hotloop.errors import DeviceError, PlanError, TimeOverError
+from hotloop.plan import Plan
+from hotloop.profiler.busy_machine import beside_others, busy_line, with_crowding
+from hotloop.profiler.costs.roofline import limits_of, with_limit_shares
+from hotloop.profiler.detectors import diagnose
+from hotloop.profiler.script import profile_script
+from hotloop.profiler.task_profile import profile_task
+from hotloop.report.race import watched
+from hotloop.task import Task, overridden
+from hotloop.task_file import Loaded
+from hotloop.tuning.auto.auto import consider, known
+from hotloop.tuning.contenders import Contest
+from hotloop.tuning.race import PROVE, Prove, raced
+
+Progress = Callable[[str, float], None]
+
+UNTRIED = "whether PyTorch takes less time for this step, only a race says: --try, or hotloop race --plans arrays,auto"
+NO_PLAN = "a script has no plan that could be changed for it; make it a Task, and --try races what a plan can express"
+TRY_S = 30.0
+"""For racing remedies, or compiling and racing a script's network, if there is no time limit."""
+
+SHARED = "limits are those of the whole machine, which the ranks on it share"
+
+
+def profile(
+    task: Task | str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    plan: Plan | str | Path | None = None,
+    steps: int | None = None,
+    stop_after: str | None = None,
+    trace: Path | None = None,
+    try_remedies: bool = False,
+    time_limit: str | None = None,
+    progress: bool = True,
+) -> Profile:
+    """Where the time of a training step goes, what bounds it, and what would help.
+
+    Args:
+        task: a Task, or the path of a Python script that trains in any way it likes; it runs as it would alone.
+        arguments: the script's own.
+        plan: to run the Task with: a `Plan`, a TOML file, `auto`, `baseline` or `arrays`; default the baseline.
+            One for several ranks starts them as forks of this process.
+        steps: how many are measured; None for 60, fewer if these would take over 30 s.
+        stop_after: ends the script then, such as `60s`; default when it ends.
+        trace: a file for the Chrome trace of a few steps.
+        try_remedies: race those remedies that a plan can express, and fill in what they won; of a script, race its network
+            compiled against the network as it is.
+        time_limit: for all of a Task's profile with these races, or for the race of a script's network; default 30 s for
+            what is raced.
+        progress: show a progress bar.
+
+    Raises:
+        PlanError: a plan for a script.
+        TaskError: arguments for a Task; or there is no such script.
+        HotloopError: the Task can't be run under the plan.
+    """
+    console = Terminal() if progress else Terminal(quiet=True)
+    if not isinstance(task, Task):
+        refuse_for_script(plan=plan is not None)
+        try_s = (TRY_S if time_limit is None else seconds(time_limit, "time-limit")) if try_remedies else None
+        limit_s = None if stop_after is None else seconds(stop_after, "stop-after")
+        with watched(console) as moved:
+            return inspected_script(
+                Path(task), arguments, steps=steps, stop_after_s=limit_s, trace=trace, try_s=try_s, progress=moved
+            )
+    loaded, wanted = Loaded(task, None, {}), Wanted.of(plan)
+    refuse_for_ranks(wanted.plan, try_remedies=try_remedies)
+
+    began = time.monotonic()
+
+    def inspect() -> Profile:
+        with as_rank(wanted, console) as moved:
+            chosen = planned(task, wanted)
+            found = inspected(loaded, chosen, steps=steps, trace=trace, progress=moved)
+            common: dict[str, Any] = dict(time_limit=time_limit, began=began, progress=moved)
+            return tried(loaded, found, chosen, **common) if try_remedies else found
+
+    if (ranked := to_start(plan, {})) is None:
+        return inspect()
+    check_cuda(ranked)
+    return _of_forks(ranks_of(ranked), inspect)
+
+
+@contextmanager
+def as_rank(wanted: Wanted, console: Terminal) -> Iterator[Progress]:
+    """Joins the other ranks, if the plan is for some, of whom the first alone shows how far it is."""
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with (
+        taking_part(wanted.plan, say, wanted.plan.ranks) as ranks,
+        watched(console if ranks.world.first else Terminal(quiet=True)) as moved,
+    ):
+        yield moved
+
+
+def _of_forks(ranks: int, inspect: Callable[[], Profile]) -> Profile:
+    """What the first of so many ranks comes to, which are forks of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "profile.json"
+
+        def entry() -> None:
+            found = inspect()
+            if (seat := Seat.here()) is not None and seat.rank == 0:
+                file.write_text(found.model_dump_json(), encoding="utf-8")
+
+        launch(ranks, entry, lambda line: None, restarts=0)
+        if not file.exists():
+            raise KeyboardInterrupt  # it came to the ranks
+        return Profile.model_validate_json(file.read_text(encoding="utf-8"))
+
+
+def planned(task: Task, wanted: Wanted) -> Plan:
+    """The plan that was asked for; of `auto` its first choice that compiles nothing, since only training tells if that pays."""
+    if not wanted.auto:
+        return wanted.plan
+    return next(one.plan for one in consider(task, wanted.plan).choices if one.plan.compile == wanted.plan.compile)
+
+
+def refuse_for_script(*, plan: bool) -> None:
+    """What can't be asked for of a script.
+
+    Raises:
+        PlanError: that it was.
+    """
+    if plan:
+        raise PlanError("a plan for a script", expected="a Task", fix=NO_PLAN)
+
+
+def refuse_for_ranks(plan: Plan, *, try_remedies: bool) -> None:
+    """What can't be asked for of several processes.
+
+    Raises:
+        PlanError: that it was.
+    """
+    if plan.parallel == "async":
+        raise PlanError(
+            "a profile of parallel=async, whose server and workers take no step together",
+            expected="a step that one process takes, or ranks that share it",
+            fix="leave parallel out: a worker computes its gradients as one process does",
+        )
+    if plan.ranked and plan.workforce == "ray":
+        raise PlanError(
+            f"a profile of parallel={plan.parallel} with workforce=ray",
+            expected="ranks of this machine",
+            fix="use workforce=processes",
+        )
+    if plan.ranked and try_remedies:
+        raise PlanError(
+            f"--try with parallel={plan.parallel}, and a race is between plans of one process",
+            expected="a plan of one process",
+            fix="leave out --try, and compare by training: each epoch's line has its samples/s",
+        )
+
+
+def inspected_script(
+    path: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    steps: int | None = None,
+    stop_after_s: float | None = None,
+    stdout: int | None = None,
+    trace: Path | None = None,
+    try_s: float | None = None,
+    progress: Progress = lambda doing, share: None,
+) -> Profile:
+    """Profiles a script; see `profile` and `profile_script`."""
+    given: dict[str, Any] = dict(steps=steps, stop_after_s=stop_after_s, stdout=stdout, trace=trace, try_s=try_s)
+    seen = profile_script(path, arguments, **given)
+    return _diagnosed(seen, progress)
+
+
+def inspected(
+    loaded: Loaded,
+    plan: Plan,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    steps: int | None = None,
+    trace: Path | None = None,
+    say: Say = lambda line: None,
+    progress: Progress = lambda doing, share: None,
+    keeps: bool = False,
+) -> Profile:
+    """Profiles a loaded Task; see `profile`, and `profile_task` for what it keeps. Of several ranks, the first says what all saw, and the others what they did."""
+    task = overridden(loaded.task, overrides)
+    plan = placed(plan)
+    progress("watching", 0.0)
+    source = task.name if loaded.record is None else loaded.record.reference
+    seen = profile_task(task, plan, steps=steps, trace=trace, source=source, say=say, keeps=keeps)
+    if not World.of(plan).first:
+        return seen
+    if seen.ranks:  # which share the machine: what one of them leaves idle another may use
+        seen = seen.model_copy(update={"threads": None, "notes": [*seen.notes, SHARED]})
+    found = _diagnosed(seen, progress)
+    update = {
+        "remedies": [_settable(one, task, plan) for one in found.remedies],
+        "candidates": [_settable(one, task, plan) for one in found.candidates],
+        "notes": [*found.notes, *([] if plan.engine == "eager" else [UNTRIED])],
+    }
+    return found.model_copy(update=update)
+
+
+def _diagnosed(seen: Profile, progress: Progress) -> Profile:
+    if seen.step_ms is None and not seen.operators:
+        return seen.model_copy(update={"machine": machine_name(), "versions": speed_versions() | seen.versions})
+    known, notes = _measured(seen, progress)
+    known |= {
+        "machine": machine_name(),
+        "versions": speed_versions() | seen.versions,
+    }
+    known["busy"] = busy_line(known.get("threads", seen.threads)) if seen.device == "cpu" else ""
+    return diagnose(with_limit_shares(seen.model_copy(update={**known, "notes": [*seen.notes, *notes]})))
+
+
+def _measured(seen: Profile, progress: Progress) -> tuple[dict[str, Any], list[str]]:
+    """What this machine reaches, and notes on that; without it what was seen stands all the same."""
+    try:
+        limits, notes = _limits(seen.device, progress)
+        eager = seen.engine == "eager"
+        threads = with_crowding(seen.threads) if eager else seen.threads
+        beside = beside_others(seen.threads) if eager and seen.device == "cpu" else []
+        return {"limits": limits, "threads": threads}, [*notes, *beside]
+    except DeviceError:
+        return {}, [f"limits of {seen.device} aren't known: hotloop can't measure such a device"]
+    except KeyboardInterrupt:
+        return {}, ["limits of this machine aren't known: Ctrl-C ended the measuring of them"]
+
+
+def _limits(device: str, progress: Progress) -> tuple[Limits, list[str]]:
+    """What the device reaches, as stored or else measured now, and notes on that."""
+    hardware = probe(device, progress=lambda figure, done, of: progress(f"measuring this machine: {figure}", done / of))
+    found = hardware.device(device)
+    busy = device == "cpu" and any(map(is_of_busy_machine, hardware.notes))
+    return Limits() if found is None else limits_of(found).model_copy(update={"busy": busy}), list(hardware.notes)
+
+
+def _settable(remedy: Remedy, task: Task, plan: Plan) -> Remedy:
+    """The remedy without axes that the plan has already, or that can't be run for this Task here."""
+    if not remedy.axes:
+        return remedy
+    wanted = plan.with_axes(**remedy.axes)
+    facts, hardware = known(task, plan)
+    if wanted == plan or violations(wanted, facts, hardware):
+        return remedy.model_copy(update={"axes": {}})
+    return remedy
+
+
+def tried(
+    loaded: Loaded,
+    found: Profile,
+    plan: Plan,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    time_limit: str | None = None,
+    began: float | None = None,
+    prove: Prove | None = PROVE,
+    say: Say = lambda line: None,
+    progress: Progress = lambda doing, share: None,
+) -> Profile:
+    """The profile with what its remedies really win: those that a plan can express are raced against `plan`.
+
+    Args:
+        time_limit: for preparing, racing and proving; default `TRY_S` for racing, with the others on top.
+        began: since when that counts, by `time.monotonic()`; default now.
+    """
+    base = placed(plan)
+    found = found.model_copy(update={"remedies": [*found.remedies, *_by_torch(base)]})
+    asked = [one for one in [*found.remedies, *found.candidates] if one.axes]
+    plans = list(dict.fromkeys(base.with_axes(**one.axes) for one in asked))
+    if not plans:
+        return _with_notes(found, ["none of the remedies is one that a plan can express"])
+    deadline = Contest(plans, base, time_limit=time_limit).deadline(time.monotonic() if began is None else began)
+    # What is looked for is a better plan than this one: what races found before must not stand in for it.
+    alone, contest = replace(loaded, record=None), Contest(plans, base)
+    common: dict[str, Any] = dict(overrides=overrides, prove=prove, say=say, progress=progress)
+    try:
+        verdict = raced(alone, contest, deadline=deadline, racing_s=TRY_S, **common)
+    except TimeOverError as over:
+        return _with_notes(found, [f"no remedy was raced: {over.given}"])
+    remedies = [_with_won(one, base, verdict) for one in found.remedies]
+    lost = [one for one in remedies if "engine" in one.axes and (one.won is None or one.won[1] <= 1)]
+    measured = [_with_won(one, base, verdict) for one in found.candidates]
+    won = [one.model_copy(update={"gain": 1 - 1 / one.won[0]}) for one in measured if one.won and one.won[1] > 1]
+    kept = [one for one in remedies if one not in lost]
+    found = found.model_copy(
+        update={
+            "remedies": sorted([*kept, *won], key=lambda one: (one.note, -one.gain)),
+            "candidates": [],
+            "advice": [_not_won(one) for one in measured if not (one.won and one.won[1] > 1)],
+            "notes": [note for note in found.notes if note != UNTRIED],
+        }
+    )
+    return _with_notes(found, [*map(_lost, lost), *_failures(verdict), *verdict.notes])
+
+
+def _with_notes(found: Profile, notes: Sequence[str]) -> Profile:
+    return found.model_copy(update={"notes": [*found.notes, *notes]})
+
+
+def _not_won(candidate: Remedy) -> str:
+    """What a race spoke against, or couldn't measure."""
+    axes = " ".join(f"{axis}={value}" for axis, value in candidate.axes.items())
+    if candidate.won is None:
+        return f"Whether {axes} is faster was not measured. hotloop tune finds the fastest plan."
+    ratio, low, high = candidate.won
+    found = f"raced, it is {ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
+    return f"{axes} is no remedy here: {found}. hotloop tune tries other plans."
+
+
+def _by_torch(base: Plan) -> list[Remedy]:
+    """For a step that is written out: whether PyTorch takes less time for it is only known from a race."""
+    if base.engine == "eager":
+        return []
+    what = "the step is written out in array operations"
+    return [Remedy(cause=what, where="", remedy="let PyTorch compute it", gain=0.0, axes={"engine": "eager"})]
+
+
+def _lost(remedy: Remedy) -> str:
+    if remedy.won is None:
+        return "whether PyTorch (engine=eager) takes less time for the step couldn't be raced"
+    ratio, low, high = remedy.won
+    return f"PyTorch (engine=eager) isn't faster here: {ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
+
+
+def _with_won(remedy: Remedy, base: Plan, verdict: Verdict) -> Remedy:
+    """The remedy with its race's ratio, and how true its result is."""
+    timing = _timing(base.with_axes(**remedy.axes), verdict) if remedy.axes else None
+    if timing is None or timing.ratio is None or timing.ratio_low is None or timing.ratio_high is None:
+        return remedy
+    proven = f"; its result is {timing.parity}: {timing.parity_reason}" if timing.parity else ""
+    won = (timing.ratio, timing.ratio_low, timing.ratio_high)
+    gain = max(0.0, 1 - 1 / timing.ratio) if "engine" in remedy.axes else remedy.gain
+    evidence = f"{remedy.evidence}{proven}".removeprefix("; ")
+    return remedy.model_copy(update={"won": won, "gain": gain, "evidence": evidence})
+
+
+def _timing(plan: Plan, verdict: Verdict) -> Timing | None:
+    return next((timing for timing in verdict.plans if timing.plan == plan.model_dump()), None)
+
+
+def _failures(verdict: Verdict) -> list[str]:
+    return [f"{timing.name} couldn't be raced: {timing.failure}" for timing in verdict.plans if timing.failure]

@@ -1,0 +1,174 @@
+"""Runs inside of the process of a watched script: begins when torch is imported, and leaves a file with what was seen.
+
+Until then nothing is imported that costs anything, and nothing is changed but the finding of one module. What runs when
+the process ends evaluates no text, as making a dataclass or a named tuple does: Python would forget by that that it was
+ended by Ctrl-C, and end with another exit code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import sys
+from types import TracebackType
+from typing import Any
+
+from hotloop.core.processes.parent_death import end_with_parent
+from hotloop.profiler.base.call_sites import HIDDEN, Sites
+from hotloop.profiler.base.import_hook import AtImport, imports_from
+from hotloop.profiler.timers.plain_python import PlainLines, PlainProfiler, fitted
+
+_HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def begin(settings: dict[str, Any]) -> None:
+    """Waits for torch, and profiles functions until then; lines, until something trains.
+
+    Args:
+        settings: `parent`, the process that waits for the script; `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None; `try_s`, for a race of the compiled network, or None.
+    """
+    end_with_parent(settings["parent"], signal.SIGKILL)  # the script may have its own way with others
+    path = sys.path[:]  # the script's folder isn't in it yet
+    lines = PlainLines()
+    if "torch" in sys.modules:  # the machine's own `sitecustomize` has imported it
+        _leave_out_our_frames()
+        _watch_from(path, settings, lines)
+        lines.begin()
+        return
+    plain = PlainProfiler()
+
+    def before(name: str) -> None:
+        plain.stop(name)
+        plain.stopped_by = name
+        _leave_out_our_frames()  # its import may fail
+
+    waiting = AtImport({"torch"}, before=before, then=lambda: _watch_from(path, settings, lines))
+    waiting.begin()
+    os.register_at_fork(after_in_child=waiting.end)
+    process = os.getpid()
+    atexit.register(lambda: _leave_plain(settings["out"], plain, lines) if os.getpid() == process else None)
+    lines.begin()
+    plain.begin()
+
+
+def _leave_plain(out: str, plain: PlainProfiler, lines: PlainLines) -> None:
+    """The process ends: leaves what is known of a script that never imported torch."""
+    if plain.stopped_by == "torch":
+        return
+    plain.stop(plain.stopped_by)
+    lines.stop()
+    timed = plain.functions(Sites())
+    note = "its lines were timed by looks at the stack, its functions "
+    note += "by Python's own profiler, under which calls take longer" if timed else "too"
+    if plain.stopped_by:
+        note = f"it uses {plain.stopped_by} itself, so its functions were timed only until then"
+    write(
+        out,
+        {"steps": [], "functions": timed or lines.functions(), "lines": fitted(lines.lines(), timed), "notes": [note]},
+    )
+
+
+def _watch_from(path: list[str], settings: dict[str, Any], lines: PlainLines) -> None:
+    """An error of the watch's own is none of the script's, which is importing torch."""
+    try:
+        with imports_from(path):
+            watch(settings, lines)
+    except Exception as error:
+        note = f"watching failed to begin by an error of hotloop's own: {type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            write(settings["out"], {"torch": True, "steps": [], "notes": [note], "closed": "it failed to begin"})
+
+
+def watch(settings: dict[str, Any], lines: PlainLines | None = None) -> None:
+    """torch is there: the watch begins; lines of the whole run, if they are looked at, are until something trains."""
+    from hotloop.profiler.child_processes import Children
+    from hotloop.profiler.compile_race import race_compiled
+    from hotloop.profiler.session.observers import observers
+    from hotloop.profiler.session.session import Watch
+    from hotloop.profiler.trace.inductor_kernels import Compilations
+
+    process, children, lines = os.getpid(), Children(), lines or PlainLines()
+    try_s = settings.get("try_s")
+
+    def publish(facts: Any) -> None:
+        if os.getpid() == process:
+            facts.children = children.count
+            if try_s and watching.closed and facts.trained and facts.compiled is None:
+                facts.compiled = race_compiled(watching.calls.recorder.largest, try_s, begin=watching.remove)
+            if facts.trained:
+                children.remove()  # it trains here
+            elif watching.closed:
+                facts.lines = lines.lines()
+            write(settings["out"], facts.as_dict())
+
+    compilations = Compilations()
+    watching = Watch(
+        settings["steps"],
+        Sites(),
+        publish,
+        lambda watch: observers(watch, settings["trace"]),
+        compilations=compilations,
+        trains=lines.stop,
+    )
+    watching.calls.recorder.on = bool(try_s)
+    AtImport({"torch._inductor.compile_fx"}, then=watching.note_compilations).begin()
+    children.install()
+    try:
+        watching.install()
+    except Exception as error:
+        watching.fail(error)
+    os.register_at_fork(after_in_child=watching.abandon)
+    atexit.register(watching.close)
+    atexit.register(lines.stop)
+
+
+def write(path: str, values: dict[str, Any]) -> None:
+    """Leaves a file that is whole at any instant."""
+    with open(f"{path}.part", "w", encoding="utf-8") as file:
+        json.dump(values, file)
+    os.replace(f"{path}.part", path)
+
+
+def _leave_out_our_frames() -> None:
+    """An error that nothing catches is shown as if the script ran alone."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, _without_us(error))
+
+    sys.excepthook = hook
+
+
+def _without_us(error: BaseException) -> TracebackType | None:
+    """Takes our frames out of an error's traceback, and out of those of the errors that led to it."""
+    seen: set[int] = set()
+    ahead: list[BaseException | None] = [error]
+    while ahead:
+        one = ahead.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = _own_frames(one.__traceback__)
+            ahead += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    return error.__traceback__
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Python's of an import go where ours follow, since Python itself leaves them out where none follow."""
+    frames: list[TracebackType] = []
+    while trace is not None:
+        if not _file(trace).startswith((_HOTLOOP, HIDDEN)):
+            frames.append(trace)
+        else:
+            while frames and _file(frames[-1]).startswith("<frozen importlib"):
+                frames.pop()
+        trace = trace.tb_next
+    for one, after in zip(frames, [*frames[1:], None], strict=True):
+        one.tb_next = after
+    return frames[0] if frames else None
+
+
+def _file(trace: TracebackType) -> str:
+    return trace.tb_frame.f_code.co_filename

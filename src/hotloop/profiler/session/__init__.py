@@ -1,0 +1,1 @@
+"""One profile under way: its steps, its schedule and who observes them."""

@@ -1,0 +1,139 @@
+"""Those that watch steps more closely than their phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hotloop.core.records.profile_terms import Phase
+from hotloop.profiler.base.schedule import Kind, Observer, middle_mean
+from hotloop.profiler.hooks.resources import Collections
+from hotloop.profiler.session.session import Watch
+from hotloop.profiler.timers.line_sampler import StackSampler, Turning, shares, turned
+from hotloop.profiler.timers.module_names import Namer, tree
+from hotloop.profiler.timers.modules import ModuleClock
+from hotloop.profiler.trace.calibration import (
+    fitting,
+    on_device,
+    scaled,
+    with_compiled,
+    with_counts,
+    with_fused,
+    with_shares,
+)
+from hotloop.profiler.trace.tracer import Tracer
+
+
+def observers(watch: Watch, trace: str | Path | None, model: nn.Module | None = None) -> list[Observer]:
+    """What watches garbage collections, modules, operators and lines, for one watch.
+
+    Args:
+        trace: file for the Chrome trace of the traced steps.
+        model: whose names its modules go by, whatever stands around it; None to find that out.
+    """
+    lines = Lines(watch)
+    inside = _Inside(watch, None if trace is None else Path(trace), model, lines.sampler)
+    return [Collections(watch.sites), lines, inside.modules, inside]
+
+
+class Lines:
+    """The lines of the user's own that are on the stack."""
+
+    kinds: Sequence[Kind] = ("sampled",)
+
+    def __init__(self, watch: Watch) -> None:
+        sites, self._watch = watch.sites, watch
+        turn = Turning(sites, watch.facts).phase
+        timeline = watch.timeline
+        self.sampler = StackSampler(
+            sites.is_own, sites.place, lambda: timeline.current, turn=turn, last_mark=lambda: timeline.last_mark
+        )
+        timeline.amended = self.sampler.amend
+        self.begin, self.end, self.close = self.sampler.begin, self.sampler.end, self.sampler.close
+        self.drop = self.sampler.drop
+
+    def records(self) -> dict[str, list[dict[str, Any]]]:
+        return {"lines": [line.model_dump() for line in fitting(self.sampler.lines(), _phases(self._watch))]}
+
+
+class Modules:
+    """The clock of the modules."""
+
+    kinds: Sequence[Kind] = ("clocked", "whole")
+
+    def __init__(self, namer: Namer) -> None:
+        self.clock = ModuleClock(namer=namer)
+        self.begin, self.end, self.close = self.clock.begin, self.clock.end, self.clock.close
+        self.drop = self.clock.drop
+
+    def records(self) -> dict[str, list[dict[str, Any]]]:
+        return {}
+
+
+class _Inside:
+    """The operators, and the modules with what is known of them through their operators."""
+
+    kinds: Sequence[Kind] = ("traced", "whole")
+
+    def __init__(self, watch: Watch, trace: Path | None, model: nn.Module | None, sampler: StackSampler) -> None:
+        self._watch, self._trace, self._sampler = watch, trace, sampler
+        self._namer = Namer()
+        known = model if watch.compilations.model is None else watch.compilations.model
+        if known is not None:
+            self._namer.know(known)
+        self.modules = Modules(self._namer)
+        sites = watch.sites
+        self._tracer = Tracer(
+            sites.is_own,
+            sites.place,
+            lambda: watch.timeline.current,
+            self._namer,
+            watch.compilations,
+            Turning(sites, watch.facts).phase,
+        )
+        self.begin, self.end, self.drop = self._tracer.begin, self._tracer.end, self._tracer.drop
+
+    def close(self) -> None:
+        self._tracer.close()
+        if self._watch.compilations.model is not None:
+            shares = self._tracer.compiled_shares()
+            for step in self._watch.facts.steps:
+                if step.phases:
+                    step.phases = with_shares(step.phases, shares)
+        if self._trace is not None and (written := self._tracer.write(self._trace)) is not None:
+            self._watch.facts.trace = str(written)
+
+    def records(self) -> dict[str, list[Any]]:
+        self._watch.facts.turned = shares(self._tracer.grounds, self._sampler.turned, self._sampler.looks)
+        clock, tracer, step_ms = self.modules.clock, self._tracer, self._step_ms()
+        walls, phases = tracer.walls(), _phases(self._watch)
+        operators = scaled(tracer.operators(), walls, clock.times(step_ms), phases, tracer.phases())
+        own = clock.own()
+        if self._watch.facts.device != "cpu" and operators:
+            own = on_device(own, operators, alone=tracer.alone)
+        own = with_compiled(own, operators, tracer.inside())
+        modules = with_fused(tree(own, self._namer.kinds, step_ms), tracer.fused())
+        self._note(clock.notes + tracer.notes)
+        return {
+            "modules": [one.model_dump() for one in with_counts(modules, operators)],
+            "operators": [one.model_dump() for one in operators],
+        }
+
+    def _step_ms(self) -> float | None:
+        steps = [step.ms for step in self._watch.facts.steps if step.kind == "instrumented" and step.ms]
+        return middle_mean(steps) if steps else None
+
+    def _note(self, notes: Sequence[str]) -> None:
+        self._watch.facts.notes += [note for note in notes if note not in self._watch.facts.notes]
+
+
+def _phases(watch: Watch) -> dict[Phase, float]:
+    """Ms of the phases in the instrumented steps."""
+    steps = [step.phases for step in watch.facts.steps if step.phases]
+    names = {name for phases in steps for name in phases}
+    return turned(
+        {name: middle_mean([phases.get(name, 0.0) for phases in steps]) for name in names}, watch.facts.turned
+    )

@@ -1,0 +1,339 @@
+"""Facts of a watch -> Profile: which steps are regular, what a step takes, and what lies apart from the steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from hotloop.core.number_formats import reduced_by
+from hotloop.core.records.profile import (
+    Apart,
+    LineTime,
+    LoaderUse,
+    ModuleTime,
+    OperatorTime,
+    OptimizerUse,
+    Paging,
+    Profile,
+    SeldomUpdate,
+    Threads,
+)
+from hotloop.core.records.profile_ratios import CompiledNetwork, Overhead
+from hotloop.core.records.profile_terms import Habit, Phase
+from hotloop.profiler.base.light_mode import warm
+from hotloop.profiler.base.schedule import DEFAULT_STEPS, SEVERAL, middle_mean
+from hotloop.profiler.base.step_facts import Facts, StepFact
+from hotloop.profiler.base.step_lengths import StepLengths
+from hotloop.profiler.detectors.optimizer_updates import joined
+from hotloop.profiler.phase_refinement import refined
+from hotloop.profiler.timers.line_sampler import turned
+from hotloop.profiler.trace.calibration import no_longer
+from hotloop.tuning.races.statistics import ratio_of
+
+_FEW = 8
+_CONFIDENCE = 0.95
+
+_OPTIMIZERS = 20
+"""So many are given one by one; of more, those that are alike and step at one line are one, and the longest are given."""
+
+_PAGES = 16.0
+"""In a step; a few come in any."""
+
+
+def profile_of(facts: Facts, source: str, *, plan: str = "") -> Profile:
+    """What the facts say of a training step; bounds and remedies are left open."""
+    measured = [step for step in facts.steps if step.kind in ("clean", "instrumented")]
+    usual = _usual_flags(measured)
+    clean, instrumented = (_regular(warm(measured), kind, usual) for kind in ("clean", "instrumented"))
+    step_ms = median(step.ms for step in clean or instrumented) if measured else None
+    scale = step_ms / median(step.ms for step in instrumented) if instrumented and step_ms else 1.0
+    lengths = StepLengths(facts.steps, instrumented)
+    lines, functions = (
+        [LineTime.model_validate(one | _scaled(one, scale)) for one in found]
+        for found in (facts.lines, facts.functions)
+    )
+    traced = [lengths.operator(one) for one in facts.operators]
+    operators = [OperatorTime.model_validate(one | _scaled(one, scale, one["device"])) for one in traced]
+    timed = turned(_phases(instrumented, step_ms), facts.turned)
+    phases = refined(timed, lines)
+    if not measured:
+        phases = next((step.phases for step in facts.steps if step.kind == "whole"), {})
+    return Profile(
+        source=source,
+        plan=plan,
+        device=facts.device,
+        steps=len(measured),
+        step_where=facts.anchor if measured else "",
+        step_ms=step_ms,
+        phases=phases,
+        attributed=_attributed(phases),
+        samples_per_step=facts.samples_per_step,
+        one_batch=facts.one_batch,
+        batch=facts.batch,
+        modules=_updated([_module(one, scale, step_ms, facts.device) for one in facts.modules], phases.get("update")),
+        operators=no_longer(operators, timed),
+        identities=facts.identities,
+        lines=lines,
+        functions=functions,
+        optimizers=_few([OptimizerUse.model_validate(one) for one in _optimizers(facts, phases, scale)]),
+        loaders=[LoaderUse.model_validate(one) for one in facts.loaders],
+        habits=[
+            *(_habit(one | _scaled(one, scale), measured, phases, step_ms) for one in map(lengths.habit, facts.habits)),
+            *(_habit(one, measured, phases, step_ms) for one in facts.collections),
+        ],
+        apart=_apart(facts, measured, usual, step_ms),
+        threads=Threads.model_validate(facts.threads | {"where": facts.threads_set_at}) if facts.threads else None,
+        paging=_paging(clean),
+        reduced=reduced_by(facts.switches, facts.device.partition(":")[0]),
+        overhead=_overhead(warm(measured), usual),
+        peak_memory_bytes=facts.peak_memory_bytes,
+        trace=facts.trace,
+        compiled=None if facts.compiled is None else CompiledNetwork.model_validate(facts.compiled),
+        notes=[*facts.notes, *_notes(facts, measured)],
+        versions=facts.versions,
+        seconds=facts.watched_s,
+    )
+
+
+def _scaled(record: dict, scale: float, device: str = "cpu") -> dict:
+    """The times of a record as in a clean step, like those of phases; of a device's kernels as they are.
+
+    Watching takes as long as a small step itself.
+    """
+    times = {name: ms for name, ms in record.items() if name == "ms" or name.endswith("_ms")}
+    return {name: ms * scale for name, ms in times.items() if ms is not None and device == "cpu"}
+
+
+def _module(record: dict, scale: float, step_ms: float | None, device: str) -> ModuleTime:
+    known = record | _scaled(record, scale, device)
+    if step_ms and device == "cpu":
+        known["share"] = ((known["forward_ms"] or 0.0) + (known["backward_ms"] or 0.0)) / step_ms
+    return ModuleTime.model_validate(known)
+
+
+def _usual_flags(steps: Sequence[StepFact]) -> set[str]:
+    """What happens in half of the steps or more, and is a part of the step therefore."""
+    counts = Counter(flag for step in steps for flag in set(step.flags))
+    return {flag for flag, count in counts.items() if 2 * count >= len(steps)}
+
+
+def _regular(steps: Sequence[StepFact], kind: str, usual: set[str]) -> list[StepFact]:
+    """Steps of a kind in which only the usual happened, and which weren't held up."""
+    of_kind = [step for step in steps if step.kind == kind]
+    regular = [step for step in of_kind if usual.issuperset(step.flags)] or of_kind
+    if not regular:
+        return []
+    limit = SEVERAL * median(step.ms for step in regular)
+    return [step for step in regular if step.ms <= limit]
+
+
+def _phases(steps: Sequence[StepFact], step_ms: float | None) -> dict[Phase, float]:
+    """Milliseconds in each phase, scaled so that they add up to a clean step."""
+    if not steps or not step_ms:
+        return {}
+    names = dict.fromkeys(name for step in steps for name in step.phases)
+    means = {name: middle_mean([step.phases.get(name, 0.0) for step in steps]) for name in names}
+    total = sum(means.values())
+    return {name: mean * step_ms / total for name, mean in means.items() if mean}
+
+
+def _paging(steps: Sequence[StepFact]) -> Paging | None:
+    """On average, since the system's time is counted in ticks; None where it gave next to nothing."""
+    if not steps or not (pages := sum(step.pages for step in steps) / len(steps)) > _PAGES:
+        return None
+    return Paging(pages=pages, system_ms=sum(step.system_ms for step in steps) / len(steps))
+
+
+def _attributed(phases: dict[Phase, float]) -> float | None:
+    if not phases:
+        return None
+    return 1 - phases.get("unattributed", 0.0) / sum(phases.values())
+
+
+def _updated(modules: list[ModuleTime], update_ms: float | None) -> list[ModuleTime]:
+    """Modules whose updates add up to the phase of the update, where the model's own is known."""
+    whole_ms = next((one.update_ms for one in modules if not one.name), None)
+    if not whole_ms or not update_ms:
+        return modules
+    factor = update_ms / whole_ms
+    return [
+        one if one.update_ms is None else one.model_copy(update={"update_ms": one.update_ms * factor})
+        for one in modules
+    ]
+
+
+def _optimizers(facts: Facts, phases: dict[Phase, float], scale: float) -> list[dict]:
+    if facts.optimizers or facts.updates or facts.awaited or not facts.by_hand or "update" not in phases:
+        return _as_in_phase(facts.optimizers, phases.get("update"), scale)
+    updating = [one for one in facts.operators if one["phase"] == "update" and one["where"]]
+    where = max(updating, key=lambda one: one["ms"])["where"] if updating else facts.anchor
+    by_hand: dict[str, Any] = {"kind": "by hand", "where": where, "implementation": "", "groups": [], "steps": 1.0}
+    return [{**by_hand, "ms": phases["update"]}]
+
+
+def _as_in_phase(found: list[dict], update_ms: float | None, scale: float) -> list[dict]:
+    """Scales the optimizers' times to a clean step. Their sum is at most the phase, which also has clipping and `zero_grad`."""
+    clocked_ms = sum(one["ms"] for one in found)
+    factor = min(scale, update_ms / clocked_ms) if update_ms and clocked_ms else scale
+
+    def scaled(group: dict) -> dict:
+        return group | {"ms": None if group["ms"] is None else group["ms"] * factor}
+
+    return [one | {"ms": one["ms"] * factor, "groups": [*map(scaled, one["groups"])]} for one in found]
+
+
+def _few(uses: list[OptimizerUse]) -> list[OptimizerUse]:
+    if len(uses) <= _OPTIMIZERS:
+        return uses
+    return sorted(joined(uses), key=lambda one: -one.ms)[:_OPTIMIZERS]
+
+
+def _habit(seen: dict, steps: Sequence[StepFact], phases: dict[Phase, float], step_ms: float | None) -> Habit:
+    """With what it costs as far as only all steps tell: memory, and the part of the backward, or share of all, that it has."""
+    known = {name: value for name, value in seen.items() if name not in ("part", "share")}
+    if share := seen.get("share"):
+        known["ms"] = share * (step_ms or 0.0)
+    if part := seen.get("part"):
+        known["ms"] = (seen["ms"] or 0.0) + part * phases.get("backward", 0.0)
+    return Habit.model_validate({**known, "bytes": _growth(seen["what"], steps)})
+
+
+def _growth(what: str, steps: Sequence[StepFact]) -> float | None:
+    """Bytes by which memory grew per step, where a graph is kept."""
+    if what not in ("kept graph", "carried graph") or len(steps) < _FEW:
+        return None
+    held = [step.memory for step in steps if step.memory]
+    half = len(held) // 2
+    if not half:
+        return None
+    earlier, later = median(held[:half]), median(held[half:])
+    return max(0.0, (later - earlier) / (len(steps) / 2))
+
+
+def _apart(facts: Facts, steps: Sequence[StepFact], usual: set[str], step_ms: float | None) -> Apart:
+    """What the irregular steps took beyond a regular one, and what the others are known to have taken beside."""
+    spent = {"evaluation": 0.0, "checkpoint": 0.0, "other": 0.0}
+    for step in steps:
+        excess = max(0.0, step.ms - (step_ms or 0.0))
+        unusual = set(step.flags) - usual
+        if not unusual and excess <= (SEVERAL - 1) * (step_ms or 0.0):
+            continue
+        for what in ("checkpoint", "evaluation"):
+            taken = min(excess, step.apart_ms.get(what, 0.0)) if what in unusual else 0.0
+            spent[what] += taken
+            excess -= taken
+        loaded = any(flag.startswith("loader") for flag in unusual)
+        if loaded or not any(flag.startswith("update") for flag in unusual):  # else it is told of by itself
+            spent["evaluation" if loaded else "other"] += excess
+    for what in {"evaluation", "checkpoint"} - usual:  # in steps that count for nothing else, as far as it was seen
+        looked_at = (step for step in facts.steps if step.kind not in ("early", "clean", "instrumented"))
+        spent[what] += facts.between_ms.get(what, 0.0) + sum(step.apart_ms.get(what, 0.0) for step in looked_at)
+    return Apart(
+        warm_up_s=facts.warm_up_s,
+        compile_s=facts.compile_s,
+        evaluation_s=spent["evaluation"] / 1e3,
+        checkpoint_s=spent["checkpoint"] / 1e3,
+        other_s=spent["other"] / 1e3,
+        updates=_seldom(facts, steps, usual),
+    )
+
+
+def _seldom(facts: Facts, steps: Sequence[StepFact], usual: set[str]) -> list[SeldomUpdate]:
+    """Optimizers that step now and then, those as one that step together; how much longer steps are with them, and where."""
+    unusual = [set(step.flags) - usual for step in steps]
+    regular = {kind: _regular(steps, kind, usual) for kind in ("clean", "instrumented")}
+    held: dict[tuple[int, ...], list[dict]] = {}
+    for one in facts.seldom:
+        if one["flag"] not in usual:
+            held.setdefault(tuple(n for n, flags in enumerate(unusual) if one["flag"] in flags), []).append(one)
+    found = []
+    for numbers, ones in held.items():
+        together = {one["flag"] for one in ones}
+        ms, phases = _longer([steps[n] for n in numbers if unusual[n] == together], regular)
+        kind = " and ".join(dict.fromkeys(one["kind"] for one in ones))
+        found.append(SeldomUpdate(kind=kind, where=ones[0]["where"], every=ones[0]["every"], ms=ms, phases=phases))
+    return found
+
+
+def _longer(steps: Sequence[StepFact], regular: dict[str, list[StepFact]]) -> tuple[float | None, dict[Phase, float]]:
+    """By how many milliseconds steps are longer than regular ones of their kind, and in which phases."""
+    usual_ms = {kind: median(step.ms for step in ones) for kind, ones in regular.items() if ones}
+    excess = [step.ms - usual_ms[step.kind] for step in steps if step.kind in usual_ms]
+    if not excess:
+        return None, {}
+    ms, closely = max(0.0, median(excess)), [step for step in steps if step.kind == "instrumented"]
+    names = dict.fromkeys(name for step in closely for name in step.phases)
+    more = {name: _mean(closely, name) - _mean(regular["instrumented"], name) for name in names}
+    total = sum(extra for extra in more.values() if extra > 0)
+    return ms, {name: extra * ms / total for name, extra in more.items() if extra > 0}
+
+
+def _mean(steps: Sequence[StepFact], phase: Phase) -> float:
+    return middle_mean([step.phases.get(phase, 0.0) for step in steps]) if steps else 0.0
+
+
+def _overhead(steps: Sequence[StepFact], usual: set[str]) -> Overhead | None:
+    """From pairs of a clean step and the instrumented one next to it; None with too few for an interval."""
+    kept = {id(step) for kind in ("clean", "instrumented") for step in _regular(steps, kind, usual)}
+    pairs = [
+        sorted((first, second), key=lambda step: step.kind)  # the clean one first
+        for first, second in zip(steps[::2], steps[1::2], strict=False)
+        if id(first) in kept and id(second) in kept
+    ]
+    if not pairs:
+        return None
+    ratio = ratio_of([second.ms for _, second in pairs], [first.ms for first, _ in pairs], confidence=_CONFIDENCE)
+    if ratio.low is None or ratio.high is None:
+        return None
+    return Overhead(ratio=ratio.median, low=ratio.low, high=ratio.high, instrumented=len(pairs), clean=len(pairs))
+
+
+def _notes(facts: Facts, measured: Sequence[StepFact]) -> list[str]:
+    if not facts.torch:
+        return ["it never imported torch, so there are no steps; times are of the whole run"]
+    if not facts.trained and facts.children:
+        many = f"{facts.children} other processes" if facts.children > 1 else "another process"
+        return [
+            f"it never trained in this process, but started {many}: if it trains there, it isn't watched; "
+            "let one process train by itself to profile it"
+        ]
+    if not facts.trained and facts.closed:
+        return []
+    if not facts.trained:
+        return [
+            "it imported torch, but no gradient was computed and no optimizer stepped: it never trained here; "
+            "times of lines are of the whole run"
+        ]
+    if not measured:
+        seen = f"{facts.trained} updates or backwards were seen, too few or too irregular"
+        rest = "times are of a while of training as a whole" if facts.steps else "no more is known"
+        return [f"steps couldn't be told apart: {seen}; {rest}"]
+    notes = []
+    if len(measured) < 2 * _FEW:
+        notes.append(f"only {len(measured)} step{'s'[: len(measured) - 1]} could be measured, so the times are rough")
+    if facts.by_hand and (facts.updates or facts.awaited):
+        notes.append(_too_few_updates(facts, measured))
+    elif facts.by_hand:
+        notes.append(
+            "no optimizer stepped while it was watched: each backward counts as a step, and the update is what follows it"
+        )
+    elif facts.updates_inside and not facts.updates:
+        notes.append("updates run inside the backward: each backward counts as a step")
+    if facts.functional:
+        notes.append("no module was called, so making the batch, forward and loss can't be told apart")
+    return notes
+
+
+def _too_few_updates(facts: Facts, measured: Sequence[StepFact]) -> str:
+    times = (
+        f"stepped only {facts.updates} time{'s'[: facts.updates - 1]}" if facts.updates else "was made, but didn't step"
+    )
+    longer = (
+        f"--steps {max(DEFAULT_STEPS, 2 * len(measured))} watches it for longer" if facts.closed else "train for longer"
+    )
+    return (
+        f"an optimizer {times} while it was watched, too seldom to tell its steps apart: each backward counts as one, and "
+        f"updates are left out; {longer} to profile it"
+    )

@@ -1,0 +1,1 @@
+"""Times of modules and of Python lines."""

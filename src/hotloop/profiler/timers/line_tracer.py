@@ -1,0 +1,143 @@
+"""Knows at any time which line of the user's own code the thread is at, by Python's own tracing, in a few steps."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from types import CodeType, FrameType
+from typing import Any
+
+from hotloop.profiler.base.call_sites import is_step
+from hotloop.profiler.base.transparency import forget_variables, keeps_variables, unseen
+
+_SUSPENDED = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
+
+Line = tuple[str, int]
+"""File and line."""
+
+
+@unseen
+class Follower:
+    """Follows the lines of frames that are the user's own, from the innermost one that runs when it begins.
+
+    A frame whose code may keep its dictionary of variables isn't followed, since Python fills that in for each line.
+
+    Attributes:
+        line: the innermost line of the user's; None before there was one, and where `hide` says so.
+    """
+
+    def __init__(self, is_own: Callable[[CodeType], bool], moved: Callable[[], None]) -> None:
+        self._is_own, self._moved = is_own, moved
+        self._own: dict[CodeType, bool] = {}
+        self._lines: list[Line | None] = []
+        self._frames: list[FrameType] = []
+        self._ran: Counter[Line] = Counter()
+        self._called: Counter[tuple[CodeType, int, int]] = Counter()
+        self._on = self._entered = False
+
+    @property
+    def lines(self) -> Sequence[Line | None]:
+        """All of them, from the outermost on."""
+        return self._lines
+
+    @property
+    def line(self) -> Line | None:
+        return self._lines[-1] if self._lines else None
+
+    @property
+    def runs(self) -> Counter[Line]:
+        """How often each line ran since it began, or one call on it called something, as `map` does, if that is more."""
+        found = self._ran.copy()
+        for (code, line, _), often in self._called.items():
+            found[code.co_filename, line] = max(found[code.co_filename, line], often)
+        return found
+
+    def functions(self) -> dict[Line, str]:
+        """The user's functions that ran so far, by their lines."""
+        own = [code for code, is_own in self._own.items() if is_own]
+        return {
+            (one.co_filename, line): one.co_qualname for one in own for _, _, line in one.co_lines() if line is not None
+        }
+
+    def begin(self) -> bool:
+        """False where a debugger or a coverage tool traces already; nothing is followed then."""
+        self._lines, self._ran, self._called = [], Counter(), Counter()
+        if sys.gettrace() is not None:
+            return False
+        self._frames = list(self._running(sys._getframe(1)))
+        for frame in reversed(self._frames):
+            self._lines.append((frame.f_code.co_filename, frame.f_lineno))
+            frame.f_trace = self._step
+        self._on = True
+        sys.settrace(self._call)
+        return True
+
+    def end(self) -> None:
+        if not self._on:
+            return
+        sys.settrace(None)
+        self._on = False
+        for frame in [*self._frames, *self._running(sys._getframe(1))]:
+            frame.f_trace = None
+            forget_variables(frame)
+        self._lines, self._frames = [], []
+
+    def hide(self) -> None:
+        """What runs from here on was not called by the line that is on, as in a backward pass."""
+        self._lines.append(None)
+
+    def unhide(self, depth: int) -> None:
+        """Takes back to what it was at that depth."""
+        del self._lines[depth:]
+
+    @property
+    def depth(self) -> int:
+        return len(self._lines)
+
+    def _running(self, frame: FrameType | None) -> Iterator[FrameType]:
+        """Frames of the user's own on the stack, from the innermost on; not those that have a Task trained."""
+        while frame is not None and not is_step(frame.f_code):
+            if self._owns(frame.f_code):
+                yield frame
+            frame = frame.f_back
+
+    def _owns(self, code: CodeType) -> bool:
+        own = self._own.get(code)
+        if own is None:
+            own = self._own[code] = self._is_own(code) and not keeps_variables(code)
+        return own
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not self._owns(frame.f_code):
+            self._note_call(frame)
+            return None
+        if frame.f_code.co_flags & _SUSPENDED and all(known is not frame for known in self._frames):
+            self._frames.append(frame)
+        self._lines.append((frame.f_code.co_filename, frame.f_lineno))
+        self._entered = True  # its first line may be the one that it begins at, as a lambda's is
+        return self._step
+
+    def _note_call(self, frame: FrameType) -> None:
+        """A library's function begins; one that goes on, such as a generator of parameters, isn't called again.
+
+        Several modules that one line calls make no loop of it: each is called by an instruction of its own.
+        """
+        caller = frame.f_back
+        if caller is not None and self._owns(caller.f_code) and not frame.f_code.co_flags & _SUSPENDED:
+            self._called[caller.f_code, caller.f_lineno, caller.f_lasti] += 1
+
+    def _step(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            now = (frame.f_code.co_filename, frame.f_lineno)
+            self._ran[now] += 1
+            if self._lines and (self._entered or self._lines[-1] != now):
+                self._entered = False
+                self._lines[-1] = now
+                self._moved()
+        elif event == "return" and self._lines:
+            self._entered = False
+            self._lines.pop()
+            self._moved()
+        return self._step

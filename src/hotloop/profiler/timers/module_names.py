@@ -1,0 +1,316 @@
+"""Names of modules that were seen at work: by which their model knows them, and which variable holds the model."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.loss import _Loss
+
+from hotloop.core.records.profile import ModuleTime
+from hotloop.profiler.base.transparency import unseen, variables
+
+_SCANS = 4
+"""So often at most are all objects of the process looked through for the models that modules belong to."""
+
+_WRAPPERS = ("_orig_mod", "module")
+"""Attributes by which torch's own wrappers (torch.compile, data parallel ones) hold the model."""
+
+_FRAMES = 40
+
+
+class Name(NamedTuple):
+    """Which model, and which of its modules; `model` is empty for parts in parentheses, which belong to none."""
+
+    model: str
+    path: str
+
+    @property
+    def is_part(self) -> bool:
+        return not self.model
+
+
+LOSS = Name("", "(loss)")
+
+
+@unseen
+class Place:
+    """What is known of a module's name; it doesn't keep the module alive.
+
+    Attributes:
+        name: None until a Namer has found it.
+        kind: its class.
+        inside: the module in whose forward it was first called; None for an outermost one.
+        variable: that held an outermost module where it was called; empty if it wasn't found.
+    """
+
+    __slots__ = ("_ref", "inside", "kind", "name", "variable")
+
+    def __init__(self, module: nn.Module | None, kind: str, inside: Place | None = None, variable: str = "") -> None:
+        self._ref = None if module is None else weakref.ref(module)
+        self.kind, self.inside, self.variable = kind, inside, variable
+        self.name: Name | None = None
+
+    @classmethod
+    def part(cls, name: str) -> Place:
+        """Of what belongs to no module, such as `(loss)`."""
+        place = cls(None, "")
+        place.name = Name("", name)
+        return place
+
+    @classmethod
+    def met(cls, module: nn.Module, inside: Place | None, caller: FrameType) -> Place:
+        """Of a module that is about to be called from that frame."""
+        return cls(module, type(module).__name__, inside, "" if inside else variable_of(module, caller))
+
+    @property
+    def module(self) -> nn.Module | None:
+        return None if self._ref is None else self._ref()
+
+    @property
+    def alive(self) -> bool:
+        return self._ref is None or self._ref() is not None
+
+
+class Namer:
+    """Gives places their names.
+
+    Attributes:
+        kinds: class of each module of the models found, by name, each before those inside it.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[Name, str] = {}
+        self._models: dict[str, weakref.ref[nn.Module]] = {}
+        self._scans = 0
+        self._by_id: dict[int, Name] = {}
+
+    def name(self, places: Sequence[Place]) -> None:
+        """Names those that have no name yet; a module that is gone goes by its class, inside of where it was called."""
+        unnamed = [place for place in places if place.name is None]
+        if not unnamed:
+            return
+        known = self._known()
+        if any(id(place.module) not in known for place in unnamed if place.alive) and self._scans < _SCANS:
+            self._scans += 1
+            self._find_models(unnamed, known)
+            known = self._known()
+        for place in unnamed:
+            place.name = known.get(id(place.module)) if place.alive else None
+        for place in unnamed:
+            place.name = place.name or self._fallback(place)
+            self.kinds.setdefault(place.name, place.kind)
+
+    def know(self, model: nn.Module) -> None:
+        """Notes a model that may never be called itself."""
+        self._models[self._label(model, [])] = weakref.ref(model)
+        self._known()
+
+    def name_of(self, module: int) -> Name | None:
+        """The name of a module of the models found, by its id."""
+        return self._by_id.get(module)
+
+    def _known(self) -> dict[int, Name]:
+        """Names of all modules of the models found, by id."""
+        found: dict[int, Name] = {}
+        for label, ref in self._models.items():
+            model = ref()
+            if model is None:
+                continue
+            for path, module in model.named_modules():
+                name = named(label, model, path)
+                found.setdefault(id(module), name)
+                if not isinstance(module, _wrapper_types()):
+                    self.kinds[name] = type(module).__name__
+        self._by_id = found
+        return found
+
+    def _find_models(self, places: Sequence[Place], known: dict[int, Name]) -> None:
+        """Notes the models that modules without a name belong to: the outermost modules that hold them."""
+        holders = _holders()
+        for place in places:
+            module = place.module
+            if module is None or id(module) in known or is_generated(place):
+                continue
+            model, seen = module, {id(module)}
+            while (holder := holders.get(id(model))) is not None and id(holder) not in seen:
+                model = holder
+                seen.add(id(model))
+            if all(ref() is not model for ref in self._models.values()):
+                self._models[self._label(model, places)] = weakref.ref(model)
+
+    def _label(self, model: nn.Module, places: Sequence[Place]) -> str:
+        variable = next((place.variable for place in places if place.module is model and place.variable), "")
+        label = variable or type(model).__name__.lower()
+        taken = sum(1 for other in self._models if other.rstrip("0123456789") == label)
+        return f"{label}{taken + 1}" if taken else label
+
+    def _fallback(self, place: Place) -> Name:
+        if is_generated(place):
+            return self._of(place.inside) if place.inside else Name("", "(compiled)")
+        if place.inside is None:
+            return Name("", f"({place.variable or place.kind})")
+        inside = self._of(place.inside)
+        return Name(inside.model, f"{inside.path}.({place.kind})".removeprefix("."))
+
+    def _of(self, place: Place) -> Name:
+        return place.name or self._fallback(place)
+
+
+def named(label: str, model: nn.Module, path: str) -> Name:
+    """The name of a module of a model; one without parameters, such as a loss, is a part."""
+    if next(model.parameters(), None) is None:
+        is_loss = isinstance(model, _Loss) or type(model).__name__.lower().endswith("loss")
+        return LOSS if is_loss else Name("", f"({label})")
+    steps = path.split(".")
+    while steps and steps[0] in _WRAPPERS and isinstance(model, _wrapper_types()):
+        model = getattr(model, steps.pop(0))
+    return Name(label, ".".join(step for step in steps if step != "_orig_mod"))
+
+
+@unseen
+def variable_of(value: Any, frame: FrameType | None) -> str:
+    """The variable, or attribute of `self`, that holds a value in the nearest calling frame that has one."""
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        for names in _scopes(frame):
+            found = next((name for name, other in names.items() if other is value and name != "self"), "")
+            if found:
+                return found
+        frame = frame.f_back
+    return ""
+
+
+@unseen
+def _scopes(frame: FrameType) -> Iterator[dict[str, Any]]:
+    """Names that code in a frame sees: its own, those of its `self`, and those of its file."""
+    names = variables(frame)
+    if names is not None:
+        yield names
+        yield getattr(names.get("self"), "__dict__", {})
+    yield frame.f_globals
+
+
+def _holders() -> dict[int, nn.Module]:
+    """Which module holds a module, by the id of the latter, among all objects of the process."""
+    found: dict[int, nn.Module] = {}
+    for value in gc.get_objects():
+        # isinstance would ask the object itself, and proxies answer by loading what they stand for.
+        if issubclass(type(value), nn.Module) and "_modules" in vars(value):
+            for child in value._modules.values():
+                if child is not None:
+                    found.setdefault(id(child), value)
+    return found
+
+
+def is_generated(place: Place) -> bool:
+    """Whether it is code that a compiler made, rather than a module of the user's."""
+    return place.kind in ("GraphModule", "InterpreterModule") and not place.variable
+
+
+def _wrapper_types() -> tuple[type, ...]:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
+    compiled = (dynamo.OptimizedModule,) if dynamo is not None else ()
+    return (*compiled, nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+class Own(NamedTuple):
+    """Of one module per step, without the modules inside it."""
+
+    forward_ms: float
+    backward_ms: float
+    calls: float
+
+    def __add__(self, other: Own) -> Own:  # type: ignore[override]
+        return Own(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def tree(own: Mapping[Name, Own], kinds: Mapping[Name, str], step_ms: float | None) -> list[ModuleTime]:
+    """Modules with everything inside them, each before those inside it; parts in parentheses stand last.
+
+    Args:
+        own: by name.
+        kinds: class by name, in the order in which the models define them.
+        step_ms: that `share` is of; None for the sum of all modules.
+    """
+    nothing = Own(0.0, 0.0, 0.0)
+    total: dict[Name, Own] = {}
+    for name, times in own.items():
+        for above in upwards(name):
+            total[above] = total.get(above, nothing) + times
+    models = dict.fromkeys(name.model for name in total if not name.is_part)
+    whole_ms = step_ms or sum(times.forward_ms + times.backward_ms for times in own.values())
+    return [
+        ModuleTime(
+            name=spelled(name, alone=len(models) == 1),
+            kind=kinds.get(name, ""),
+            calls=own.get(name, nothing).calls,
+            forward_ms=total[name].forward_ms,
+            backward_ms=total[name].backward_ms,
+            own_forward_ms=own.get(name, nothing).forward_ms,
+            own_backward_ms=own.get(name, nothing).backward_ms,
+            share=(total[name].forward_ms + total[name].backward_ms) / whole_ms if whole_ms else 0.0,
+        )
+        for name in _ordered(total, kinds)
+    ]
+
+
+def spelled(name: Name, *, alone: bool) -> str:
+    """As a record gives it: the model's name stands before only where there are several models."""
+    return name.path if alone or name.is_part else f"{name.model}.{name.path}".removesuffix(".")
+
+
+def upwards(name: Name) -> Iterator[Name]:
+    """A name and those of all modules around it."""
+    yield name
+    path = name.path
+    while path and not name.is_part:
+        path = path.rpartition(".")[0]
+        yield Name(name.model, path)
+
+
+def _ordered(names: Mapping[Name, Own], kinds: Mapping[Name, str]) -> list[Name]:
+    """Models first, each with its modules as it defines them; a module stands before those inside it."""
+    place = {name: at for at, name in enumerate(kinds)}
+    models = list(dict.fromkeys(name.model for name in kinds))
+
+    def key(name: Name) -> tuple:
+        around = [place.get(above, len(place)) for above in reversed(list(upwards(name)))]
+        return name.is_part, models.index(name.model) if name.model in models else len(models), around, name
+
+    return sorted(names, key=key)
+
+
+@unseen
+class Inputs:
+    """Of the modules that were called in one step; it keeps none of the inputs alive."""
+
+    def __init__(self) -> None:
+        self._given: defaultdict[tuple, dict[int, Place]] = defaultdict(dict)
+
+    def note(self, place: Place, inside: Place | None, args: tuple) -> None:
+        """A module is called, inside of another one's forward."""
+        first = args[0] if args else None
+        if inside is None or not isinstance(first, Tensor):
+            return
+        # There may be no memory, as of what torch.func maps; the script's modes hear nothing.
+        with suppress(RuntimeError, NotImplementedError), torch._C.DisableTorchFunction():
+            memory = StorageWeakRef(first.untyped_storage())  # which no other tensor gets as long as this is there
+            # What was written there since is another input, as in a stack of layers that add to one tensor.
+            self._given[id(inside), place.kind, memory, first._version][id(place)] = place
+
+    def alike(self) -> Iterator[tuple[Place, int]]:
+        """Each of several modules of a kind that were given the same memory, and how many they are."""
+        for places in self._given.values():
+            if len(places) > 1:
+                yield from ((place, len(places)) for place in places.values())

@@ -1,0 +1,363 @@
+"""Forward and backward of each module, timed as one would by hand, in steps that are otherwise the script's own.
+
+One clock runs along the thread that trains, and at each instant one module owns it: the innermost one whose forward is
+running, or whose forward made the node of the graph that is running backward. So times add up by construction, and what
+the clock does itself is left out.
+
+- Forward: `nn.Module.__call__` is replaced during a step. torch's global hooks would make each call take another path,
+  which compiled modules notice and compile again for.
+- Backward: torch numbers the nodes of the graph as they are made, per thread, and runs them backward from the highest
+  number down. So the numbers between entering a module and leaving it are its nodes, and a hook is needed only where the
+  owner changes. Gradients of parameters are accumulated right after the node that made them.
+- A forward that runs during backward, as checkpointing does, is part of the backward of the module that it computes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from hotloop.core.records.profile import ModuleTime
+from hotloop.profiler.base.schedule import middle_mean
+from hotloop.profiler.base.transparency import unseen
+from hotloop.profiler.hooks.module_calls import Seams
+from hotloop.profiler.timers.module_names import Name, Namer, Own, Place, is_generated, tree
+
+CALLS, REPEATS = 100, 3
+
+
+class Clock(Protocol):
+    cost_ns: int
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class _View(nn.Module):
+    """Makes a node for the graph, and does nothing; without `forward`, around which torch would call the script's hooks."""
+
+    def _call_impl(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+
+def measured_handover(clock: Clock) -> tuple[float, float]:
+    """Nanoseconds that each call of a module adds forward, and each change of the module backward; takes 10 ms.
+
+    The script's modes hear nothing of it.
+    """
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        plain, clocked = [_pass_ns(None) for _ in range(REPEATS)], [_pass_ns(clock) for _ in range(REPEATS)]
+    forward, backward = (min(run[at] for run in clocked) - min(run[at] for run in plain) for at in (0, 1))
+    return max(0.0, forward / CALLS), max(0.0, backward / CALLS)
+
+
+def _pass_ns(clock: Clock | None) -> tuple[int, int]:
+    """Forward and backward through modules that take turns, less what the clock says that it took."""
+    turns = (_View(), _View())
+    x = first = torch.zeros(1, device="cpu", requires_grad=True)
+    if clock is not None:
+        clock.begin()
+    began, cost = time.perf_counter_ns(), 0
+    for number in range(CALLS):
+        x = turns[number % 2](x)
+    forward = time.perf_counter_ns()
+    if clock is not None:
+        cost = clock.cost_ns
+    torch.autograd.grad(x, first)
+    backward = time.perf_counter_ns()
+    if clock is None:
+        return forward - began, backward - forward
+    clock.end()
+    return forward - began - cost, backward - forward - (clock.cost_ns - cost)
+
+
+FORWARD, BACKWARD = 0, 1
+
+_LEAF = 2**64 - 1
+"""The number of the nodes that accumulate gradients."""
+
+_STEPS = 512
+"""Of so many steps at most are the times of a module kept."""
+
+_MOST_MADE = 1_000_000
+"""Changes of the owner within a step that are kept at most."""
+
+
+@unseen
+class Owner:
+    """Who owns the clock: a module, or a part of the step that belongs to none.
+
+    Attributes:
+        place: what is known of its name so far.
+        ns: own forward and backward time in this step.
+        calls: of its forward in this step, those that backward repeats left out.
+        inside: how often, forward and backward, the clock was handed over while this one had it.
+    """
+
+    __slots__ = ("calls", "inside", "ns", "place")
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.ns = [0, 0]
+        self.calls = 0
+        self.inside = [0, 0]
+
+    def clear(self) -> None:
+        self.ns, self.calls, self.inside = [0, 0], 0, [0, 0]
+
+
+@unseen
+class ModuleClock:
+    """Times modules in the steps between `begin()` and `end()`; in between steps nothing of it is installed.
+
+    Attributes:
+        cost_ns: time that the clock itself took in the current or last step; it is in none of the modules' times.
+        notes: what it couldn't see, in sentences.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], int] = time.perf_counter_ns,
+        handover_ns: tuple[float, float] | None = None,
+        namer: Namer | None = None,
+    ) -> None:
+        """
+        Args:
+            now: the clock, in nanoseconds.
+            handover_ns: what handing it over takes, forward and backward; None measures that.
+            namer: that others use too, so that all give the same names.
+        """
+        self.cost_ns = 0
+        self.notes: list[str] = []
+        self._now = now
+        self._namer = namer or Namer()
+        self._owners: dict[int, Owner] = {}
+        self._outside, self._after = Owner(Place.part("(functional)")), Owner(Place.part("(loss)"))
+        self._apart = Owner(Place.part("(apart)"))
+        self._times: dict[Name, _Times] = {}
+        self._steps = 0
+        self._active = False
+        self._seams = Seams(self)
+        self._handover_ns = handover_ns
+
+    def begin(self) -> None:
+        """A step starts, on this thread."""
+        if self._handover_ns is None:
+            self._handover_ns = measured_handover(ModuleClock(handover_ns=(0.0, 0.0)))
+        self._owner, self._direction = self._outside, FORWARD
+        self._made: dict[int, tuple[list[int], list[Owner]]] = {}
+        self.cost_ns = 0
+        self._seams.open()
+        self._active = True
+        self._since = self._now()
+
+    def end(self) -> None:
+        """The step has ended: its times are kept, and everything is taken away again."""
+        self._end(keep=True)
+
+    def drop(self) -> None:
+        """The step has ended, and wasn't like the others: its times are forgotten."""
+        self._end(keep=False)
+
+    def _end(self, *, keep: bool) -> None:
+        if not self._active:
+            return
+        self._active = False
+        self._seams.close()
+        self._made = {}
+        owners = [*self._owners.values(), self._outside, self._after]
+        self._namer.name([owner.place for owner in owners])
+        found: dict[Name, Own] = {}
+        for owner in owners:
+            self._add(owner, found)
+            owner.clear()
+        self._apart.clear()
+        self._owners = {key: owner for key, owner in self._owners.items() if owner.place.alive}
+        if keep:
+            for name, step in found.items():
+                self._times.setdefault(name, _Times()).add(step)
+            self._steps += 1
+
+    def close(self) -> None:
+        """Stops for good; what was measured stays."""
+        self.end()
+        self._owners = {}
+
+    def times(self, step_ms: float | None) -> list[ModuleTime]:
+        """The modules of all steps so far as a tree by name, each before those inside it.
+
+        A time with everything inside is the sum of own times, each the mean of the middle half of the steps.
+
+        Args:
+            step_ms: of the step that `share` is of; None makes it the sum of all modules.
+        """
+        return tree(self.own(), self._namer.kinds, step_ms)
+
+    def own(self) -> dict[Name, Own]:
+        """Own times of all modules so far, per step."""
+        return {name: times.per_step(self._steps) for name, times in self._times.items()}
+
+    def _add(self, owner: Owner, found: dict[Name, Own]) -> None:
+        """Own times of an owner, less the handovers that happened while it had the clock, in ms."""
+        assert self._handover_ns is not None
+        own = [max(0.0, owner.ns[at] - owner.inside[at] * self._handover_ns[at]) / 1e6 for at in (FORWARD, BACKWARD)]
+        name = owner.place.name
+        assert name is not None
+        forward = 0.0 if owner in (self._outside, self._after) else own[FORWARD]
+        calls = 0 if is_generated(owner.place) else owner.calls
+        if forward or own[BACKWARD] or calls:
+            found[name] = found.get(name, Own(0.0, 0.0, 0.0)) + Own(forward, own[BACKWARD], calls)
+
+    def enter(self, module: nn.Module, args: tuple) -> Owner:
+        """A module's forward begins; returns who had the clock."""
+        now, before = self._now(), self._owner
+        before.ns[self._direction] += now - self._since
+        owner = self._owners.get(id(module))
+        if owner is None or owner.place.module is not module:
+            inside = None if before in (self._outside, self._after) else before.place
+            owner = self._owners[id(module)] = Owner(Place.met(module, inside, sys._getframe(2)))
+        owner.calls += not self._seams.depth
+        self._hand_to(owner, before, now)
+        return before
+
+    def leave(self, before: Owner) -> None:
+        """A module's forward has ended."""
+        now = self._now()
+        self._owner.ns[self._direction] += now - self._since
+        if before is self._outside and not self._seams.depth:
+            before = self._after
+        self._hand_to(before, None, now)
+
+    def aside(self) -> Owner | None:
+        """What follows in this pass, or until whoever had the clock has it `back`, belongs to no module."""
+        if not self._active:
+            return None
+        before = self._owner
+        self._reach(self._apart, None)
+        return before
+
+    def back(self, before: Owner | None) -> None:
+        """The clock goes on for who had it before."""
+        if self._active and before is not None:
+            self._reach(before, None)
+
+    def _hand_to(self, owner: Owner, counted: Owner | None, now: int) -> None:
+        """The clock goes on for somebody else, who makes the nodes from here on."""
+        if counted is not None:
+            counted.inside[self._direction] += 1
+        numbers, owners = self._made_here()
+        number = torch._C._autograd._get_sequence_nr()
+        if numbers and numbers[-1] == number:
+            owners[-1] = owner
+        else:
+            if len(numbers) >= _MOST_MADE:  # the step goes on and on; of the oldest nodes hardly one is alive
+                del numbers[: _MOST_MADE // 2], owners[: _MOST_MADE // 2]
+            numbers.append(number)
+            owners.append(owner)
+        self._owner = owner
+        self._since = self._now()
+        self.cost_ns += self._since - now
+
+    def _made_here(self) -> tuple[list[int], list[Owner]]:
+        """From which number on who makes the nodes, on this thread."""
+        return self._made.setdefault(threading.get_ident(), ([], []))
+
+    @contextmanager
+    def backward(self, roots: Any) -> Iterator[None]:
+        """A pass of the autograd engine; there may be another one inside it."""
+        now, before, direction = self._now(), self._owner, self._direction
+        before.ns[direction] += now - self._since
+        first, handles = self._hook(roots)
+        self._direction = BACKWARD
+        self._hand_to(first or before, None, now)
+        try:
+            yield
+        finally:
+            now = self._now()
+            self._owner.ns[BACKWARD] += now - self._since
+            for handle in handles:
+                handle.remove()
+            self._direction = direction
+            self._hand_to(before, None, now)
+
+    def _hook(self, roots: Any) -> tuple[Owner | None, list[Any]]:
+        """Hooks the nodes where the owner changes; returns the owner of the first one, and the handles of the hooks."""
+        numbers, owners = self._made_here()
+        handles, first, last = [], None, None
+        for node, number in sorted(_nodes(roots).items(), key=itemgetter(1), reverse=True):
+            at = bisect_right(numbers, number) - 1
+            owner = owners[at] if at >= 0 else self._outside
+            if last is None:
+                first = owner
+            elif owner is not last:
+                handles.append(node.register_prehook(partial(self._reach, owner)))
+                entered = node
+            last = owner
+        if handles and first is not None:
+            handles.append(entered.register_prehook(partial(self._then, first)))
+        return first, handles
+
+    def _then(self, owner: Owner, _: Any) -> None:
+        """Who began a pass gets the clock back at its end: what the engine has to clear away is nobody else's."""
+        Variable._execution_engine.queue_callback(partial(self._reach, owner, None))
+
+    def _reach(self, owner: Owner, _: Any) -> None:
+        """Backward has come to a node of another owner than those before."""
+        now = self._now()
+        self._owner.ns[self._direction] += now - self._since
+        self._hand_to(owner, owner, now)
+
+
+class _Times:
+    """Own times of one name in the steps that it took part in."""
+
+    def __init__(self) -> None:
+        self._forward: deque[float] = deque(maxlen=_STEPS)
+        self._backward: deque[float] = deque(maxlen=_STEPS)
+        self._calls = 0.0
+        self._steps = 0
+
+    def add(self, step: Own) -> None:
+        self._forward.append(step.forward_ms)
+        self._backward.append(step.backward_ms)
+        self._calls += step.calls
+        self._steps += 1
+
+    def per_step(self, steps: int) -> Own:
+        """Of the steps that it took part in, times their share of all steps."""
+        share = self._steps / steps
+        return Own(share * middle_mean(self._forward), share * middle_mean(self._backward), self._calls / steps)
+
+
+def _nodes(roots: Any) -> dict[Any, int]:
+    """All nodes of the graph below with their numbers; those that accumulate gradients left out."""
+    with torch._C.DisableTorchFunction():  # a mode of the script's hears nothing
+        waiting = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
+    found: dict[Any, int] = {}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        number = node._sequence_nr()
+        if number != _LEAF:
+            found[node] = number
+            waiting.extend([following for following, _ in node.next_functions])
+    return found

@@ -1,0 +1,1 @@
+"""Operators and kernels, from torch's own profiler."""

@@ -1,0 +1,96 @@
+"""A small file of a few traced steps for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.profiler.timers.markers import MARK
+from hotloop.profiler.trace.events import Event, Reader
+
+MOST_SPANS = 40_000
+"""The longest are kept."""
+_LARGE = 1_000_000
+"""From so many characters on the file is compressed, which both viewers read."""
+
+
+_NEAR_NS = 20_000
+
+
+class Span(NamedTuple):
+    """Something that lasts, in ns, in a row of the picture."""
+
+    row: str
+    name: str
+    start: int
+    end: int
+    about: dict[str, Any] = {}  # noqa: RUF012
+
+
+def spans_of(reader: Reader, events: Iterable[Event], place: Callable[[str, int], str]) -> list[Span]:
+    """A step as rows: its phases, modules and the user's lines, the operators, and what ran on devices."""
+    spans: list[Span] = []
+    for mark, start, end in reader.segments():
+        module = "" if mark.module is None else (mark.module.path or mark.module.model)
+        line = "" if mark.line is None else place(*mark.line)
+        for row, name in (("phases", mark.ran), ("modules", module), ("lines", line)):
+            _lengthen(spans, Span(row, name, start, end))
+    for maker, node in reader.nodes(events):
+        if maker is not None and maker.module is not None:
+            _lengthen(spans, Span("modules backward", maker.module.path or maker.module.model, node.start, node.end))
+    for event in events:
+        if not event.name.startswith(MARK):
+            row = "operators" if event.thread == reader.thread and event.device == "cpu" else "others"
+            about = {"shapes": [shape for shape in event.shapes if shape]} if any(event.shapes) else {}
+            row = row if event.device == "cpu" else event.device
+            spans.append(Span(row, event.name, event.start, event.end, about))
+    return spans
+
+
+def _lengthen(spans: list[Span], span: Span) -> None:
+    """Adds a span, to the one before in its row if that goes by the same name and is near."""
+    if not span.name:
+        return
+    for at in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
+        last = spans[at]
+        if last.row == span.row and last.name == span.name and span.start - last.end < _NEAR_NS:
+            spans[at] = last._replace(end=span.end)
+            return
+    spans.append(span)
+
+
+def write_trace(path: Path, spans: Sequence[Span]) -> Path:
+    """Writes the longest of the spans, in rows in the order in which these first come; returns the file's path.
+
+    A large file is compressed, and its name gets `.gz` at its end.
+    """
+    first = min((span.start for span in spans), default=0)
+    rows = {row: number for number, row in enumerate(dict.fromkeys(span.row for span in spans))}
+    kept = sorted(spans, key=lambda span: span.start - span.end)[:MOST_SPANS]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": row}}
+        for row, number in rows.items()
+    ]
+    events += [
+        {
+            "ph": "X",
+            "name": span.name,
+            "pid": 0,
+            "tid": rows[span.row],
+            "ts": (span.start - first) / 1e3,
+            "dur": (span.end - span.start) / 1e3,
+            **({"args": span.about} if span.about else {}),
+        }
+        for span in sorted(kept, key=lambda span: (span.start, -span.end))
+    ]
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+    if len(text) < _LARGE and path.suffix != ".gz":
+        write_atomic(path, text, "--trace")
+        return path
+    path = path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
+    write_atomic(path, gzip.compress(text.encode()), "--trace")
+    return path

@@ -1,0 +1,316 @@
+"""A profiler's record of a step, read: which operator ran where, for whom, and for how long by itself.
+
+Events on a thread lie inside one another by their times. What an operator does is counted once: those inside of one that
+`counting` knows belong to it, so that `aten::linear` holds what its `aten::addmm` took.
+
+Backward events carry the number of the node that they run, and so find the module and the line whose forward made it.
+Kernels on a device carry the number of the operator that launched them.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from hotloop.core.records.profile_terms import Phase
+from hotloop.profiler.costs.op_cost import Counts
+from hotloop.profiler.timers.line_tracer import Line
+from hotloop.profiler.timers.markers import MARK, Mark
+from hotloop.profiler.trace.inductor_kernels import GRAPH, Launch
+from hotloop.profiler.trace.totals import Within
+
+ENGINE = "autograd::engine::evaluate_function: "
+_WITHIN: dict[str, Within] = {"Optimizer.step#": "step", "Optimizer.zero_grad#": "zero_grad"}
+_UPDATES = tuple(_WITHIN)
+_ACCUMULATES = "AccumulateGrad"
+"""The node inside of which hooks run once a gradient is there; all others run before or after their node."""
+_LOADING = "enumerate(DataLoader)#"
+_WAITING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+_NOT_SHOWN = (MARK, GRAPH, ENGINE, _LOADING, "ProfilerStep#", "## Call CompiledFxGraph", "Pregraph", "AOTDispatcher")
+
+
+@dataclass
+class Event:
+    """An event as the profiler gives it; times in ns.
+
+    Attributes:
+        number: of the node that an operator makes next, or that backward runs; -1 for none.
+        maker: thread that made the node, for backward; 0 otherwise.
+        id: that kernels refer to by `launched_by`.
+        device: `cpu`, or that of a kernel, such as `cuda:0`.
+    """
+
+    name: str
+    thread: int
+    start: int
+    end: int
+    number: int = -1
+    maker: int = 0
+    id: int = 0
+    launched_by: int = 0
+    device: str = "cpu"
+    shapes: Sequence[Any] = ()
+    dtypes: Sequence[str] = ()
+    arguments: Sequence[Any] = ()
+
+
+@dataclass
+class Operator:
+    """One call of an operator.
+
+    Attributes:
+        ns: by itself and what is counted with it.
+        mark: that says for whom it ran; None where nobody knows.
+        line: of the user's.
+        counts: with all that is inside it; None where they aren't known.
+        launch: what a compiled graph says of it; None outside of compiled graphs.
+        kernels: on a device, with their ns.
+        made: numbers of the nodes that it made, first and one past the last.
+        outer: the operator inside of which it ran.
+        within: what of an optimizer's it lies in.
+        hooked: whether `line` called it while a backward ran, and not as a part of what a node computes.
+    """
+
+    event: Event
+    phase: Phase
+    mark: Mark | None
+    line: Line | None
+    counts: Counts | None = None
+    launch: Launch | None = None
+    ns: int = 0
+    kernels: list[Event] = field(default_factory=list)
+    made: tuple[int, int] = (0, 0)
+    outer: Operator | None = None
+    within: Within = ""
+    hooked: bool = False
+
+    @property
+    def outermost(self) -> str:
+        """The name of the outermost of torch's own operators inside of which it ran; empty for none."""
+        around = self.outer
+        if around is None:
+            return ""
+        return around.outermost or (around.event.name if around.event.name.startswith("aten::") else "")
+
+
+class Reader:
+    """Reads the events of one step.
+
+    Args:
+        marks: of the step's trail.
+        counts: of an operator, None where they aren't known; one with counts is counted with all that is inside it.
+
+        graphs: kernels of the compiled graphs, by number.
+
+    Attributes:
+        thread: that was marked.
+    """
+
+    def __init__(
+        self,
+        marks: Sequence[Mark],
+        counts: Callable[[Event], Counts | None],
+        graphs: Sequence[Sequence[Launch]] = (),
+    ) -> None:
+        self._marks, self._counts, self._graphs = marks, counts, graphs
+        self._numbers = [mark.number for mark in marks]
+        self._starts: list[int] = []
+        self.thread = -1
+        self._node: Event | None = None
+
+    def operators(self, events: Iterable[Event]) -> list[Operator]:
+        """Operators on the thread that was marked, and backward on any other, with their kernels."""
+        ordered = sorted(events, key=lambda event: (event.start, -event.end))
+        found_marks = [event for event in ordered if event.name.startswith(MARK)]
+        self._starts = [event.start for event in found_marks]
+        self.thread = found_marks[0].thread if found_marks else -1
+        found: list[Operator] = []
+        by_id: dict[int, Operator] = {}
+        for thread in {event.thread for event in ordered if event.device == "cpu"}:
+            found += self._of_thread([e for e in ordered if e.thread == thread and e.device == "cpu"], by_id)
+        self._leave_closures_out(found)
+        for event in ordered:
+            if event.device != "cpu" and event.launched_by in by_id:
+                by_id[event.launched_by].kernels.append(event)
+        self._note_made(found)
+        return found
+
+    def segments(self) -> Iterator[tuple[Mark, int, int]]:
+        """What held from when to when, in ns, as the marks say."""
+        for number, (start, end) in enumerate(pairwise(self._starts)):
+            if number < len(self._marks):
+                yield self._marks[number], start, end
+
+    def nodes(self, events: Iterable[Event]) -> Iterator[tuple[Mark | None, Event]]:
+        """The nodes that ran backward, with the mark under which each was made."""
+        last: Mark | None = None
+        for event in sorted(events, key=lambda event: event.start):
+            if event.name.startswith(ENGINE):
+                last = self._maker_of(event) if event.number >= 0 else last
+                yield last, event
+
+    def _of_thread(self, events: list[Event], by_id: dict[int, Operator]) -> list[Operator]:
+        found: list[Operator] = []
+        around: list[tuple[Event, Operator | None, _Context]] = []
+        for event in events:
+            while around and around[-1][0].end <= event.start:
+                around.pop()
+            if event.name.startswith(MARK) or event.launched_by:
+                continue
+            outer = around[-1] if around else (None, None, _Context())
+            context = self._context(event, outer[2])
+            operator = self._operator(event, outer[1], context)
+            if operator is not None:
+                by_id[event.id] = operator
+                if operator.event is event:
+                    found.append(operator)
+                    operator.outer = outer[1]
+                    operator.ns += event.end - event.start
+                    if outer[1] is not None and (operator.phase == "update" or not _is_update(outer[1].event)):
+                        outer[1].ns -= event.end - event.start
+            around.append((event, operator if operator is not None else outer[1], context))
+        return found
+
+    def _operator(self, event: Event, outer: Operator | None, context: _Context) -> Operator | None:
+        """The operator that an event is, or is counted with; None for what is no operator."""
+        if outer is not None and outer.counts is not None:
+            return outer
+        if event.name.startswith(_NOT_SHOWN):
+            return None
+        mark, line, hooked = self._whose(event, context)
+        if mark is None and context.node is None:
+            return None
+        hooked = hooked and (outer is None or outer.hooked or outer.event.name.endswith(_ACCUMULATES))
+        phase, counts, launch = self._phase(event, mark, context), self._counts(event), context.launch(event.name)
+        return Operator(event, phase, mark, line, counts, launch, within=context.within, hooked=hooked)
+
+    def _context(self, event: Event, outer: _Context) -> _Context:
+        if event.name.startswith(ENGINE):
+            # A parameter's gradient is accumulated right after the node that made it.
+            self._node = event if event.number >= 0 or self._node is None else self._node
+            return _Context(self._node, outer.update, within=outer.within)
+        if event.name.startswith(GRAPH):
+            number = int(event.name.removeprefix(GRAPH))
+            launches = list(self._graphs[number]) if number < len(self._graphs) else []
+            return _Context(outer.node, outer.update, launches, outer.within)
+        if _is_update(event):
+            within = next(within for name, within in _WITHIN.items() if event.name.startswith(name))
+            return _Context(outer.node, event.start, outer.launches, within)
+        return outer
+
+    def _whose(self, event: Event, context: _Context) -> tuple[Mark | None, Line | None, bool]:
+        """The mark that an event belongs to, the user's line, and whether that called it while a backward ran."""
+        now = self._mark_at(event.start) if event.thread == self.thread else None
+        if context.node is None:
+            return now, now.line if now is not None else None, False
+        made = self._maker_of(context.node)
+        if now is None or not now.deep or now is not self._mark_after(context.node, event):
+            return made, made.line if made is not None else None, False
+        line = now.line or (made.line if made is not None else None)
+        return (now if now.place is not None else made), line, now.line is not None
+
+    def _mark_at(self, start: int) -> Mark | None:
+        at = bisect_right(self._starts, start) - 1
+        return self._marks[at] if 0 <= at < len(self._marks) else None
+
+    def _mark_after(self, node: Event, event: Event) -> Mark | None:
+        """The last mark before an event, if it was left since the node began to run."""
+        at = bisect_right(self._starts, event.start) - 1
+        return self._marks[at] if 0 <= at < len(self._marks) and self._starts[at] >= node.start else None
+
+    def _maker_of(self, node: Event) -> Mark | None:
+        """The mark under which a node was made, unless that was before the step or on another thread."""
+        if node.number < 0 or (node.maker and self.thread >= 0 and node.maker != self.thread):
+            return None
+        at = bisect_right(self._numbers, node.number) - 1
+        return self._marks[at] if at >= 0 else None
+
+    def _phase(self, event: Event, mark: Mark | None, context: _Context) -> Phase:
+        if context.node is not None:
+            return "backward"
+        if context.update is not None and self._updates(mark, context.update):
+            return "update"
+        if mark is None:
+            return "unattributed"
+        if mark.ran in ("python", "unattributed", "loss") and event.name.startswith(_WAITING):
+            return "synchronisation"
+        return mark.ran
+
+    def _updates(self, mark: Mark | None, began: int) -> bool:
+        """Whether what a mark holds for is an optimizer's own; the closure that it calls has marks of its own.
+
+        Where one returns to the optimizer, the line is the one that called that, and the phase may be the closure's yet.
+        """
+        before = self._mark_at(began)
+        if mark is None or mark.ran == "update" or mark is before:
+            return True
+        returned = before is not None and mark.line is not None and mark.line == before.line
+        return returned and mark.place is None and not mark.deep
+
+    def _leave_closures_out(self, found: Iterable[Operator]) -> None:
+        """What an optimizer's closure takes, with all that lies between its operators, is no time of the optimizer's."""
+        for one in found:
+            if one.event.thread == self.thread and _is_update(one.event):
+                inside = (s for s in self.segments() if s[1] >= one.event.start and s[2] <= one.event.end)
+                others = (end - start for mark, start, end in inside if not self._updates(mark, one.event.start))
+                one.ns = max(0, one.ns - sum(others))
+
+    def _note_made(self, found: list[Operator]) -> None:
+        """Which nodes each operator made: from its number up to that of the next one."""
+        forward = [o for o in found if o.event.number >= 0 and o.event.thread == self.thread and o.phase != "backward"]
+        forward.sort(key=lambda operator: operator.event.start)
+        last = self._numbers[-1] if self._numbers else 0
+        after = [operator.event.number for operator in forward[1:]] + [last]
+        for operator, following in zip(forward, after, strict=True):
+            operator.made = (operator.event.number, max(following, operator.event.number))
+        for operator in found:  # outer ones first: within a function of the user's own, autograd sees that alone
+            if (
+                operator.outer is not None
+                and operator.event.number < 0
+                and operator.phase not in ("backward", "update")
+            ):
+                operator.made = operator.outer.made
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What an event lies in: a node that runs backward, an optimizer's update by when it began, a compiled graph with what it
+    has yet to run.
+    """
+
+    node: Event | None = None
+    update: int | None = None
+    launches: list[Launch] = field(default_factory=list)
+    within: Within = ""
+
+    def launch(self, name: str) -> Launch | None:
+        """The next kernel of that name that the graph runs."""
+        for at, launch in enumerate(self.launches):
+            if launch.name == name:
+                return self.launches.pop(at)
+        return None
+
+
+def _is_update(event: Event) -> bool:
+    return event.name.startswith(_UPDATES)
+
+
+def walked(events: Iterable[Event]) -> set[int]:
+    """Numbers of the nodes that ran backward."""
+    return {event.number for event in events if event.name.startswith(ENGINE)}
+
+
+_COPIES = re.compile(r"Memcpy (\w)to(\w)")
+
+
+def copied(kernel: Event) -> str:
+    """From and to which device a kernel copies, such as `cpu>cuda:0`; empty if it doesn't copy between devices."""
+    found = _COPIES.match(kernel.name)
+    if found is None or found[1] == found[2]:
+        return ""
+    sides = {"H": "cpu", "D": kernel.device}
+    return f"{sides.get(found[1], kernel.device)}>{sides.get(found[2], kernel.device)}"

@@ -1,0 +1,108 @@
+"""Labels each node of a captured step with the module that it is of and its phase, as torch's own compiler does.
+
+hotloop captures a compiled step by running it once under torch's tracer (`lowering/compile/capture.py`), which keeps no note of
+modules. In that run the tracer is told of each module that is called, and autograd numbers its nodes as in any step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+from torch.nn.modules.loss import _Loss
+
+from hotloop.core.patches import Patches
+from hotloop.core.records.profile_terms import Phase
+from hotloop.lowering.compile import capture
+from hotloop.profiler.trace.inductor_kernels import PHASE
+
+
+class Labels:
+    """Labels the nodes of the steps that are captured while `on()`."""
+
+    def __init__(self) -> None:
+        self._inside: list[nn.Module | None] = [None]
+        self._numbers: list[int] = []
+        self._makers: list[nn.Module | None] = []
+        self._walked = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        patches = Patches()
+        patches.put(capture, "make_fx", self._tracing)
+        try:
+            yield
+        finally:
+            patches.undo()
+
+    def _tracing(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """In the tracer's own run alone: graphs are copied later, with their labels."""
+
+        @wraps(make)
+        def make_labelled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            run = make(*args, **kwargs)
+
+            def labelled(*inputs: Any) -> Any:
+                patches = Patches()
+                patches.put(PythonKeyTracer, "call_module", self._called)
+                patches.put(fx.Graph, "create_node", self._created)
+                self._walked = False
+                try:
+                    return run(*inputs)
+                finally:
+                    patches.undo()
+
+            return labelled
+
+        return make_labelled
+
+    def _called(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def called(tracer: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._inside.append(module)
+            self._note()
+            try:
+                return call(tracer, module, *args, **kwargs)
+            finally:
+                self._inside.pop()
+                self._note()
+
+        return called
+
+    def _note(self) -> None:
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._makers.append(self._inside[-1])
+
+    def _created(self, create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+        @wraps(create)
+        def created(*args: Any, **kwargs: Any) -> fx.Node:
+            node = create(*args, **kwargs)
+            module, phase = self._now()
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), PHASE: phase}
+            node.meta["nn_module_stack"] = {} if module is None else {str(id(module)): ("", type(module))}
+            return node
+
+        return created
+
+    def _now(self) -> tuple[nn.Module | None, Phase]:
+        """Whose node is made now, and in which phase."""
+        running: Any = torch._C._current_autograd_node()
+        if running is not None:
+            self._walked = True
+            at = bisect_right(self._numbers, running._sequence_nr()) - 1
+            return _in_model(self._makers[at]) if at >= 0 else None, "backward"
+        called = self._inside[-1]
+        if called is None:
+            return None, "update" if self._walked else "loss"
+        self._walked = False
+        return _in_model(called), "loss" if isinstance(called, _Loss) else "forward"
+
+
+def _in_model(module: nn.Module | None) -> nn.Module | None:
+    return None if isinstance(module, _Loss) else module

@@ -1,0 +1,367 @@
+"""Runs a few steps under torch's profiler: which operators ran, for which module, from which line of the user's."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.autograd import ProfilerActivity, ProfilerConfig, ProfilerState
+
+from hotloop.core.patches import Patches
+from hotloop.core.records.profile import OperatorTime
+from hotloop.core.records.profile_terms import Phase
+from hotloop.profiler.costs.op_cost import Counts
+from hotloop.profiler.costs.operator_cost import operator_counts
+from hotloop.profiler.timers.line_tracer import Line
+from hotloop.profiler.timers.markers import Trail, Turn
+from hotloop.profiler.timers.module_names import LOSS, Name, Namer, spelled, upwards
+from hotloop.profiler.trace.chrome_trace import Span, spans_of, write_trace
+from hotloop.profiler.trace.events import Event, Operator, Reader, copied, walked
+from hotloop.profiler.trace.inductor_kernels import Compilations, Launch
+from hotloop.profiler.trace.totals import Key, Traced, together
+
+_SHAPES = 8
+"""Of so many inputs at most are shapes given."""
+_SHOWN = 1000
+"""Records that are given at most, those that take longest."""
+
+
+class Tracer:
+    """Traces the steps between `begin()` and `end()`; in between it only hears of a profiler of the script's own.
+
+    Attributes:
+        notes: what it couldn't see, in sentences.
+    """
+
+    def __init__(
+        self,
+        is_own: Callable[[CodeType], bool],
+        place: Callable[[str, int], str],
+        current_phase: Callable[[], Phase] = lambda: "python",
+        namer: Namer | None = None,
+        compilations: Compilations | None = None,
+        turn: Turn = lambda phase, lines: phase,
+    ) -> None:
+        """
+        Args:
+            is_own: whether code is the user's, and not a library's.
+            place: `file:line`, as records give it.
+            current_phase: of the step.
+            compilations: what was compiled since the script began.
+            namer: that the module clock uses too, so that both give the same names.
+            turn: says the phase by the lines that run, too.
+        """
+        self.notes: list[str] = []
+        self._place, self._namer = place, namer or Namer()
+        self._compilations = compilations or Compilations()
+        self._trail = Trail(is_own, current_phase, turn)
+        self._steps: list[Traced] = []
+        self._spans: list[Span] = []
+        self._joined: tuple[int, Traced] | None = None
+        self._given: tuple[int, list[OperatorTime]] | None = None
+        self._on = self._theirs = False
+        self._thread, self._began = 0, 0.0
+        self._others = Patches()
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            self._others.put(torch.autograd.profiler, name, self._giving_way)
+
+    def begin(self) -> None:
+        """A step starts, on this thread; none is traced once the script has a profiler of its own."""
+        running = torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
+        if self._theirs or running:
+            self._note("The script runs a profiler of its own, so no operators were traced under it.")
+            return
+        with _quiet():
+            torch.autograd._prepare_profiler(_config(), _activities())
+            torch.autograd._enable_profiler(_config(), _activities())
+        self._compilations.begin()
+        self._trail.begin()
+        self._on, self._thread, self._began = True, threading.get_ident(), time.perf_counter()
+        if not self._trail.lines:
+            self._note("A debugger or a coverage tool traces the script, so operators have no lines.")
+
+    def end(self) -> None:
+        """The step has ended: its operators are read, and everything is taken away again."""
+        if not self._on:
+            return
+        ms = (time.perf_counter() - self._began) * 1e3
+        events = [_event(raw) for raw in self._stop().events()]
+        if self._trail.full:
+            self._note("A traced step ran too many lines; what came last in it has no module and no line of its own.")
+        self._namer.name([mark.place for mark in self._trail.marks if mark.place is not None])
+        reader = Reader(self._trail.marks, _counts, self._compilations.graphs)
+        operators = reader.operators(events)
+        backward = walked(events)
+        step = Traced(ms, line_runs=Counter(self._trail.runs), steps=1)
+        for operator in operators:
+            self._add(step, operator, backward)
+        for place, many in self._trail.alike:
+            if place.name is not None:
+                step.alike[place.name] = max(many, step.alike.get(place.name, 0))
+        _note_walls(step, reader, events, whole=not self._trail.full)
+        self._spans += spans_of(reader, events, self._place)
+        self._steps.append(step)
+
+    def drop(self) -> None:
+        """The step has ended, and wasn't like the others: it's forgotten, and everything is taken away again."""
+        if self._on:
+            self._stop()
+
+    def close(self) -> None:
+        """Stops for good; what was traced stays."""
+        self.end()
+        self._others.undo()
+
+    def _stop(self) -> Any:
+        self._on = False
+        self._trail.end()
+        self._compilations.end()
+        return torch.autograd._disable_profiler()
+
+    def _giving_way(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        """There can be but one profiler, and the script's own comes first."""
+
+        @wraps(start)
+        def started(*args: Any, **kwargs: Any) -> Any:
+            self._theirs = True
+            if threading.get_ident() == self._thread:
+                self.drop()
+            return start(*args, **kwargs)
+
+        return started
+
+    @property
+    def _all(self) -> Traced:
+        """All steps so far that were like the others."""
+        if self._joined is None or self._joined[0] != len(self._steps):
+            self._joined = len(self._steps), together(self._steps)
+        return self._joined[1]
+
+    def operators(self) -> list[OperatorTime]:
+        """Per step of those traced, the longest first. Their times are as the profiler saw them: see `matching`."""
+        many = len(self._steps)
+        if self._given is None or self._given[0] != many:  # it is asked for again and again while the script runs
+            self._given = many, self._records()
+        return self._given[1]
+
+    def _records(self) -> list[OperatorTime]:
+        steps, place = max(1, self._all.steps), cache(self._place)
+        functions = self._trail.functions
+        found = [
+            OperatorTime(
+                name=key.name,
+                phase=key.phase,
+                module="" if key.module is None else spelled(key.module, alone=self.alone),
+                where="" if key.line is None else place(*key.line),
+                function="" if key.line is None else functions.get(key.line, ""),
+                calls=total.calls / steps,
+                ms=total.ns / steps / 1e6,
+                shapes=list(key.shapes),
+                dtype=key.dtype,
+                device=key.device,
+                flops=None if total.flops is None else total.flops / steps,
+                bytes=None if total.bytes is None else total.bytes / steps,
+                line_runs=self._runs_of(key.line),
+                used=key.used,
+                copies=key.copies,
+                within=key.within,
+                outer=key.outer,
+                hooked=key.hooked,
+                alike=self._alike_of(key.module),
+            )
+            for key, total in self._all.sums.items()
+        ]
+        return sorted(found, key=lambda operator: -operator.ms)[:_SHOWN]
+
+    def _runs_of(self, line: Line | None) -> float | None:
+        """Per step."""
+        seen = self._all
+        return seen.line_runs[line] / max(1, seen.steps) if line is not None and line in seen.line_runs else None
+
+    def _alike_of(self, module: Name | None) -> int:
+        return max((self._all.alike.get(name, 0) for name in upwards(module)), default=0) if module is not None else 0
+
+    def walls(self) -> dict[tuple[str, Phase], float]:
+        """Milliseconds that each module took forward and backward in a traced step by itself, and each phase without."""
+        steps = max(1, self._all.steps)
+        return {
+            ("" if module is None else spelled(module, alone=self.alone), phase): ns / steps / 1e6
+            for (module, phase), ns in self._all.walls.items()
+        }
+
+    def phases(self) -> dict[Phase, float]:
+        """Milliseconds that each phase took in a traced step, with all that lies between its operators."""
+        return {phase: ns / max(1, self._all.steps) / 1e6 for phase, ns in self._all.phases.items()}
+
+    @property
+    def grounds(self) -> list[Counter[tuple[Phase, Phase]]]:
+        """Of each step that was traced to its end: nanoseconds of each phase of the timeline in each that the lines say."""
+        return self._all.grounds
+
+    def fused(self) -> dict[str, list[str]]:
+        """Modules that compiled kernels compute for, with those that share a kernel with them."""
+        return {
+            spelled(name, alone=self.alone): sorted(spelled(other, alone=self.alone) for other in others if other)
+            for name, others in self._all.fused.items()
+        }
+
+    def inside(self) -> dict[str, Name]:
+        """Those of them that lie inside of a compiled module, or step, by the name that operators give."""
+        return {spelled(name, alone=self.alone): name for name, around in self._all.around.items() if name != around}
+
+    def compiled_shares(self) -> dict[Phase, float]:
+        """Of the time outside of all modules and phases in which a compiled step ran, the shares of its kernels' phases."""
+        wall = self._all.walls.get((None, "unattributed"), 0)
+        total = max(wall, sum(self._all.compiled_ns.values()))
+        return {phase: ns / total for phase, ns in self._all.compiled_ns.items()} if wall else {}
+
+    def write(self, path: Path) -> Path | None:
+        """Writes what was traced as a Chrome trace; returns its path, None if nothing was traced."""
+        return write_trace(path, self._spans) if self._spans else None
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one model."""
+        return len({key.module.model for key in self._all.sums if key.module and not key.module.is_part}) <= 1
+
+    def _add(self, step: Traced, operator: Operator, backward: set[int]) -> None:
+        module = operator.mark.module if operator.mark is not None else None
+        if operator.phase == "backward":
+            module = module or LOSS
+        event, kernels = operator.event, operator.kernels
+        first, last = operator.made
+        used = any(number in backward for number in range(first, last)) if last > first and backward else None
+        key = Key(
+            _name_of(event),
+            operator.phase,
+            module,
+            operator.line,
+            tuple(_shape(shape) for shape in event.shapes[:_SHAPES] if shape),
+            next((_FLOATS[dtype] for dtype in event.dtypes if dtype in _FLOATS), ""),
+            kernels[0].device if kernels else "cpu",
+            next(filter(None, map(copied, kernels)), ""),
+            used,
+            operator.within,
+            operator.outermost,
+            operator.hooked,
+        )
+        ns = sum(kernel.end - kernel.start for kernel in kernels) if kernels else max(0, operator.ns)
+        counts = operator.counts
+        if operator.launch is None or not operator.launch.parts:
+            known = (None, None) if counts is None else (counts.flops, counts.bytes)
+            step.sums[key].add(ns, *known)
+        else:
+            self._add_parts(step, key, operator.launch, ns)
+
+    def _add_parts(self, step: Traced, key: Key, launch: Launch, ns: float) -> None:
+        """A compiled kernel counts for each of its modules by its share of the arithmetic."""
+        names = [self._namer.name_of(part.module) or key.module for part in launch.parts]
+        for part, name in zip(launch.parts, names, strict=True):
+            mine = key._replace(module=name, phase=part.phase or key.phase, line=part.line or key.line)
+            step.sums[mine].add(ns * part.share, part.flops, None)
+            step.compiled_ns[mine.phase] += ns * part.share
+            if name is not None:
+                step.fused[name].update(other for other in names if other not in (None, name))
+                step.around[name] = key.module
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+_FLOATS = {
+    "float": "float32",
+    "double": "float64",
+    "c10::Half": "float16",
+    "c10::BFloat16": "bfloat16",
+    "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128",
+}
+"""The profiler's words for floating-point dtypes."""
+
+
+def _note_walls(step: Traced, reader: Reader, events: list[Event], *, whole: bool) -> None:
+    grounds: Counter[tuple[Phase, Phase]] = Counter()
+    for mark, start, end in reader.segments():
+        step.phases[mark.ran] += end - start
+        if not mark.deep:
+            step.walls[mark.module, mark.ran] += end - start
+            grounds[mark.ground, mark.phase] += end - start
+    for maker, node in reader.nodes(events):
+        step.walls[(maker.module if maker is not None else None) or LOSS, "backward"] += node.end - node.start
+    if whole:
+        step.grounds.append(grounds)
+
+
+def _counts(event: Event) -> Counts | None:
+    return operator_counts(event.name, event.shapes, event.dtypes, event.arguments) if event.shapes else None
+
+
+def _name_of(event: Event) -> str:
+    """The operator's; what asks for another dtype alone has a name of its own beside what asks for a device."""
+    dtype_alone = event.name == "aten::to" and len(event.arguments) == _ARGUMENTS_OF_DTYPE
+    return "aten::to.dtype" if dtype_alone else event.name
+
+
+_ARGUMENTS_OF_DTYPE = 5
+"""Of `aten::to.dtype`: the tensor, the dtype, and three that every `aten::to` has."""
+
+
+def _shape(shape: Any) -> str:
+    """`8x10x28x28`; of a list of tensors, how many, and the first one's."""
+    if isinstance(shape[0], int):
+        return "x".join(map(str, shape))
+    return f"{len(shape)} of {'x'.join(map(str, shape[0]))}"
+
+
+def _event(raw: Any) -> Event:
+    kind = str(raw.device_type()).rpartition(".")[2].lower()
+    return Event(
+        raw.name(),
+        raw.start_thread_id(),
+        raw.start_ns(),
+        raw.end_ns(),
+        raw.sequence_nr(),
+        raw.fwd_thread_id(),
+        raw.correlation_id(),
+        raw.linked_correlation_id(),
+        "cpu" if kind == "cpu" else f"{kind}:{raw.device_index()}",
+        raw.shapes(),
+        raw.dtypes(),
+        raw.concrete_inputs(),
+    )
+
+
+def _activities() -> set[ProfilerActivity]:
+    return {ProfilerActivity.CPU} | ({ProfilerActivity.CUDA} if torch.cuda.is_available() else set())
+
+
+def _config() -> ProfilerConfig:
+    shapes, memory, stacks, flops, modules = True, False, False, False, False
+    return ProfilerConfig(ProfilerState.KINETO, shapes, memory, stacks, flops, modules, _ExperimentalConfig())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler's library would write a line to the script's stderr; it asks for this when it is first used."""
+    before = os.environ.get(_LOG_LEVEL)
+    os.environ[_LOG_LEVEL] = "9"
+    try:
+        yield
+    finally:
+        os.environ.pop(_LOG_LEVEL)
+        if before is not None:
+            os.environ[_LOG_LEVEL] = before
+
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"

@@ -1,0 +1,191 @@
+"""An Explanation in a terminal: each layer's matrices and equations, and how they compare with autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from hotloop.core.format import flops, shape, size
+from hotloop.core.records.explanation import Equation, Explanation, Layer, Matrix
+
+_HEAVIEST = 3
+
+
+def page(explanation: Explanation) -> RenderableType:
+    """A block for each call of a module, and what all come to together."""
+    top = Text(f"{explanation.task}: a batch of {', '.join(explanation.batch)}; {explanation.parameters:,} parameters")
+    legend = Text(
+        "A letter is a matrix, dW the gradient of W; * is number by number. On the right: FLOPs, bytes, and how far the"
+        " equation in plain matrix operations (float64) is from torch and autograd, of its largest number.",
+        style="dim",
+    )
+    blocks = [part for _, layers in groupby(explanation.layers, _call) for part in _block(list(layers))]
+    return Group(top, legend, Text(), *blocks, *_written(explanation), *(Text(line) for line in summary(explanation)))
+
+
+def _written(explanation: Explanation) -> Iterator[RenderableType]:
+    """The same layers as they can be read, and run, in NumPy."""
+    if not explanation.written:
+        return
+    yield Text("What hotloop.arrays has for these, to be read and run (docs/arrays.md):", style="bold")
+    for name, text in explanation.written.items():
+        yield _indented(name)
+        yield Padding(Text(text), (0, 0, 0, 4))
+    yield Text()
+
+
+def _call(layer: Layer) -> tuple[str, int]:
+    return layer.module, layer.call
+
+
+def _block(layers: list[Layer]) -> Iterator[RenderableType]:
+    """What one call of a module does; operations that only move numbers stand together in a line."""
+    if len(layers) == 1:
+        yield from _one(layers[0], title(layers[0]))
+    else:
+        yield Text(_module(layers[0]), style="bold")
+        for moves, some in groupby(layers, _only_moves):
+            if moves:
+                yield _indented(_moved(list(some)))
+                continue
+            for layer in some:
+                for part in _one(layer, f"{layer.operation}{_held(layer)}{_where(layer)}"):
+                    yield Padding(part, (0, 0, 0, 2))
+    yield Text()
+
+
+def _only_moves(layer: Layer) -> bool:
+    return layer.known and not any(one.flops or one.agrees is False for one in layer.equations)
+
+
+def _moved(layers: list[Layer]) -> str:
+    """What only moves numbers, in one line."""
+    names = ", ".join(dict.fromkeys(layer.operation for layer in layers))
+    *ins, _ = layers[0].matrices
+    out = layers[-1].matrices[-1]
+    return f"moves: {names}: {', '.join(shape(one.shape) for one in ins)} -> {shape(out.shape)}"
+
+
+def _one(layer: Layer, heading: str) -> Iterator[RenderableType]:
+    unknown = ("", "") if layer.known else ("  not explained", "yellow")
+    yield Text.assemble((heading, "bold"), unknown)
+    yield _indented(_matrices(layer.matrices))
+    yield from (_indented(note) for note in layer.notes)
+    if layer.equations:
+        yield Padding(_equations(layer), (0, 0, 0, 2))
+
+
+def title(layer: Layer) -> str:
+    """The module and its class; the operation where the class doesn't say it already."""
+    does = "" if layer.kind.lower() == layer.operation.replace("_", "") else f": {layer.operation}"
+    return f"{_module(layer)}{does}{_held(layer)}{_where(layer)}"
+
+
+def _module(layer: Layer) -> str:
+    kind = f" ({layer.kind})" if layer.kind else ""
+    again = f", call {layer.call}" if layer.call > 1 else ""
+    return f"{layer.module or 'the model'}{kind}{again}"
+
+
+def _held(layer: Layer) -> str:
+    return f", {layer.parameters:,} parameters" if layer.parameters else ""
+
+
+def _where(layer: Layer) -> str:
+    return f"  ({_short(layer.where)})" if layer.where else ""
+
+
+def _short(where: str) -> str:
+    return where.replace("\\", "/").rpartition("/")[2]
+
+
+def _matrices(matrices: list[Matrix]) -> str:
+    return "   ".join(f"{one.name} {shape(one.shape)}" for one in matrices)
+
+
+def _indented(text: str) -> Padding:
+    return Padding(Text(text), (0, 0, 0, 2))
+
+
+def _equations(layer: Layer) -> Table:
+    shown = Table.grid(padding=(0, 1), expand=True)
+    shown.add_column(no_wrap=True, min_width=4)
+    shown.add_column(ratio=1, overflow="fold")
+    for width in (10, 8, 7):
+        shown.add_column(justify="right", no_wrap=True, min_width=width)
+    for one in layer.equations:
+        off = Text(_off(one), style="bold red" if one.agrees is False else "")
+        cells = (
+            f"{one.result} =",
+            one.text,
+            flops(one.flops) if one.flops else "",
+            size(one.bytes) if one.bytes else "",
+        )
+        shown.add_row(*(Text(cell) for cell in cells), off)
+    return shown
+
+
+def _off(one: Equation) -> str:
+    """The difference over the largest number compared."""
+    if one.difference is None:
+        return ""
+    return "0" if one.difference == 0 else f"{ratio(one):.0e}"
+
+
+def ratio(one: Equation) -> float:
+    """How far an equation is from autograd, of the largest number that was compared."""
+    assert one.difference is not None
+    return one.difference / one.largest if one.largest else one.difference
+
+
+def summary(explanation: Explanation) -> list[str]:
+    """What the layers come to, whether they agree with autograd, and what isn't explained."""
+    forward = sum(one.flops for layer in explanation.layers for one in layer.forward)
+    lines = [
+        f"Forward {flops(forward)}, backward {flops(explanation.flops - forward)}, {size(explanation.bytes)} read and written.",
+        *_heaviest(explanation),
+        *_agreement(explanation),
+    ]
+    unknown = [title(layer) for layer in explanation.layers if not layer.known]
+    if unknown:
+        lines.append(f"Not explained: {'; '.join(dict.fromkeys(unknown))}.")
+    return lines + [f"Note: {note}" for note in explanation.notes]
+
+
+def _heaviest(explanation: Explanation) -> Iterator[str]:
+    if not explanation.flops:
+        return
+    totals = {_name(layer): 0.0 for layer in explanation.layers}
+    for layer in explanation.layers:
+        totals[_name(layer)] += sum(one.flops for one in layer.equations)
+    first = sorted(totals.items(), key=lambda item: -item[1])[:_HEAVIEST]
+    shares = ", ".join(f"{name} {100 * count / explanation.flops:.0f} %" for name, count in first if count)
+    yield f"Most arithmetic: {shares}."
+
+
+def _name(layer: Layer) -> str:
+    return f"{layer.module or 'the model'} ({layer.operation})"
+
+
+def _agreement(explanation: Explanation) -> Iterator[str]:
+    wrong = explanation.wrong
+    checked = sum(one.agrees is not None for layer in explanation.layers for one in layer.equations)
+    for layer, one in wrong:
+        yield f"WRONG: {one.result} of {title(layer)} is off by {ratio(one):.1e} of its largest number."
+    if checked and not wrong:
+        far = (
+            ""
+            if not explanation.difference
+            else f"; furthest off is {explanation.worst}, by {explanation.difference:.0e} of its largest number"
+        )
+        yield f"All {checked} equations that can be compared agree with torch and autograd{far}."
+    alike, total = explanation.gradients
+    if alike == total:
+        yield f"The network's own gradients of all {total} parameters are the sums of these equations."
+    else:
+        yield f"Of {total} parameters, the gradients of {alike} are the sums of these equations; not {', '.join(explanation.unexplained)}."

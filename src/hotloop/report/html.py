@@ -1,0 +1,65 @@
+"""One look for all pictures, and one way to write them: a page that needs nothing but itself."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+import plotly.graph_objects as go
+
+from hotloop.core.files.atomic_files import write_atomic
+
+INK = "#1f2933"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>body {{ margin: 0; padding: 1rem; font-family: {font}; color: {ink}; background: white; }}</style>
+</head>
+<body>
+{figure}
+</body>
+</html>
+"""
+
+
+CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "plotlyServerURL": "",
+    "showSendToCloud": False,  # plotly's own servers
+    "modeBarButtonsToRemove": ["sendDataToCloud", "editInChartStudio"],
+}
+"""Of all pages: what a page shows goes nowhere."""
+
+
+def styled(figure: go.Figure, title: str, note: str = "") -> go.Figure:
+    """The figure with a title, and a line below it; both are plain text."""
+    below = f"<br><span style='font-size:13px;color:#616e7c'>{escape(note)}</span>" if note else ""
+    figure.update_layout(
+        template="plotly_white",
+        title={
+            "text": escape(title) + below,
+            "xref": "container",
+            "yref": "container",
+            "x": 0,
+            "y": 1,
+            "xanchor": "left",
+            "yanchor": "top",
+            "pad": {"t": 18, "l": 18},
+        },
+        font={"family": FONT, "color": INK},
+        margin={"l": 60, "r": 30, "t": 90, "b": 60},
+    )
+    return figure
+
+
+def write_page(path: Path, title: str, figure: go.Figure, option: str | None = None) -> None:
+    """Writes a figure as one page that shows it in any browser, also without a network; `option` as of `explained`."""
+    drawn = figure.to_html(full_html=False, include_plotlyjs=True, config=CONFIG)
+    write_atomic(path, _PAGE.format(title=escape(title), font=FONT, ink=INK, figure=drawn), option)

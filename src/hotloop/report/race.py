@@ -1,0 +1,146 @@
+"""What a race found: a table, and a sentence with the winner and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from hotloop.core.format import milliseconds
+from hotloop.core.records.race import TRUSTED, Timing, Verdict
+from hotloop.core.terminal import Bar
+from hotloop.report.progress import duration
+
+_NAME = 20
+"""Letters of a plan's name that stay on one line in a narrow terminal."""
+_WORD = len("difference")
+"""Letters of a verdict that do."""
+
+
+@contextmanager
+def watched(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar while plans race; it is told what goes on, and which share is done."""
+    columns = (TextColumn("{task.description}"), BarColumn())
+    shown = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
+    work = shown.add_task("", total=1.0)
+    with shown:
+        yield lambda doing, share: shown.update(work, description=doing, completed=share)
+
+
+def page(verdict: Verdict) -> RenderableType:
+    """The table, the notes and the sentence."""
+    failures = [f"{timing.name}: {timing.failure}" for timing in verdict.plans if timing.failure]
+    base = verdict.plan(verdict.baseline)
+    reasons = [
+        f"{timing.name} is {_class(timing, base)}: {timing.parity_reason}"
+        for timing in verdict.plans
+        if timing.parity and timing.name != verdict.baseline
+    ]
+    notes = [f"Note: {note}" for note in verdict.notes]
+    return Group(table(verdict), *(Text(line) for line in [*failures, *reasons, *notes, sentence(verdict)]))
+
+
+def table(verdict: Verdict) -> Table:
+    """A row for each plan; its parity stands below, with the reason."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    shown.add_column("plan", overflow="fold", min_width=min(_NAME, max(len(timing.name) for timing in verdict.plans)))
+    for name in ("step", "times as fast (99 %)", "compile", "this run"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("verdict", min_width=_WORD)
+    for timing in verdict.plans:
+        ratio = _ratio(timing, timing.name == verdict.baseline)
+        cells = [_step(timing), ratio, _time(timing.compile_s), _time(timing.run_s), _said(timing, verdict)]
+        style = "bold" if timing.name == verdict.winner else ""
+        shown.add_row(*(Text(cell) for cell in (timing.name, *cells)), style=style)
+    return shown
+
+
+def _said(timing: Timing, verdict: Verdict) -> str:
+    if timing.name == verdict.baseline:
+        return "the baseline"
+    if timing.failure:
+        return "failed"
+    return timing.verdict or ("left behind" if timing.left_out else "too few pairs")
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
+
+
+def _step(timing: Timing) -> str:
+    return "-" if timing.step_ms is None else milliseconds(timing.step_ms)
+
+
+def _ratio(timing: Timing, is_baseline: bool) -> str:
+    if timing.ratio is None:
+        return "-"
+    if is_baseline:
+        return "1"
+    interval = "" if timing.ratio_low is None else f" ({timing.ratio_low:.2f} to {timing.ratio_high:.2f})"
+    return f"{timing.ratio:.2f}{interval}"
+
+
+def sentence(verdict: Verdict) -> str:
+    """Which plan wins, and why."""
+    if verdict.ended is not None:
+        return "No winner: what was raced isn't proven."
+    if verdict.winner is None:
+        return "No winner: too little was measured to say which plan is faster. Give it more time by --time-limit."
+    base, winner = verdict.plan(verdict.baseline), verdict.plan(verdict.winner)
+    if winner is not base:
+        return (
+            f"{winner.name} wins: {_speed(winner, base)}{_trust(winner, base)}{_finish(winner, base, verdict.steps)}."
+        )
+    rivals = [timing for timing in verdict.plans if timing is not base]
+    if not rivals:
+        return f"{base.name} stays: nothing was raced against it."
+    return f"{base.name} wins: {'; '.join(_lost(rival, base, verdict.steps) for rival in rivals)}."
+
+
+def _speed(timing: Timing, base: Timing) -> str:
+    return f"{timing.ratio:.2f} times as fast as {base.name} (99 % interval {timing.ratio_low:.2f} to {timing.ratio_high:.2f})"
+
+
+def _trust(timing: Timing, base: Timing) -> str:
+    return f", and proven {_class(timing, base)}" if timing.parity in TRUSTED else ""
+
+
+def _class(timing: Timing, base: Timing) -> str:
+    """Its parity, and what that is against where it isn't the baseline shown: a plan is proven on its own device."""
+    device = timing.plan.get("device")
+    return f"{timing.parity}" + (f" against the baseline on {device}" if device != base.plan.get("device") else "")
+
+
+def _finish(timing: Timing, base: Timing, steps: int | None) -> str:
+    if steps is None:
+        return ""
+    kept = "" if timing.compile_warm_s is None else ", now that it is compiled"
+    ours, theirs = duration(timing.finishes(steps)), duration(base.finishes(steps))
+    return f"; this run of {steps:,} steps takes {ours} with it{kept}, and {theirs} without"
+
+
+def _lost(rival: Timing, base: Timing, steps: int | None) -> str:
+    """Why a plan didn't win against the baseline."""
+    if rival.failure:
+        return f"{rival.name} can't be run"
+    if rival.verdict == "slower":
+        return f"{rival.name} takes {1 / (rival.ratio or 1):.2f} times as long"
+    if rival.verdict is None and rival.left_out:
+        what = "behind" if rival.behind else "behind another plan"
+        return f"{rival.name} was left out after {rival.windows} pairs: {what}"
+    if rival.verdict is None:
+        return f"too little was measured of {rival.name} to tell"
+    if rival.verdict != "faster":
+        return f"no difference was found to {rival.name}"
+    if rival.parity is not None and rival.parity not in TRUSTED:
+        return f"{rival.name} is {rival.ratio:.2f} times as fast, but {_class(rival, base)}"
+    if rival.parity is None and rival.finishes(steps) < base.finishes(steps):
+        return f"{rival.name} is {rival.ratio:.2f} times as fast, but it wasn't proven"
+    pays = "" if rival.pays_after is None else f", which pays after {rival.pays_after:,} steps"
+    longer = "start and compile" if not rival.looking_ms else "start, compile and look at what callbacks change"
+    return f"{rival.name} is {rival.ratio:.2f} times as fast, but takes longer to {longer}{pays}"

@@ -1,0 +1,342 @@
+"""How `file.py`, `file.py:name` or `package.module:name` becomes a Task, and its source a part of the run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+
+from hotloop.core.files.atomic_files import read_regular
+from hotloop.core.files.source_files import (
+    Copies,
+    digest_of,
+    file_named,
+    forget_copies,
+    is_taken,
+    local_sources,
+    make_importable,
+    module_name,
+    package_around,
+    split,
+)
+from hotloop.core.records.training import SourceRecord
+from hotloop.errors import TaskError, calling, kind, meant
+from hotloop.task import Task
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A Task with the source it came from.
+
+    Attributes:
+        record: where in `files` it is; None for a Task made in Python.
+        files: path relative to the source's root -> content, for the Task's file and the local modules it imports.
+    """
+
+    task: Task
+    record: SourceRecord | None
+    files: dict[str, bytes]
+
+
+def load_task(reference: str, parameters: Mapping[str, str] | None = None) -> Loaded:
+    """Loads the Task that a user names.
+
+    Args:
+        reference: `file.py`, `file.py:name` or `package.module:name`; the name is `task` if left out.
+        parameters: arguments for a `task(...)` that is a function, as text from the command line.
+
+    Raises:
+        TaskError: no such file, an error in it (shown), no Task in it, or a parameter it doesn't have.
+    """
+    where, attribute = split(reference)
+    forget_copies()
+    path = file_named(where)
+    if path is not None:
+        module, root = _load_file(path.resolve())
+        stem = path.stem
+    else:
+        module = _load_module(where, reference)
+        is_package = Path(str(module.__file__)).name == "__init__.py"
+        root = Path(str(module.__file__)).resolve().parents[module.__name__.count(".") + is_package]
+        stem = where.rpartition(".")[2]
+    task = _task_in(module, attribute, parameters or {}, reference)
+    files = local_sources(module, root)
+    record = SourceRecord(
+        file=Path(str(module.__file__)).resolve().relative_to(root).as_posix(),
+        module=module.__name__,
+        attribute=attribute,
+        parameters=dict(parameters or {}),
+        digest=digest_of(files),
+        reference=reference,
+        origin=str(root),
+    )
+    if task.name == "task":
+        task = replace(task, name=stem if attribute == "task" else attribute)
+    return Loaded(task, record, files)
+
+
+def load_from_run(folder: Path, record: SourceRecord) -> Task:
+    """The Task from the copy of its source in a run folder, wherever the original is now.
+
+    Raises:
+        TaskError: the copy was changed since.
+    """
+    folder = folder.resolve()
+    files = files_of(folder)
+    if digest_of(files) != record.digest:
+        raise TaskError(
+            f"the Task's source in {folder} was changed since the run was started",
+            expected=f"the files with digest {record.digest[:12]}",
+            fix="put them back, or start a new run",
+        )
+    copies = Copies(folder, Path(record.origin), frozenset(files))
+    copies.install()
+    module = _execute(copies.spec(record.module, record.file), record.file)
+    return _task_in(module, record.attribute, record.parameters, record.reference)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The source in a run folder, as `Loaded` has it."""
+    files = {path.relative_to(folder).as_posix(): read_regular(path) for path in folder.rglob("*.py")}
+    return {name: content for name, content in files.items() if content is not None}
+
+
+def _load_file(path: Path) -> tuple[ModuleType, Path]:
+    """The module of a file, and the folder that its package lies in, or the file if it is in none."""
+    package = package_around(path)
+    own = [] if path.stem == "__init__" else [path.stem]
+    name = ".".join([package, *own]) if package else module_name(path)
+    root = path.parents[package.count(".") + 1 if package else 0]
+    if package:
+        _check_name(package.partition(".")[0], root)
+    make_importable(root)
+    if package:
+        _import_package(package, root)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    return _execute(spec, path.name), root
+
+
+def _check_name(top: str, root: Path) -> None:
+    """Raises TaskError if an installed package has the name of the folder."""
+    if is_taken(top):
+        raise TaskError(
+            f"the folder {root / top} is a package, since its Task imports relatively, and {top!r} is an installed one",
+            expected="a name that no installed package has",
+            fix="rename the folder, or import without the dot",
+        )
+
+
+def _import_package(package: str, root: Path) -> None:
+    """Imports the package below `root`, also where one of the same name was imported from elsewhere."""
+    top = package.partition(".")[0]
+    if list(getattr(sys.modules.get(top), "__path__", ())) != [str(root / top)]:
+        for name in [name for name in sys.modules if f"{name}.".startswith(f"{top}.")]:
+            del sys.modules[name]
+        spec = PathFinder.find_spec(top, [str(root)])
+        assert spec is not None
+        if spec.loader is not None:
+            _execute(spec, f"{top}/__init__.py")
+        else:  # a folder without an `__init__.py`; Python would look into all folders of that name
+            sys.modules[top] = importlib.util.module_from_spec(spec)
+            sys.modules[top].__path__ = [str(root / top)]
+    _running(package, importlib.import_module, package)
+
+
+def _execute(spec: ModuleSpec, what: str) -> ModuleType:
+    """Runs a module's code; it is in `sys.modules` then, unless it fails."""
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    previous = sys.modules.get(spec.name)
+    sys.modules[spec.name] = module
+    done = False
+    try:
+        _running(what, spec.loader.exec_module, module)
+        done = True
+    finally:
+        if not done:
+            del sys.modules[spec.name]
+            if previous is not None:
+                sys.modules[spec.name] = previous
+    return module
+
+
+def _load_module(name: str, reference: str) -> ModuleType:
+    make_importable(Path.cwd())
+    spec = _running(name, _find, name)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        is_run = (Path(name) / "run.json").is_file()
+        raise TaskError(
+            f"{reference!r} is neither a Python file nor a module",
+            expected="file.py, file.py:name or package.module:name",
+            fix=f"go on with that run by --resume {name}" if is_run else "check the path, and the folder you are in",
+        )
+    module: ModuleType = _running(name, importlib.import_module, name)
+    return module
+
+
+def _find(name: str) -> ModuleSpec | None:
+    if not re.fullmatch(r"\w+(\.\w+)*", name):
+        return None
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if f"{name}.".startswith(f"{error.name}."):  # the module itself or a package around it, not what they import
+            return None
+        raise
+    except ValueError:  # __main__, for one
+        return None
+
+
+def _running(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs a user's file; its error becomes one line."""
+    try:
+        return calling(what, function, *arguments)
+    except TaskError as error:
+        if isinstance(error.__cause__, SyntaxError) and error.__cause__.lineno:
+            raise _syntax(what, error.__cause__) from error.__cause__
+        if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name:
+            library = error.__cause__.name.partition(".")[0]
+            raise TaskError(error.given, fix=f"if that is a library: pip install {library}") from error.__cause__
+        raise
+    except SystemExit as error:
+        raise TaskError(
+            f"{what} called exit({error.code!r}) while it was loaded",
+            expected="a file that defines its Task and returns",
+            fix="put what runs it as a script under `if __name__ == '__main__':`",
+        ) from error
+
+
+def _syntax(what: str, error: SyntaxError) -> TaskError:
+    file = Path(error.filename).name if error.filename else what
+    shown = f": {error.text.strip()}" if error.text and error.text.strip() else ""
+    found = TaskError(f"{file} line {error.lineno}{shown}", expected=f"Python ({error.msg})", fix="correct that line")
+    found.detail = "".join(traceback.format_exception_only(error)).rstrip("\n")
+    return found
+
+
+def _task_in(module: ModuleType, attribute: str, given: Mapping[str, Any], reference: str) -> Task:
+    """The Task that `attribute` is or returns."""
+    value = getattr(module, attribute, None)
+    if isinstance(value, Task):
+        if given:
+            raise TaskError(
+                f"{reference} holds its Task as a value, but {', '.join(given)} was given",
+                expected=f"a function {attribute}(...) to pass it to",
+                fix=f"write `def {attribute}({next(iter(given))}=...)` that returns the Task",
+            )
+        return value
+    if not callable(value):
+        raise _no_task(module, attribute, reference)
+    arguments = _arguments(value, given, attribute)
+    task = _running(f"{attribute}() in {reference}", lambda: value(**arguments))
+    if not isinstance(task, Task):
+        raise TaskError(
+            f"{attribute}() in {reference} returned {kind(task)}",
+            expected="a hotloop.Task",
+            fix="return the Task from it",
+        )
+    return task
+
+
+def _no_task(module: ModuleType, attribute: str, reference: str) -> TaskError:
+    there = f"{attribute!r} in {reference} is {kind(getattr(module, attribute))}" if hasattr(module, attribute) else ""
+    others = [name for name, item in vars(module).items() if isinstance(item, Task)]
+    where = split(reference)[0]
+    return TaskError(
+        there or f"{reference} holds no Task named {attribute!r}",
+        expected="a hotloop.Task, or a function that returns one",
+        fix=f"name one of its Tasks: {where}:{others[0]}" if others else f"write {attribute} = hotloop.Task(...) in it",
+    )
+
+
+def _arguments(function: Any, given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    parameters = {
+        key: p for key, p in _signature(function).parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    unknown = [key for key in given if key not in parameters]
+    if unknown:
+        raise TaskError(
+            f"{name}() has no parameter {unknown[0]!r}",
+            expected="one of " + ", ".join(parameters) if parameters else "none, since it takes no parameters",
+            fix=meant(unknown[0], parameters) or "check the spelling"
+            if parameters
+            else f"write `def {name}({unknown[0]}=...)`",
+        )
+    missing = [key for key, p in parameters.items() if p.default is p.empty and key not in given]
+    if missing:
+        raise TaskError(
+            f"{name}() needs a value for {missing[0]!r}",
+            expected="one for each parameter without a default",
+            fix=f"add --param {missing[0]}=VALUE",
+        )
+    return {key: _typed(value, parameters[key]) for key, value in given.items()}
+
+
+def _signature(function: Any) -> inspect.Signature:
+    """With annotations as types; as they are written, where they name what isn't there at run time."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except (NameError, AttributeError, SyntaxError, TypeError):
+        return inspect.signature(function)
+
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _typed(value: Any, parameter: inspect.Parameter) -> Any:
+    """A command line's text as the type of the parameter's annotation, or else of its default."""
+    if not isinstance(value, str):
+        return value
+    wanted = _wanted(parameter)
+    if wanted is None:
+        return _literal(value)
+    literal = _literal(value)
+    first = None
+    for candidate in [None] * (literal is None) + [value] + [literal] * isinstance(literal, tuple | list | dict | set):
+        try:
+            return wanted.validate_python(candidate)
+        except ValidationError as error:
+            first = first or error
+    assert first is not None
+    kind_of = parameter.annotation if parameter.annotation in _NAMES else type(parameter.default)
+    raise TaskError(
+        f"{parameter.name}={value}",
+        expected=_NAMES.get(kind_of) or first.errors()[0]["msg"].removeprefix("Input should be "),
+        fix="give such a value"
+        if parameter.default in (None, parameter.empty)
+        else f"look at its default, {parameter.default!r}",
+    )
+
+
+def _wanted(parameter: inspect.Parameter) -> TypeAdapter | None:
+    """What checks a parameter's values; None where neither annotation nor default say what they are."""
+    default = parameter.default
+    candidates = [parameter.annotation, type(default) if default not in (None, parameter.empty) else parameter.empty]
+    for candidate in candidates:
+        if candidate is not parameter.empty and not isinstance(candidate, str):
+            try:
+                return TypeAdapter(candidate)
+            except (PydanticSchemaGenerationError, PydanticUserError):
+                continue
+    return None
+
+
+def _literal(text: str) -> Any:
+    """The Python value that a text spells, or the text itself."""
+    try:
+        return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text

@@ -1,0 +1,93 @@
+"""How many steps to run before looking up, and when to write a checkpoint."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hotloop.core.format import _UNITS, seconds
+from hotloop.core.records.training import EpochRecord
+from hotloop.errors import PlanError, shortened
+
+_SPAN_S = 0.1
+"""Long enough that looking up costs nothing, short enough that a bar moves and Ctrl-C is heard."""
+
+_BYTES_PER_S = 300e6
+"""What a disk is taken to write until the first checkpoint has told; only the first one's date depends on it."""
+
+
+@dataclass
+class Pace:
+    """Chooses spans of about a tenth of a second from the measured time of a step."""
+
+    step_s: float | None = None
+
+    def steps(self) -> int:
+        return 1 if self.step_s is None else max(1, int(_SPAN_S / max(self.step_s, 1e-7)))
+
+    def ran(self, steps: int, elapsed_s: float) -> None:
+        if steps:
+            now = elapsed_s / steps
+            self.step_s = now if self.step_s is None else 0.7 * self.step_s + 0.3 * now
+
+    def remaining_s(
+        self, history: Sequence[EpochRecord], epochs: int, batches: int | None, done: int = 0
+    ) -> float | None:
+        """What so many epochs of `batches` steps will take, of whose first some are done; None while unknown."""
+        if batches is None or self.step_s is None:
+            return None
+        evaluation_s = sum(r.seconds - r.samples / r.samples_per_s for r in history[-1:] if r.samples_per_s)
+        return max(0.0, (epochs * batches - done) * self.step_s + epochs * max(0.0, evaluation_s))
+
+
+@dataclass
+class Cadence:
+    """When a checkpoint is due.
+
+    Attributes:
+        steps: each so many steps; or
+        seconds: each so many seconds; or, with neither, as often as costs at most `share` of the run's time.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    share: float = 0.01
+    cost_s: float = 0.0
+    _last: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def parse(cls, text: str) -> Cadence:
+        """`auto`, a number of steps such as `500`, or a time such as `90s`."""
+        if text == "auto":
+            return cls()
+        if re.fullmatch(r"[0-9]{1,18}", text) and int(text) > 0:
+            return cls(steps=int(text))
+        if text[-1:] in _UNITS:
+            return cls(seconds=seconds(text, "checkpoint-every"))
+        raise PlanError(
+            f"checkpoint-every={shortened(text)}", expected="auto, a number of steps, or a time such as 90s"
+        )
+
+    def steps_left(self, step: int) -> int | None:
+        """Steps until one is due; None if that goes by time."""
+        return None if self.steps is None else self.steps - step % self.steps
+
+    def due(self, step: int) -> bool:
+        if self.steps is not None:
+            return step % self.steps == 0
+        return time.monotonic() - self._last >= self.interval_s
+
+    @property
+    def interval_s(self) -> float:
+        return self.seconds if self.seconds is not None else max(5.0, self.cost_s / self.share)
+
+    def expect(self, nbytes: int) -> None:
+        """Notes how large a checkpoint will be, before one was written."""
+        self.cost_s = nbytes / _BYTES_PER_S
+
+    def wrote(self, cost_s: float) -> None:
+        """Notes what a checkpoint cost, from the State's copy to the durable file."""
+        self.cost_s = cost_s if not self.cost_s else max(cost_s, 0.5 * (cost_s + self.cost_s))
+        self._last = time.monotonic()

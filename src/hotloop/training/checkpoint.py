@@ -1,0 +1,331 @@
+"""Checkpoints: a State and what belongs to it in one safetensors file that is written whole or not at all.
+
+A file's name ends in the SHA-256 of its content, so that one rename makes it durable together with its checksum, and a
+torn or changed file is known as such. Loading reads numbers and JSON; no code in the file can run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from hotloop.core.files.atomic_files import open_regular, read_regular, write_named
+from hotloop.core.records.training import EpochRecord
+from hotloop.core.state import Position, State
+from hotloop.errors import CheckpointError, RunError, kind
+from hotloop.training.checkpoint_schema import Metadata, checked_state, unbelievable
+
+_NAME = re.compile(r"step-(\d{9,})-([0-9a-f]{64})\.safetensors")
+_VERSION = "1"
+
+_FORMATS = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+}  # fmt: skip
+"""What every version of safetensors can read, by its names; tensors of other formats are kept as their bytes."""
+
+_NUMBERS = {
+    name: np.dtype(name).type
+    for name in ("bool", "float16", "float32", "float64", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)))
+}
+"""NumPy's numbers that Python's hold without loss, by name; learning rates may be such."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best epoch so far: its number, its monitored figure, and the file in `best/` that holds its weights."""
+
+    epoch: int
+    figure: float
+    file: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A State with the epochs that led to it.
+
+    Attributes:
+        history: all epochs done.
+        best: the best of them, if there is one.
+        epoch_s: seconds of training in the epoch under way.
+    """
+
+    state: State
+    history: list[EpochRecord] = field(default_factory=list)
+    best: Best | None = None
+    epoch_s: float = 0.0
+
+
+def encode(checkpoint: Checkpoint) -> list[bytes | memoryview]:
+    """The bytes of a checkpoint's file, in pieces: tensors as they lie in memory, since there may be no room for a copy.
+
+    Raises:
+        CheckpointError: the State holds something that is neither a number, a text nor a tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = {name: _pack(value, name, tensors) for name, value in vars(checkpoint.state).items() if name != "position"}
+    document = {
+        "state": tree,
+        "position": asdict(checkpoint.state.position),
+        "history": [record.model_dump() for record in checkpoint.history],
+        "best": asdict(checkpoint.best) if checkpoint.best else None,
+        "epoch_s": checkpoint.epoch_s,
+    }
+    return _pieces(tensors, {"format": "hotloop", "version": _VERSION, "document": json.dumps(document)})
+
+
+def check_storable(tree: Any, path: str) -> None:
+    """Raises CheckpointError if a checkpoint can't store a part of the State; `path` says which part this is."""
+    _pack(tree, path, {})
+
+
+def _pieces(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[bytes | memoryview]:
+    """A safetensors file; its own library would put it together in memory, or write it under names that we don't know."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at, names = 0, sorted(tensors, key=lambda name: -tensors[name].itemsize)  # wide ones first: each lies aligned
+    for name in names:
+        tensor, end = tensors[name], at + tensors[name].nbytes
+        header[name] = {"dtype": _FORMATS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *(_bytes(tensors[name]) for name in names)]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Of each number the lowest first."""
+    content = tensor.reshape(-1).view(torch.uint8)
+    if sys.byteorder == "big":
+        content = content.reshape(tensor.numel(), tensor.itemsize).flip(1).reshape(-1)
+    return content.numpy().data
+
+
+def decode(content: bytes, path: Path) -> Checkpoint:
+    """The checkpoint in a file's bytes."""
+    try:
+        tensors = safetensors.torch.load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        metadata = header.get("__metadata__", {})
+        document = json.loads(metadata["document"])
+        state = {name: _unpack(value, tensors) for name, value in document["state"].items()}
+        meta = Metadata.model_validate(document)
+        best = Best(**meta.best.model_dump()) if meta.best else None
+        position = Position(**meta.position.model_dump())
+        return Checkpoint(State(**checked_state(state), position=position), meta.history, best, meta.epoch_s)
+    except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint of hotloop", fix="take one from a run folder") from error
+
+
+def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON; tensors move to `tensors`, containers and NumPy's numbers are marked."""
+    if isinstance(value, Tensor):
+        return _pack_tensor(value, path, tensors)
+    if isinstance(value, dict):
+        _check_keys(value, path)
+        mark = "counter" if isinstance(value, Counter) else "dict"
+        return {mark: [[key, _pack(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, tuple | list):
+        mark = "tuple" if isinstance(value, tuple) else "list"
+        return {mark: [_pack(item, f"{path}/{place}", tensors) for place, item in enumerate(value)]}
+    if isinstance(value, np.generic) and value.dtype.name in _NUMBERS:
+        return {"numpy": [value.dtype.name, value.item()]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise _unstorable(path, kind(value))
+
+
+def _pack_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    if value.layout is not torch.strided or value.is_quantized:
+        raise _unstorable(path, "a sparse or quantized tensor")
+    while path in tensors:  # two places of one name, such as `c` in `a/b` and `b/c` in `a`
+        path += "'"
+    value = value.detach().contiguous()
+    if value.dtype in _FORMATS:
+        tensors[path] = value
+        return {"tensor": path}
+    tensors[path] = value.reshape(-1).view(torch.uint8)
+    return {"bytes": [path, str(value.dtype).removeprefix("torch."), list(value.shape)]}
+
+
+def _check_keys(value: dict, path: str) -> None:
+    for key in value:
+        if not (key is None or isinstance(key, bool | int | float | str)):
+            raise _unstorable(path, f"a dict with {kind(key)} as a key")
+
+
+def _unstorable(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is {what}, which no checkpoint can hold",
+        expected="numbers, texts, dense tensors, and lists, tuples or dicts of them",
+        fix="keep other things out of the optimizer's, scheduler's and modules' state",
+    )
+
+
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((mark, content),) = value.items()
+    match mark:
+        case "tensor":
+            return tensors[content]
+        case "bytes":
+            path, dtype, shape = content
+            return tensors[path].view(getattr(torch, dtype)).reshape(shape)
+        case "numpy":
+            return _NUMBERS[content[0]](content[1])
+        case "dict":
+            return {key: _unpack(item, tensors) for key, item in content}
+        case "counter":
+            return Counter({key: _unpack(item, tensors) for key, item in content})
+        case "list" | "tuple":
+            items = [_unpack(item, tensors) for item in content]
+            return tuple(items) if mark == "tuple" else items
+    raise ValueError(f"no value is marked {mark}")
+
+
+def load(path: Path) -> Checkpoint:
+    """The checkpoint in `path`, its checksum proven first.
+
+    Raises:
+        CheckpointError: the file is gone, is torn, was changed, or is no checkpoint.
+    """
+    name = _NAME.fullmatch(path.name)
+    if name is None:
+        raise CheckpointError(f"{path} is not named like a checkpoint", expected="step-<number>-<sha256>.safetensors")
+    try:
+        content = read_regular(path)
+    except RunError as error:
+        raise CheckpointError(error.given, fix="take the one before it") from error
+    if content is None:
+        raise CheckpointError(f"{path.name} can't be read (it is gone)", fix="take the one before it")
+    if hashlib.sha256(content).hexdigest() != name[2]:
+        raise CheckpointError(f"{path.name} is torn or was changed: its checksum differs", fix="take the one before it")
+    return decode(content, path)
+
+
+class Checkpoints:
+    """The checkpoints of one run: the last few in `folder`, the best epoch's weights in `folder/best`.
+
+    Attributes:
+        keep: how many of the last to keep; two, so that a torn newest one has one before it.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.best_folder, self.keep = folder, folder / "best", keep
+        self._bad: set[Path] = set()
+
+    def files(self) -> list[Path]:
+        """The checkpoints' files, newest first."""
+        found = [path for path in self.folder.glob("step-*.safetensors") if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: (_step_of(path), _written_ns(path)), reverse=True)
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Writes a checkpoint, then removes those that are no longer kept."""
+        path = _write(self.folder, checkpoint)
+        self._prune(path)
+        return path
+
+    def save_best(self, state: State, history: list[EpochRecord]) -> str:
+        """Writes the weights of the best epoch; the file's name goes into the checkpoints that refer to it."""
+        return _write(self.best_folder, Checkpoint(state, history)).name
+
+    def newest(
+        self, say: Callable[[str], None] = lambda line: None, *, best_needed: bool = True
+    ) -> tuple[Checkpoint, Path] | None:
+        """The newest checkpoint that is good, as is the best epoch it refers to; bad ones are passed over, aloud.
+
+        Where no best epoch is good any more and `best_needed` is false, the newest good State is given without one.
+        """
+        without_best: tuple[Checkpoint, Path] | None = None
+        for path in self.files():
+            try:
+                checkpoint = load(path)
+                if why := unbelievable(asdict(checkpoint.state.position), checkpoint.history):
+                    raise CheckpointError(f"{path.name} is damaged: {why}")
+            except CheckpointError as error:
+                self._bad.add(path)
+                say(f"passing over the checkpoint of step {_step_of(path)}: {error.given}")
+                continue
+            try:
+                if checkpoint.best is not None:
+                    self.load_best(checkpoint.best)
+                return checkpoint, path
+            except CheckpointError as error:
+                say(f"passing over the checkpoint of step {_step_of(path)}, whose best epoch is lost: {error.given}")
+                without_best = without_best or (replace(checkpoint, best=None), path)
+        if best_needed or without_best is None:
+            return None
+        say(f"taking the checkpoint of step {_step_of(without_best[1])} all the same, without its best epoch")
+        return without_best
+
+    def load_best(self, best: Best) -> Checkpoint:
+        """The weights of the best epoch."""
+        return load(self.best_folder / best.file)
+
+    def _prune(self, newest: Path) -> None:
+        older = [path for path in self.files() if _step_of(path) < _step_of(newest) and path not in self._bad]
+        kept = [newest, *older][: self.keep]
+        for path in self.files():
+            if path not in kept and not path.is_dir():
+                path.unlink()
+        referred = {best_file(path) for path in kept}
+        for path in self.best_folder.glob("step-*.safetensors"):
+            if path.name not in referred:
+                path.unlink()
+
+
+def best_file(path: Path) -> str | None:
+    """The file that a checkpoint names as its best, read from its header alone; None if it names none, or is bad."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+        best = json.loads(header["__metadata__"]["document"])["best"]
+        return best["file"] if best else None
+    except (OSError, RunError, LookupError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> Path:
+    pieces, stem = encode(checkpoint), f"step-{checkpoint.state.position.step:09d}"
+
+    def write(file: BinaryIO) -> Path:
+        digest = hashlib.sha256()
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+        return folder / f"{stem}-{digest.hexdigest()}.safetensors"
+
+    return write_named(folder / stem, write)
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.lstat().st_mtime_ns
+    except FileNotFoundError:  # removed a moment ago by a training under way
+        return 0
+
+
+def _step_of(path: Path) -> int:
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name else -1
+
+
+def all_finite(state: State) -> bool:
+    """Whether every trained parameter is a finite number: what is not must never become the last good checkpoint."""
+    trained = [state.parameters[name] for group in state.optimizer["groups"] for name in group["params"]]
+    values = [value for value in trained if value.numel() and (value.is_floating_point() or value.is_complex())]
+    return bool(torch.isfinite(torch.nn.utils.get_total_norm(values, float("inf")))) if values else True

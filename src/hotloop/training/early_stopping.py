@@ -1,0 +1,98 @@
+"""What the figures of past epochs decide: which is best, and whether to stop. A function of the history alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hotloop.core.records.training import EpochRecord
+from hotloop.errors import TaskError
+
+FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a training ended.
+
+    Attributes:
+        reason: `finished`, `SIGINT`, `SIGTERM`, `SIGHUP`, `stop-after`, or what stopped it early.
+        finished: whether there is nothing left to do.
+        final: figures on the test data; None if it was interrupted.
+    """
+
+    reason: str
+    finished: bool
+    history: list[EpochRecord]
+    final: dict[str, Any] | None
+
+
+_FALLING = ("loss", "error", "perplexity", "mse", "mae", "rmse")
+
+
+@dataclass(frozen=True)
+class Steering:
+    """Watches one figure.
+
+    Attributes:
+        figure: such as `validation_loss`.
+        falls: whether smaller is better.
+        stop_below: stop once the figure is better than this.
+        patience: stop after so many epochs without a new best.
+    """
+
+    figure: str
+    falls: bool
+    stop_below: float | None = None
+    patience: int | None = None
+
+    @classmethod
+    def of(cls, monitor: str | None, goal: str | None, has_validation: bool, **rules: float | int | None) -> Steering:
+        figure = monitor or ("validation_loss" if has_validation else "train_loss")
+        if figure.startswith("validation_") and not has_validation:
+            raise TaskError(
+                f"monitor={figure!r}, and the Task has no validation data",
+                expected="such data, or a figure of training",
+                fix="give the Task validation=0.1, or monitor train_loss",
+            )
+        falls = goal == "min" if goal else any(word in figure for word in _FALLING)
+        return cls(figure, falls, **rules)  # type: ignore[arg-type]
+
+    def value(self, record: EpochRecord) -> float:
+        """The watched figure of an epoch.
+
+        Raises:
+            TaskError: epochs have no such figure.
+        """
+        value = record.figure(self.figure)
+        if value is None:
+            known = [name for name in record.flat() if name.startswith(("train_", "validation_"))]
+            known = [name for name in known if record.figure(name) is not None]
+            raise TaskError(
+                f"monitor={self.figure!r} is no figure of this Task",
+                expected="one of " + ", ".join(known),
+                fix="check the spelling, or add it to the Task's metrics",
+            )
+        return value
+
+    def better(self, one: float, other: float) -> bool:
+        return one < other if self.falls else one > other
+
+    def best(self, history: list[EpochRecord]) -> EpochRecord | None:
+        """The first of the best epochs."""
+        best = None
+        for record in history:
+            if best is None or self.better(self.value(record), self.value(best)):
+                best = record
+        return best
+
+    def verdict(self, history: list[EpochRecord]) -> str | None:
+        """Why to stop, or None to go on."""
+        best = self.best(history)
+        if best is None:
+            return None
+        if self.stop_below is not None and self.better(self.value(history[-1]), self.stop_below):
+            return f"{self.figure} reached {self.value(history[-1]):.4g}"
+        if self.patience is not None and history[-1].epoch - best.epoch >= self.patience:
+            return f"no better {self.figure} for {self.patience} epochs"
+        return None

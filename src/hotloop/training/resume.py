@@ -1,0 +1,117 @@
+"""Whether a run can be gone on with: from a good checkpoint, under the data and the schedule it was started with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hotloop.core.records.training import TaskFacts
+from hotloop.errors import CheckpointError, RunError, blame, out_of_memory
+from hotloop.lowering.program import Program
+from hotloop.task import Task
+from hotloop.training.checkpoint import Checkpoint
+from hotloop.training.run import Run
+
+_REMEDY = "use the Task that the run was started with, or start a new run"
+
+
+def check_overrides(facts: TaskFacts, task: Task, overrides: Mapping[str, Any]) -> None:
+    """Only how long to train may change: all else decides which samples come next, so the run would be neither one.
+
+    Raises:
+        RunError: batch size or seed differ from those of the run's facts and Task.
+    """
+    fixed = {"batch_size": facts.batch_size, "seed": task.seed}
+    for name, value in fixed.items():
+        if overrides.get(name, value) != value:
+            raise RunError(
+                f"{name}={overrides[name]} would change the order of the data in the middle of the run",
+                expected=f"{name}={value}, as it was started with",
+                fix="leave it out, or start a new run",
+            )
+
+
+def newest_good(run: Run, say: Callable[[str], None]) -> tuple[Checkpoint, Path] | None:
+    """The newest good checkpoint and its file; None if training had not yet come to the first one.
+
+    Raises:
+        CheckpointError: there are some, and none is good; or there were some, and all are gone. Starting over unasked
+            would lose what was trained.
+    """
+    checkpoints, saved = run.checkpoints, run.last_saved()
+    found = checkpoints.newest(say, best_needed=False)
+    if found is None and checkpoints.files():
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints.folder} is good",
+            expected="one to go on from",
+            fix="restore one from a copy, or start a new run",
+        )
+    if found is None and saved is not None:
+        raise CheckpointError(
+            f"{checkpoints.folder} has no checkpoint, and the journal says that one of step {saved:,} was written",
+            expected="one to go on from",
+            fix="restore one from a copy, or start a new run",
+        )
+    return found
+
+
+def restore(program: Program, checkpoint: Checkpoint, path: Path) -> None:
+    """Puts a checkpoint's State back.
+
+    Raises:
+        CheckpointError: it is another Task's, or holds what no training has written.
+    """
+    position, batches = checkpoint.state.position, program.feed.batches
+    try:
+        if batches is not None and position.batch > batches:
+            raise ValueError(f"it is {position.batch:,} batches into an epoch of {batches:,}")
+        program.restore(checkpoint.state)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"{path.name} can't be restored: {blame(error)}",
+            expected="what a training with this Task has written",
+            fix="use the Task that the run was started with, remove this checkpoint to go on from the one before it,"
+            " or start a new run",
+        ) from error
+
+
+def check_data(facts: TaskFacts, program: Program) -> None:
+    """A position means something only in the data, and the batches, that it was reached in.
+
+    Raises:
+        RunError: samples, batch size, order or what is held out differ from `facts`, the run's own.
+    """
+    roles = program.parts.roles
+    samples = roles.order.samples if roles.order else None
+    if (facts.samples, facts.batch_size) != (samples, roles.batch_size):
+        raise RunError(
+            f"the Task has {samples} samples in batches of {roles.batch_size}",
+            expected=f"{facts.samples} in batches of {facts.batch_size}, as when the run was started",
+            fix=_REMEDY,
+        )
+    if facts.order != roles.digest:
+        raise RunError(
+            "the Task's seed, shuffle, drop_last or validation is not what the run was started with",
+            expected="the same order of the data, and the same samples held out",
+            fix=_REMEDY,
+        )
+
+
+def check_schedule(program: Program) -> None:
+    """A schedule laid out for fewer steps would fail at its end, hours later.
+
+    Raises:
+        RunError: the Task's epochs take more steps than the restored schedule has left.
+    """
+    task, position, left = program.parts.task, program.position, program.schedule_left()
+    epochs = task.epochs - position.epoch
+    needed = epochs if task.schedule_every == "epoch" else epochs * (program.feed.batches or 0) - position.batch
+    if left is not None and needed > left:
+        raise RunError(
+            f"the learning-rate schedule has {left} steps left, and going on to epoch {task.epochs} takes {needed}",
+            expected="no more epochs than it was laid out for",
+            fix="leave --epochs out, or start a new run",
+        )

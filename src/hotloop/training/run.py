@@ -1,0 +1,388 @@
+"""A run: a folder that holds all there is to know of one training, and outlives the Task's file.
+
+run.json          what was trained, from which source, with which versions
+plan.toml         how
+source/           the Task's file and the local modules it imports
+journal.jsonl     what happened, in order; lines are only ever added
+metrics.jsonl     a line per epoch; metrics.csv is the same as a table
+checkpoints/      the last good ones; best/ holds the best epoch's weights
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from hotloop import __version__
+from hotloop.core.files.atomic_files import append, explained, open_regular, read_regular, write_atomic
+from hotloop.core.files.journal import Lines, read_events, read_metrics, read_step
+from hotloop.core.records.training import EpochRecord, RunRecord
+from hotloop.errors import PlanError, RunError
+from hotloop.plan import Plan
+from hotloop.training.checkpoint import Checkpoints
+
+_UNFINISHED = ".unfinished"
+
+_DIGITS = 20
+"""Of the number in the file `reached`."""
+
+_LETS_GO_S = 2.0
+"""A worker that was being started when its training was killed holds the run until it comes to run itself."""
+
+
+class Run:
+    """The folder of one training.
+
+    Attributes:
+        path: the folder.
+        record: what it says of itself.
+        plan: how it was last run.
+        checkpoints: its checkpoints.
+        task: the Task, where this process has it.
+    """
+
+    def __init__(self, path: Path, record: RunRecord, plan: Plan) -> None:
+        self.path, self.record, self.plan = path, record, plan
+        self.checkpoints = Checkpoints(path / "checkpoints")
+        self.task: Any = None
+        self._lock = FileLock(path / ".lock")
+        self._reached: io.FileIO | None = None
+        self._is_changed = False
+
+    @classmethod
+    def create(cls, path: Path, record: RunRecord, plan: Plan, files: Mapping[str, bytes]) -> Run:
+        """A new run in `path`, which must be empty or not yet there.
+
+        Raises:
+            RunError: `path` holds a run already, is a file, or can't be written.
+        """
+        cls.check_new(path)
+        with explained(path):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / _UNFINISHED).touch()  # a kill from here on leaves no run, and nothing in the way of a new one
+            shutil.rmtree(path / "source", ignore_errors=True)
+        for name, content in files.items():
+            write_atomic(path / "source" / name, content)
+        write_atomic(path / "plan.toml", plan.to_toml())
+        write_atomic(path / "run.json", _with_seal(record, plan))  # this makes the folder a run
+        (path / _UNFINISHED).unlink()
+        return cls(path, record, plan)
+
+    @staticmethod
+    def check_new(path: Path) -> None:
+        """Raises RunError if `path` can't become a new run."""
+        with explained(path):
+            path.exists()  # its name may be too long
+        if is_run(path):
+            raise RunError(
+                f"{path} holds a run already",
+                expected="a new folder",
+                fix=f"go on with it by --resume {path}, or choose another with --run",
+            )
+        if (path / _UNFINISHED).is_file():
+            return
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(f"{path} exists and is not a run", expected="a new folder", fix="choose another with --run")
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """The run in `path`.
+
+        Raises:
+            RunError: there is none, or it can't be read.
+        """
+        path = Path(path)
+        with explained(path):
+            found = is_run(path)
+        if not found:
+            what = "is not a run" if path.exists() else "doesn't exist"
+            raise RunError(f"{path} {what}", expected="a folder that `hotloop train` made", fix="check the path")
+        document = _read_document(path / "run.json")
+        try:
+            record = RunRecord.model_validate({key: value for key, value in document.items() if key != "seal"})
+        except ValidationError as error:
+            raise _damaged_record(path / "run.json") from error
+        plan = Plan.read(path / "plan.toml")
+        _check_whole(path / "plan.toml", plan, record)
+        run = cls(path, record, plan)
+        text = (read_regular(path / "plan.toml") or b"").decode()
+        run._is_changed = "seal" in document and document["seal"] != _seal(document, text)
+        return run
+
+    def __repr__(self) -> str:
+        figures = {key: round(v, 4) for key, v in (self.final or {}).items() if isinstance(v, float)}
+        reason = "" if self.reason in ("", "finished") else f", reason={self.reason!r}"
+        return f"Run({str(self.path)!r}, epochs={len(self.epochs)}, final={figures or None}{reason})"
+
+    @property
+    def source(self) -> Path:
+        return self.path / "source"
+
+    def as_written(self) -> Run:
+        """The run as its folder has it now."""
+        return Run.open(self.path)
+
+    def lock(self) -> None:
+        """Claims the run for this process until it ends or `unlock`s, and removes what a killed one left half-written.
+
+        Raises:
+            RunError: another process is training in it.
+        """
+        with explained(self.path):
+            if not (self._takes(0) or self._takes_from_the_dead()):
+                raise RunError(f"{self.path} is being trained by another process", fix="wait for it, or stop it")
+            for leftover in self.path.rglob(".*.part"):
+                leftover.unlink(missing_ok=True)
+
+    def _takes(self, timeout_s: float) -> bool:
+        try:
+            self._lock.acquire(timeout=timeout_s)
+        except Timeout:
+            return False
+        return True
+
+    def _takes_from_the_dead(self) -> bool:
+        """Waits for what a killed training's workers hold; where a living one ends meanwhile, the run isn't as it was read."""
+        before = self._journalled()
+        if not self._takes(_LETS_GO_S):
+            return False
+        if self._journalled() != before:
+            self._lock.release()
+            return False
+        return True
+
+    def _journalled(self) -> int | None:
+        """Bytes in the journal; None where there is none."""
+        path = self.path / "journal.jsonl"
+        return path.stat().st_size if path.exists() else None
+
+    def unlock(self) -> None:
+        if self._reached is not None:
+            self._reached.close()
+            self._reached = None
+        self._lock.release()
+
+    def discard(self) -> bool:
+        """Removes the folder of a run that has come to nothing: no step done, and so no checkpoint; False if it has."""
+        if self.reached() or self.checkpoints.files():
+            return False
+        shutil.rmtree(self.path, ignore_errors=True)
+        return True
+
+    def keep(self, *, plan: Plan | None = None, record: RunRecord | None = None) -> None:
+        """Notes that the run goes on under another plan, or with other overrides."""
+        before = self.plan, self.record
+        self.plan, self.record = plan or self.plan, record or self.record
+        if self.plan != before[0]:
+            write_atomic(self.path / "plan.toml", self.plan.to_toml())
+        if (self.plan, self.record) != before:
+            write_atomic(self.path / "run.json", _with_seal(self.record, self.plan))
+
+    def note_inexact(self, reason: str) -> bool:
+        """Records why a resumed run may differ from an uninterrupted run; False if the reason was recorded before."""
+        facts = self.record.facts
+        if reason in facts.inexact:
+            return False
+        facts = facts.model_copy(update={"exact": False, "inexact": [*facts.inexact, reason]})
+        self.keep(record=self.record.model_copy(update={"facts": facts}))
+        self.log("inexact", reason=reason)
+        return True
+
+    def note_all_inexact(self, reasons: Iterable[str], say: Callable[[str], None]) -> None:
+        """Records reasons as `note_inexact` does, and says those that are new."""
+        for reason in reasons:
+            if self.note_inexact(reason):
+                say(reason)
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Adds a line to the journal, durably."""
+        line = _as_line({"event": event, "time": round(time.time(), 3), **fields})
+        append(self.path / "journal.jsonl", line.encode())
+
+    def journal(self) -> list[dict[str, Any]]:
+        """The journal's events; damaged lines are passed over, see `damages`."""
+        return self._events().rows
+
+    def _events(self) -> Lines:
+        return read_events(self.path / "journal.jsonl")
+
+    def damages(self) -> list[str]:
+        """A line for each file that is damaged, and what is used instead of it."""
+        found = read_step(self.path / "reached")[1]
+        changed = f"run.json or plan.toml in {self.path} was changed since hotloop wrote it, and is used as it is now"
+        return [
+            *([changed] if self._is_changed else []),
+            *self._events().damage(self.path / "journal.jsonl", "the other lines are used"),
+            *read_metrics(self.path / "metrics.jsonl").damage(
+                self.path / "metrics.jsonl", "the newest good checkpoint has the epochs, too"
+            ),
+            *([f"{found}: the last step in the journal is used"] if found else []),
+        ]
+
+    def mark(self, step: int) -> None:
+        """Notes, cheaply, that steps before `step` may be done; tells after a kill how many are repeated."""
+        path = self.path / "reached"
+        with explained(path):
+            if self._reached is None:
+                self._reached = io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+")
+                if self._reached.seek(0, os.SEEK_END) > _DIGITS:  # it is damaged
+                    self._reached.truncate(_DIGITS)
+            self._reached.seek(0)
+            self._reached.write(
+                b"%0*d" % (_DIGITS, step)
+            )  # as long as ever, in one piece, in place: a kill can't tear it
+
+    def reached(self) -> int:
+        """The step noted last; where the note is damaged the last one in the journal, and 0 if there is none."""
+        step, damage = read_step(self.path / "reached")
+        if damage:
+            return max((event["step"] for event in self.journal() if "step" in event), default=0)
+        return step or 0
+
+    def last_saved(self) -> int | None:
+        """The step of the last checkpoint in the journal; None if it has none."""
+        return next((event["step"] for event in reversed(self.journal()) if event["event"] == "checkpoint"), None)
+
+    def write_metrics(self, history: list[EpochRecord]) -> None:
+        """Writes both tables anew."""
+        rows = [record.flat() for record in history]
+        write_atomic(self.path / "metrics.jsonl", "".join(map(_as_line, rows)))
+        write_atomic(self.path / "metrics.csv", _as_csv(rows, header=True))
+
+    def add_metrics(self, record: EpochRecord) -> None:
+        """Adds one epoch to both tables."""
+        row = record.flat()
+        table = self.path / "metrics.csv"
+        first = not table.exists() or table.stat().st_size == 0
+        for name, text in (("metrics.jsonl", _as_line(row)), ("metrics.csv", _as_csv([row], header=first))):
+            path = self.path / name
+            with explained(path), open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+                file.write(text.encode())
+
+    @property
+    def epochs(self) -> list[dict[str, Any]]:
+        """The epochs done, as `train --json` prints them."""
+        return read_metrics(self.path / "metrics.jsonl").rows
+
+    @property
+    def reason(self) -> str:
+        """Why training stopped last: `finished`, `SIGINT`, `stop-after` and so on; empty while it goes on or was killed."""
+        last: dict[str, Any] = next(
+            (e for e in reversed(self.journal()) if e["event"] in ("start", "resume", "stop")), {}
+        )
+        return str(last.get("reason", ""))
+
+    @property
+    def final(self) -> dict[str, Any] | None:
+        """The figures on the test data, once the run has finished; None before."""
+        for event in reversed(self.journal()):
+            if event["event"] in ("start", "resume"):
+                return None
+            if event["event"] == "final":
+                return {key: value for key, value in event.items() if key not in ("event", "time")}
+        return None
+
+
+class Following(Run):
+    """A run as ranks other than the first have it: they train along, and write nothing."""
+
+    def as_written(self) -> Run:
+        return self
+
+    def lock(self) -> None:
+        pass
+
+    def unlock(self) -> None:
+        pass
+
+    def discard(self) -> bool:
+        return False
+
+    def keep(self, *, plan: Plan | None = None, record: RunRecord | None = None) -> None:
+        self.plan, self.record = plan or self.plan, record or self.record
+
+    def log(self, event: str, **fields: Any) -> None:
+        pass
+
+    def mark(self, step: int) -> None:
+        pass
+
+    def write_metrics(self, history: list[EpochRecord]) -> None:
+        pass
+
+    def add_metrics(self, record: EpochRecord) -> None:
+        pass
+
+
+def is_run(path: Path) -> bool:
+    return (path / "run.json").is_file()
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    """The content of run.json."""
+    try:
+        document = json.loads(read_regular(path) or b"")
+        if isinstance(document, dict):
+            return document
+    except (ValueError, RecursionError):
+        pass
+    raise _damaged_record(path)
+
+
+def _damaged_record(path: Path) -> RunError:
+    return RunError(f"{path} is damaged", expected="what hotloop wrote", fix="restore it from a copy")
+
+
+def _check_whole(path: Path, plan: Plan, record: RunRecord) -> None:
+    """A plan that was cut off is no plan with fewer axes.
+
+    Raises:
+        PlanError: axes are missing that hotloop writes.
+    """
+    is_sealed = bool(record.switches) and record.versions.get("hotloop") == __version__
+    written = [axis for axis, field in Plan.model_fields.items() if field.default is not None]
+    lacking = [axis for axis in (written if is_sealed else ["engine", "device"]) if axis not in plan.model_fields_set]
+    if lacking:
+        raise PlanError(
+            f"{path} is damaged: it doesn't say {', '.join(lacking[:3])}{' and more' * (len(lacking) > 3)}",
+            expected="every axis of the plan, as hotloop wrote them",
+            fix="restore it from a copy",
+        )
+
+
+def _seal(document: Mapping[str, Any], plan: str) -> str:
+    """A checksum of run.json and plan.toml."""
+    own = {key: value for key, value in document.items() if key != "seal"}
+    return hashlib.sha256((json.dumps(own, sort_keys=True) + plan).encode()).hexdigest()
+
+
+def _with_seal(record: RunRecord, plan: Plan) -> str:
+    document = record.model_dump(mode="json")
+    return json.dumps({**document, "seal": _seal(document, plan.to_toml())}, indent=2)
+
+
+def _as_line(row: Mapping[str, Any]) -> str:
+    """A line of JSON, which has no NaN and no infinity: such figures become null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _as_csv(rows: list[dict[str, Any]], *, header: bool) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    if header and rows:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,76 @@
+"""Scalars and the model's graph for TensorBoard, where it is installed."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from hotloop.core.callback import View
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class TensorBoard:
+    """A callback that writes a run's figures below `<run>/tensorboard`.
+
+    Args:
+        graph: gives a model of its own and example inputs, to draw the model's graph; None draws none.
+        say: shows a line to the user.
+    """
+
+    def __init__(self, graph: Callable[[], tuple[nn.Module, Any]] | None, say: Callable[[str], None]) -> None:
+        self._graph, self._say = graph, say
+        self._writer: SummaryWriter | None = None
+
+    def __call__(self, view: View) -> None:
+        if view.event == "start":
+            self._open(view)
+        elif self._graph is not None and view.step:  # a model that ran: what fails in the first step shows there alone
+            self._draw(self._graph)
+        if view.event == "epoch":
+            self._write(view)
+        if view.event == "stop" and self._writer is not None:
+            self._writer.close()
+
+    def _open(self, view: View) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What a killed run wrote past its checkpoint is hidden by the steps that are now repeated.
+        purge = view.step if view.history or view.step else None
+        self._writer = SummaryWriter(str(view.run / "tensorboard"), purge_step=purge)
+        if view.step:
+            self._graph = None  # drawn when the run began
+
+    def _draw(self, graph: Callable[[], tuple[nn.Module, Any]]) -> None:
+        self._graph = None
+        assert self._writer is not None
+        try:
+            model, inputs = graph()
+            with warnings.catch_warnings(), redirect_stdout(StringIO()):  # torch prints what it also raises
+                warnings.simplefilter("ignore")  # tracing warns of each Python branch; the picture says enough
+                self._writer.add_graph(model.eval(), inputs)
+            del model, inputs
+        except Exception as error:  # tracing fails in as many ways as there are models, and training needs no picture
+            self._say(f"TensorBoard gets no graph of this model, since it can't be traced ({type(error).__name__})")
+        gc.collect()  # a model that was traced refers to itself, and would keep its memory for as long as Python lets it
+
+    def _write(self, view: View) -> None:
+        assert self._writer is not None
+        record = view.history[-1]
+        for part, figures in (("train", record.train), ("validation", record.validation)):
+            for name, value in figures.items():
+                self._writer.add_scalar(f"{name}/{part}", value, record.step)
+        self._writer.add_scalar("learning_rate", record.learning_rate, record.step)
+        self._writer.add_scalar("samples_per_s", record.samples_per_s, record.step)
+        self._writer.flush()

@@ -1,0 +1,1 @@
+"""What `--plan auto` chooses, by rules and by earlier races."""

@@ -1,0 +1,74 @@
+"""The public functions that compare plans: they wire the stages of measuring and proving together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hotloop.core.plan_request import Wanted
+from hotloop.core.records.race import Parity
+from hotloop.core.reporter import Say
+from hotloop.lowering.failures.explanation import explained
+from hotloop.parity.convergence import check_seeds, converges
+from hotloop.parity.proof import prove_programs
+from hotloop.plan import Plan
+from hotloop.task import Task
+from hotloop.task_file import Loaded
+from hotloop.tuning.auto.recall import lowered_by_memory
+from hotloop.tuning.contenders import check_comparable
+
+Progress = Callable[[str, int, int], None]
+"""Told what is done, how much of it is done, and of how much."""
+
+
+def check(
+    task: Task,
+    plan: Plan | str | Path,
+    *,
+    device: str | None = None,
+    converge: int = 0,
+    say: Say = lambda line: None,
+    progress: Progress = lambda doing, done, total: None,
+) -> Parity:
+    """Whether a plan gives the same result as the baseline on its device, and how that was found.
+
+    Args:
+        plan: a `Plan`, a TOML file, `auto` or `arrays`.
+        device: where, whatever the plan says.
+        converge: also train to the end with so many seeds, under the plan and under the baseline, and test whether both
+            end alike. That takes as long as it sounds; where a training fails, or at Ctrl-C, the proof and what was
+            trained until then are the result, and its `convergence.ended` says so.
+        say: is told what the plan's lowering has to say.
+        progress: told of states compared, and of trainings done.
+
+    Raises:
+        PlanError: the plan can't be run here.
+        HotloopError: a step of the baseline itself can't be run.
+    """
+    return check_wanted(
+        Loaded(task, None, {}),
+        Wanted.of(plan, {} if device is None else {"device": device}),
+        converge=converge,
+        say=say,
+        progress=progress,
+    )
+
+
+def check_wanted(loaded: Loaded, wanted: Wanted, *, converge: int, say: Say, progress: Progress) -> Parity:
+    """See `check`; `auto` is what `train` takes for it."""
+    check_comparable(wanted.plan)
+    if converge:
+        check_seeds(converge)
+    task = loaded.task
+    program = lowered_by_memory(loaded, task, wanted, say)
+    try:
+        parity = prove_programs(task, [program], progress=lambda *count: progress("states", *count))[0]
+        plan = program.parts.plan
+    except Exception as error:  # the baseline's own step can't be run
+        raise explained(error, program, None) from error
+    finally:
+        program.close()
+    if not converge:
+        return parity
+    found = converges(task, plan, converge, lambda *count: progress("trainings", *count))
+    return parity.model_copy(update={"convergence": found})

@@ -1,0 +1,91 @@
+"""Which plans race against each other: from what was asked for to a list of names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotloop.core.format import seconds
+from hotloop.core.plan_request import BASELINE as BY_NAME
+from hotloop.core.plan_request import Wanted
+from hotloop.core.processes.deadline import Deadline
+from hotloop.errors import PlanError
+from hotloop.plan import Plan
+
+Asked = Plan | str | Path
+
+
+def check_comparable(plan: Plan) -> None:
+    """Raises PlanError for a plan whose steps can't be timed or compared one by one."""
+    if plan.parallel == "async":
+        raise PlanError(
+            "parallel=async, whose steps come as its workers bring gradients",
+            expected="a plan whose steps can be run one by one",
+            fix="train with it, or use parallel=none here",
+        )
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Which plans race, and for how long; see `race`.
+
+    Attributes:
+        axes: set on top of each plan but the baseline.
+    """
+
+    plans: Sequence[Asked]
+    baseline: Asked = BY_NAME
+    devices: Sequence[str] | None = None
+    axes: Mapping[str, Any] | None = None
+    time_limit: str | None = None
+
+    def deadline(self, began: float) -> Deadline:
+        """When all must be over that began then, by `time.monotonic()`."""
+        return Deadline.of_limit(None if self.time_limit is None else seconds(self.time_limit, "time-limit"), began)
+
+    def entries(self) -> tuple[dict[str, Wanted], str]:
+        """What was asked for by name, and the baseline's name.
+
+        Raises:
+            PlanError: one plan alone, or one that doesn't exist, or can't be raced.
+        """
+        self.deadline(0.0)
+        plans = [*([] if self.baseline in self.plans else [self.baseline]), *self.plans]
+        base = plans.index(self.baseline)
+        if self.axes and len(plans) == 1:
+            on_top = ", ".join(f"{axis}={value}" for axis, value in self.axes.items())
+            raise PlanError(
+                f"{on_top}, and no plan to set it on: {_name(plans[0])} races as it is, to be compared with",
+                fix="name another plan, such as --plans baseline,auto",
+            )
+        found: dict[str, Wanted] = {}
+        names: dict[int, str] = {}
+        for device in self.devices or (None,):
+            for number, plan in enumerate(plans):
+                axes = {} if number == base else dict(self.axes or {})
+                where = f" on {device}" if len(self.devices or ()) > 1 else ""
+                name = _free(_name(plan), axes, where, found)
+                found[name] = Wanted.of(plan, axes if device is None else {**axes, "device": device})
+                check_comparable(found[name].plan)
+                names.setdefault(number, name)
+        if len(found) < 2:
+            raise PlanError(
+                f"one plan alone to race: {_name(plans[0])}",
+                expected="two or more",
+                fix="name another with --plans, such as --plans baseline,auto, or another device with --devices",
+            )
+        return found, names[base]
+
+
+def _name(plan: Asked) -> str:
+    return plan.brief() if isinstance(plan, Plan) else str(plan)
+
+
+def _free(name: str, axes: Mapping[str, Any], where: str, taken: Mapping[str, Any]) -> str:
+    """The name of a plan there; where that is taken with the axes set on it, and then with a number."""
+    with_axes = " ".join([name, *(f"{axis}={value}" for axis, value in axes.items())])
+    numbered = (f"{with_axes}{where} ({number})" for number in itertools.count(2))
+    return next(one for one in itertools.chain([name + where, with_axes + where], numbered) if one not in taken)

@@ -1,0 +1,272 @@
+"""Speed and truth of plans, side by side: `race` wires measuring and parity."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hotloop.core.hardware import machine
+from hotloop.core.hardware.devices import check_device, placed
+from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.plan_request import AUTO, Wanted
+from hotloop.core.plan_request import BASELINE as BY_NAME
+from hotloop.core.processes.deadline import Deadline
+from hotloop.core.processes.signals import Terminated, how_ended
+from hotloop.core.records.race import Crossing, Parity, Scaling, Timing, Verdict, best_of
+from hotloop.core.records.training import TaskFacts
+from hotloop.core.reporter import Say
+from hotloop.core.terminal import Terminal
+from hotloop.errors import DeviceError, HotloopError, TaskError, told
+from hotloop.lowering.program import Program
+from hotloop.parity.proof import prove_plans
+from hotloop.plan import BASELINE, Plan
+from hotloop.report.race import watched
+from hotloop.task import Task, overridden
+from hotloop.task_file import Loaded, load_task
+from hotloop.tuning.auto.recall import fingerprinted, lowered_by_memory
+from hotloop.tuning.contenders import Asked, Contest
+from hotloop.tuning.races.crossover import Point, crossings
+from hotloop.tuning.races.measure import Entrant, measure
+from hotloop.tuning.races.system_load import Used, busy_note, cores_of_others
+from hotloop.tuning.search.race_cache import remember
+
+RACING_S = 60.0
+"""For the windows that are measured, if there is no time limit."""
+
+_MEASURING = 2 / 3
+"""Of a time limit, for preparing and measuring where a proof follows."""
+
+Prove = Callable[[Task, Sequence[Plan], Callable[[int, int], None]], list[Parity]]
+Progress = Callable[[str, float], None]
+
+
+def proven_all(task: Task, plans: Sequence[Plan], progress: Callable[[int, int], None]) -> list[Parity]:
+    """How true the results of plans are."""
+    gc.collect()  # what was raced may be in memory yet: models and optimizers refer to each other
+    return prove_plans(task, plans, progress=progress)
+
+
+PROVE: Prove | None = proven_all
+"""What proves that a plan gives the baseline's result; None asks for no proof."""
+
+
+def race(
+    task: Task,
+    plans: Sequence[Asked] = (BY_NAME, AUTO),
+    *,
+    baseline: Asked = BY_NAME,
+    devices: Sequence[str] | None = None,
+    time_limit: str | None = None,
+    prove: Prove | None = PROVE,
+    progress: bool = True,
+) -> Verdict:
+    """Measures plans side by side on this machine, and says which finishes this run first.
+
+    Args:
+        plans: `baseline`, `auto`, `arrays`, TOML files or `Plan` values; the same one twice is raced against itself.
+        baseline: the plan that the others are compared with; it takes part, asked for or not.
+        devices: race each plan on each of them, such as `["cpu", "cuda"]`; default where each plan says.
+        time_limit: for all of it, such as `60s`: preparing, measuring and proving. Default 60 s for what is measured,
+            with preparing and proving on top.
+        prove: tells how true the results of plans are; None leaves that out, and then any plan may win.
+        progress: show a progress bar.
+
+    Returns:
+        A figure for each plan, and the winner. A plan that can't be run has a `failure` in place of figures.
+
+    Raises:
+        PlanError: one plan alone, or one that doesn't exist.
+        DeviceError: a device isn't on this machine.
+        HotloopError: the baseline can't be run.
+    """
+    console = Terminal() if progress else Terminal(quiet=True)
+    asked = Contest(plans, baseline, devices, time_limit=time_limit)
+    with watched(console) as moved:
+        verdict = raced(Loaded(task, None, {}), asked, prove=prove, progress=moved)
+    if verdict.ended is not None:
+        if verdict.ended_by == "SIGINT":
+            raise KeyboardInterrupt(verdict.ended)
+        raise Terminated(verdict.ended, number=signal.Signals[verdict.ended_by or "SIGTERM"])
+    return verdict
+
+
+def raced(
+    loaded: Loaded,
+    contest: Contest,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    prove: Prove | None = PROVE,
+    say: Say = lambda line: None,
+    progress: Progress = lambda doing, share: None,
+    deadline: Deadline | None = None,
+    racing_s: float = RACING_S,
+) -> Verdict:
+    """Races plans of a loaded Task; see `race`. A signal in the proof ends it with what was raced.
+
+    Args:
+        deadline: when the race must be over; default the contest's time limit from now on.
+        racing_s: for the windows that are measured, as far as the deadline allows.
+    """
+    began = time.monotonic()
+    deadline = deadline or contest.deadline(began)
+    entries, baseline = contest.entries()
+    for device in contest.devices or ():
+        check_device(device, "--devices")
+    task = overridden(loaded.task, overrides)
+    facts = fingerprinted(replace(loaded, task=task))
+    entrants = [
+        Entrant(name, _lowering(loaded, task, wanted, say, facts), None if wanted.auto else _on_its_device(wanted.plan))
+        for name, wanted in entries.items()
+    ]
+    before = Used.now()
+    part = deadline if prove is None else deadline.part(_MEASURING)
+    measured = measure(entrants, baseline, steps=facts.steps, time_limit_s=racing_s, progress=progress, deadline=part)
+    others = cores_of_others(before, Used.now())
+    verdict = Verdict(
+        task=task.name,
+        fingerprint=facts.fingerprint,
+        plans=measured.plans,
+        baseline=baseline,
+        winner=best_of(measured.plans, baseline, proven=False),
+        steps=facts.steps,
+        notes=[*measured.notes, *filter(None, [busy_note(others, machine.processor().allowed_cores)])],
+        machine=machine_name(),
+        versions=speed_versions(),
+        seconds=time.monotonic() - began,
+    )
+    known = loaded.record is not None  # without its source, a Task can't be told from another of the same shapes
+    # Before the proof, too, which may be stopped, or take more memory than there is.
+    notes = remember(_of_plans_alone(verdict, entries)) if known else []
+    if prove is not None:
+        try:
+            plans = _proven(task, measured.plans, baseline, prove, progress, deadline)
+        except KeyboardInterrupt as stop:
+            found: dict[str, Any] = {"winner": None, **how_ended("the proof", stop)}
+        else:
+            found = {"plans": plans, "winner": best_of(plans, baseline, proven=True)}
+        verdict = verdict.model_copy(update={**found, "seconds": time.monotonic() - began})
+        notes = remember(_of_plans_alone(verdict, entries)) if known and verdict.ended is None else notes
+    for note in notes:
+        say(note)
+    return verdict
+
+
+def _of_plans_alone(verdict: Verdict, entries: Mapping[str, Wanted]) -> Verdict:
+    """Without what `auto` compiled, which it keeps by itself: here the time to choose it counts as its start."""
+    plans = [
+        one
+        for one in verdict.plans
+        if one.name == verdict.baseline or not entries[one.name].auto or one.plan.get("compile", "none") == "none"
+    ]
+    return verdict.model_copy(update={"plans": plans})
+
+
+def _on_its_device(plan: Plan) -> Plan:
+    """The plan as it will be known by, also where it fails."""
+    try:
+        return placed(plan)
+    except DeviceError:
+        return plan
+
+
+def _lowering(loaded: Loaded, task: Task, wanted: Wanted, say: Say, facts: TaskFacts) -> Callable[[], Program]:
+    return lambda: lowered_by_memory(loaded, task, wanted, say, facts=facts)
+
+
+def _proven(
+    task: Task, plans: Sequence[Timing], baseline: str, prove: Prove, progress: Progress, deadline: Deadline
+) -> list[Timing]:
+    """The plans with their parity; the same plan is proven once, and the one that others are held against not at all."""
+    base = next(timing for timing in plans if timing.name == baseline).as_plan
+    known: dict[Plan, Parity] = {}
+    if base.with_axes(device="cpu") == BASELINE:
+        known[base] = Parity(plan=base.brief(), parity="bitwise", reason="it is the baseline itself", states=0)
+    wanted = dict.fromkeys(timing.as_plan for timing in plans if timing.failure is None)
+    asked = [plan for plan in wanted if plan not in known]
+    if asked:
+        progress("proving", 0.0)
+        known |= zip(asked, _parities(task, asked, prove, progress, deadline), strict=True)
+    return [timing if timing.failure is not None else _with_parity(timing, known) for timing in plans]
+
+
+def _parities(task: Task, plans: Sequence[Plan], prove: Prove, progress: Progress, deadline: Deadline) -> list[Parity]:
+    try:
+        with deadline.enforced("the proof"):
+            return prove(task, plans, lambda done, total: progress("proving", done / total))
+    except Exception as error:  # what was raced is no worse for it
+        reason, passing = told(error)
+        unproven = Parity(plan="", parity="unproven", reason=reason, states=0, short_of_memory=passing)
+        return [unproven.model_copy(update={"plan": plan.brief()}) for plan in plans]
+
+
+def _with_parity(timing: Timing, known: Mapping[Plan, Parity]) -> Timing:
+    return timing.proven(known[timing.as_plan])
+
+
+def raced_scales(
+    reference: str,
+    parameters: Mapping[str, str],
+    scale: tuple[str, Sequence[str]],
+    contest: Contest,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    say: Say = lambda line: None,
+    progress: Progress = lambda doing, share: None,
+) -> Scaling:
+    """Races plans at several sizes of the Task in a file; speed alone, since a proof is of one size.
+
+    Args:
+        reference, parameters: see `load_task`.
+        scale: the parameter of the file's `task(...)` that is changed, and its values.
+    """
+    name, values = scale
+    sizes = _sizes(name, values)
+    deadline = contest.deadline(time.monotonic())
+
+    def at(value: str, part: Deadline) -> Verdict:
+        def moved(doing: str, share: float) -> None:
+            progress(f"{name}={value}: {doing}", share)
+
+        loaded = load_task(reference, {**parameters, name: value})
+        common: dict[str, Any] = dict(overrides=overrides, say=say, progress=moved)
+        return raced(loaded, contest, prove=None, deadline=part, **common)
+
+    races, ended = list[Verdict](), dict[str, Any]()
+    try:
+        for number, value in enumerate(values):
+            races.append(at(value, deadline.part(1 / (len(values) - number))))
+    except (HotloopError, KeyboardInterrupt) as error:
+        if not races:
+            raise
+        ended = how_ended(f"{name}={values[len(races)]}", error)
+    done = list(values[: len(races)])
+    return Scaling(parameter=name, values=done, races=races, crossings=_crossings(races, sizes[: len(races)]), **ended)
+
+
+def _sizes(name: str, values: Sequence[str]) -> list[float]:
+    try:
+        sizes = [float(value) for value in values]
+    except ValueError:
+        sizes = [0.0]
+    if len(sizes) < 2 or len(set(sizes)) < len(sizes) or min(sizes) <= 0 or max(sizes) == float("inf"):
+        raise TaskError(
+            f"--scale {name}={','.join(values)}",
+            expected="two or more numbers above zero, none of them twice",
+            fix=f"write such as --scale {name}=0.25,1,4",
+        )
+    return sizes
+
+
+def _crossings(races: Sequence[Verdict], sizes: Sequence[float]) -> list[Crossing]:
+    ordered = sorted(zip(sizes, races, strict=True), key=lambda pair: pair[0])
+    baseline = races[0].baseline
+
+    def points(name: str) -> list[Point]:
+        return [(size, verdict.plan(name)) for size, verdict in ordered]
+
+    names = [timing.name for timing in races[0].plans if timing.name != baseline]
+    return [found for name in names for found in crossings(name, points(name), points(baseline))]

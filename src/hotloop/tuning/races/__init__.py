@@ -1,0 +1,1 @@
+"""How fast plans are, side by side. `measure.py` is the place to start reading."""

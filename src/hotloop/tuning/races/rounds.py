@@ -1,0 +1,207 @@
+"""Windows of several plans in turn, until enough was measured.
+
+A round runs each plan twice, forth and back (A B C C B A), and the next one the other way round, so that a machine that
+grows slower while it is measured on slows all plans alike. Each round gives one pair of times for each plan and the
+baseline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hotloop.tuning.races.runner import Clock
+from hotloop.tuning.races.statistics import (
+    ENOUGH_PAIRS,
+    LEAST_PAIRS,
+    Ratio,
+    behind,
+    hopeless,
+    known_groups,
+    may_win,
+    ratio_of,
+    settled,
+)
+
+_WINDOW_S = {"cpu": 0.01}
+"""On a CPU short, so that what interrupts it spoils some windows and leaves the others, which the median is of."""
+
+_WINDOW_ELSEWHERE_S = 0.1
+"""On an accelerator long, so that waiting for it at both ends costs next to nothing."""
+
+_SETTLING = 0.2
+"""Share of a window's steps that is run before it, untimed; a step at least."""
+
+_LONG_S = 0.05
+"""Steps that last longer don't feel what the plan before left in the caches."""
+
+_ALIKE = 4.0
+"""Plans up to so many times as fast or slow as the baseline run the same steps, and so the same batches, as it."""
+
+
+class Windows(Protocol):
+    def settle(self, steps: int) -> None:
+        """Runs steps that don't count."""
+
+    def window(self, steps: int) -> float:
+        """Seconds that so many steps take."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The windows of a plan.
+
+    Attributes:
+        steps, untimed: of a window, and before it.
+        passes: windows in a round, forth and back; forth alone where a search would wait too long for long steps.
+    """
+
+    steps: int
+    untimed: int
+    passes: int
+
+    @classmethod
+    def of(cls, device: str, step_s: float, baseline_s: float, brief: bool = False) -> Layout:
+        """From what a step takes there, and what it takes the baseline."""
+        window_s = _WINDOW_S.get(device, _WINDOW_ELSEWHERE_S)
+        alike = baseline_s / _ALIKE < step_s < baseline_s * _ALIKE
+        steps = window_s / max(baseline_s if alike else step_s, 1e-7)
+        untimed = max(round(_SETTLING * steps), 1 if step_s < _LONG_S else 0)
+        return cls(max(1, round(steps)), untimed, 1 if brief and baseline_s >= window_s else 2)
+
+    def round_s(self, step_s: float) -> float:
+        """Seconds of a round, if a step takes so long."""
+        return self.passes * (self.untimed + self.steps) * step_s
+
+
+@dataclass
+class Lane:
+    """One plan in the race.
+
+    Attributes:
+        name: for the progress bar.
+        windows: what runs it.
+        steps, untimed, passes: see `Layout`.
+        group: a search lets plans of one group beat each other; those of different groups may be put together.
+        times: seconds of a step, round by round.
+        running: whether it goes on: False once it failed, or can't win any more.
+        error: what ended it.
+        feed_s: what its batches take to be loaded by workers, measured alone, portion by portion; else empty. Between its
+            windows they load ahead, which in training they can't: so no step counts as shorter.
+    """
+
+    name: str
+    windows: Windows
+    steps: int = 1
+    untimed: int = 0
+    passes: int = 2
+    group: str = ""
+    times: list[float] = field(default_factory=list)
+    running: bool = True
+    error: Exception | None = None
+    feed_s: Sequence[float] = ()
+
+    def note(self, step_s: float) -> None:
+        """Writes down what a step has taken in a round."""
+        fed_s = self.feed_s[len(self.times) % len(self.feed_s)] if self.feed_s else 0.0
+        self.times.append(max(step_s, fed_s))
+
+    def lay_out(self, device: str, step_s: float, baseline_s: float, brief: bool = False) -> None:
+        """Chooses its windows, see `Layout.of`."""
+        layout = Layout.of(device, step_s, baseline_s, brief)
+        self.steps, self.untimed, self.passes = layout.steps, layout.untimed, layout.passes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop: after so many seconds by this clock, if not before.
+
+    Attributes:
+        brief: whether it is enough to know which is the fastest of each group; by how much then stays rough.
+    """
+
+    seconds: float
+    clock: Clock = time.perf_counter
+    brief: bool = False
+
+
+def run_rounds(
+    lanes: Sequence[Lane],
+    baseline: Lane,
+    limits: Limits,
+    progress: Callable[[float], None] = lambda share: None,
+) -> None:
+    """Runs rounds until each lane's interval is narrow enough, it lost, or the time is over; one round at least.
+
+    Args:
+        progress: is told which share of the time limit is over.
+
+    Raises:
+        Exception: the baseline's own.
+    """
+    began = limits.clock()
+    number, last = 0, 0.0
+    while True:
+        started = limits.clock()
+        if number and started - began + last > limits.seconds:
+            return
+        running = _contested([lane for lane in lanes if lane.running], baseline, number, limits.brief)
+        if not running:
+            return
+        _round(running[:: -1 if number % 2 else 1], baseline)
+        _drop_losers(running, baseline, limits.brief)
+        number, last = number + 1, limits.clock() - started
+        progress(min(1.0, (limits.clock() - began) / limits.seconds))
+
+
+def ratio(lane: Lane, baseline: Lane) -> Ratio:
+    return ratio_of(baseline.times, lane.times)
+
+
+def _round(lanes: Sequence[Lane], baseline: Lane) -> None:
+    taken: dict[int, float] = {}
+    for lane in [*lanes, *(lane for lane in lanes[::-1] if lane.passes > 1)]:
+        if not lane.running:
+            continue
+        try:
+            lane.windows.settle(lane.untimed)
+            taken[id(lane)] = taken.get(id(lane), 0.0) + lane.windows.window(lane.steps)
+        except Exception as error:
+            if lane is baseline:
+                raise
+            lane.running, lane.error = False, error
+    for lane in lanes:
+        if lane.running:
+            lane.note(taken[id(lane)] / (lane.passes * lane.steps))
+
+
+def _drop_losers(lanes: Sequence[Lane], baseline: Lane, brief: bool) -> None:
+    found = {id(lane): ratio(lane, baseline) for lane in lanes if lane.running}
+    running = [lane for lane in lanes if lane.running]
+    for lane in running:
+        if lane is baseline:
+            continue
+        rivals = [one for one in running if not brief or one is baseline or one.group == lane.group]
+        if brief:
+            best = max((found[id(one)] for one in rivals), key=lambda one: one.median)
+            lane.running = not hopeless(found[id(lane)], best)
+        else:
+            best = max((found[id(one)] for one in rivals), key=lambda one: one.low or 0.0)
+            lane.running = may_win(found[id(lane)]) or not behind(found[id(lane)], best)
+
+
+def _contested(lanes: Sequence[Lane], baseline: Lane, rounds: int, brief: bool) -> list[Lane]:
+    """Those that the next round is for, the baseline with them; empty once enough is known."""
+    if rounds < (LEAST_PAIRS if brief else ENOUGH_PAIRS):
+        return list(lanes)
+    groups: dict[str, list[Ratio]] = {}
+    for lane in lanes:
+        if lane is not baseline:
+            groups.setdefault(lane.group, []).append(ratio(lane, baseline))
+    if not brief:
+        return [] if all(settled(one) for found in groups.values() for one in found) else list(lanes)
+    known = known_groups(groups)
+    contested = [lane for lane in lanes if lane is baseline or lane.group not in known]
+    return contested if len(contested) > 1 else []

@@ -1,0 +1,172 @@
+"""The written rules of `--plan auto`: what to run a Task with, best first, without measuring anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from hotloop.core.feasibility.forecast import Choice, Violation
+from hotloop.core.feasibility.violations import device_of, read_again, violations
+from hotloop.core.records.hardware import Hardware
+from hotloop.core.records.training import TaskFacts
+from hotloop.plan import BASELINE, Plan
+
+COMPILED_FROM_STEPS = 600
+"""What is compiled has to be proven, which takes as long as 250 steps; whether it pays in a longer run, timing tells."""
+
+_SHARE = 0.5
+"""Of a device's free memory, for the data; the rest is for model, activations and workspaces."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One change to the baseline that should pay."""
+
+    axis: str
+    value: str
+    why: str
+
+
+def ranked(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[Choice]:
+    """The feasible plans that the rules allow, best first; the last is the baseline on its device.
+
+    Axes that were set in making `base` are kept; empty if they can't be run. Nothing here reduces the precision.
+    """
+    plain, reasons = _placed(hardware, base), tuple(_reasons(facts, hardware, base))
+    if violations(plain, facts, hardware):
+        return []
+    wishes = [wish for wish in _wishes(facts, hardware, base) if not violations(_with(plain, wish), facts, hardware)]
+    choices = []
+    # The wish named last is the likeliest to fail when it is lowered, so it's the first to be given up.
+    for given_up in range(len(wishes) + 1):
+        for dropped in combinations(reversed(wishes), given_up):
+            kept = [wish for wish in wishes if wish not in dropped]
+            plan = _with(plain, *kept)
+            if not violations(plan, facts, hardware):
+                choices.append(Choice(plan, (*reasons, *(wish.why for wish in kept))))
+    return choices
+
+
+def passed_over(facts: TaskFacts, hardware: Hardware, base: Plan) -> list[tuple[Wish, Violation]]:
+    """What should pay but can't be run here, with the first reason."""
+    plain = _placed(hardware, base)
+    found = ((wish, violations(_with(plain, wish), facts, hardware)) for wish in _wishes(facts, hardware, base))
+    return [(wish, problems[0]) for wish, problems in found if problems]
+
+
+def left_open(facts: TaskFacts, plan: Plan) -> list[str]:
+    """What only a look at data and model tells, as lowering takes it."""
+    found = []
+    if plan.engine == "arrays":
+        found.append("engine=arrays: whether the model's modules, the loss and the optimizer are all known")
+    if plan.residency != "stream" and facts.data == "Samples":
+        found.append(f"residency={plan.residency}: whether the data set fits, and gives the same sample each time")
+    if plan.compile != "none":
+        found.append(
+            f"compile={plan.compile}: whether the step can be captured as one graph, compiling it pays, and what comes out"
+            " is faster and proven equal"
+        )
+    if plan.accumulation > 1:
+        found.append(f"accumulation={plan.accumulation}: whether the pieces of a batch add up to the whole")
+    return found
+
+
+def _placed(hardware: Hardware, base: Plan) -> Plan:
+    """The baseline with the axes that were set, on the device of the rules unless one was set."""
+    kept = {axis: getattr(base, axis) for axis in base.model_fields_set}
+    accelerator = next((device.name for device in hardware.devices if device.is_accelerator), "cpu")
+    return BASELINE.with_axes(**{"device": accelerator, **kept})
+
+
+def _with(plan: Plan, *wishes: Wish) -> Plan:
+    return plan.with_axes(**{wish.axis: wish.value for wish in wishes})
+
+
+def _wishes(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[Wish]:
+    """The changes that the rules propose, for axes that weren't set, whether they can be run or not."""
+    plain = _placed(hardware, base)
+    every = (
+        *_memory(hardware, plain),
+        *_update(facts, hardware, plain),
+        *_data(facts, hardware, plain),
+        *_compilation(facts, hardware, plain),
+    )
+    yield from (wish for wish in every if wish.axis not in base.model_fields_set)
+
+
+def _memory(hardware: Hardware, plan: Plan) -> Iterator[Wish]:
+    device = device_of(plan, hardware)
+    if device is not None and not device.is_accelerator and hardware.allocator is not None:
+        why = "allocator=keep: memory that a step frees stays for the next one, instead of going back to the system"
+        yield Wish("allocator", "keep", why)
+
+
+def _update(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
+    """On a CPU lists of parameters win where there are hundreds of small ones, and lose to caches elsewhere.
+
+    Plain SGD's update of a parameter is one operation there, than which the fused kernel takes longer.
+    """
+    device = device_of(plan, hardware)
+    ways = [("fused", "one kernel")]
+    if device is not None and device.is_accelerator:
+        ways.append(("foreach", "operations over lists of parameters"))
+    elif facts.one_operation:
+        return
+    for name, how in ways:
+        if name in facts.implementations:
+            yield Wish("optimizer", name, f"optimizer={name}: the update of {facts.optimizer} as {how}")
+            return
+
+
+def _data(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
+    device = device_of(plan, hardware)
+    free = device.memory_free if device is not None and device.is_accelerator else None
+    if facts.data == "Samples":
+        if read_again(facts):
+            yield Wish("residency", "host", "residency=host: samples are loaded once, and not again in each epoch")
+    elif free is not None and facts.data_bytes is not None and facts.data_bytes <= _SHARE * free.value:
+        yield Wish("residency", "device", f"residency=device: the data fits into the memory of {plan.device}")
+
+
+def _compilation(facts: TaskFacts, hardware: Hardware, plan: Plan) -> Iterator[Wish]:
+    device = device_of(plan, hardware)
+    value = {"cpu": "package", "cuda": "step"}.get(device.kind if device else "")
+    if value and is_long(facts) and not facts.recurrent:
+        why = f"with {facts.steps:,} steps a compilation may pay, which train times some steps to tell"
+        yield Wish("compile", value, f"compile={value}: {why}")
+
+
+def unrolled(facts: TaskFacts, kind: str) -> str:
+    """Why a long run on a kind of device isn't compiled whatever its steps take; empty if nothing speaks against it."""
+    if not (is_long(facts) and facts.recurrent):
+        return ""
+    if kind == "cuda":
+        return "cuDNN reads the weights of recurrent layers as one piece of memory, which a captured step can't"
+    return "captured, recurrent layers are written out time step by time step, which compilers take very long for"
+
+
+def is_long(facts: TaskFacts) -> bool:
+    """Whether a run has steps enough for what must be proven: compiled steps, and recorded ones."""
+    return facts.steps is not None and facts.steps >= COMPILED_FROM_STEPS
+
+
+def _reasons(facts: TaskFacts, hardware: Hardware, base: Plan) -> Iterator[str]:
+    """Why the baseline is as it is."""
+    plan, kept = _placed(hardware, base), base.model_fields_set
+    if kept:
+        yield "as set: " + ", ".join(f"{axis}={getattr(base, axis)}" for axis in Plan.model_fields if axis in kept)
+    if "device" not in kept:
+        found = "there is no accelerator" if plan.device == "cpu" else "the accelerator of this machine"
+        yield f"device={plan.device}: {found}"
+    if "precision" not in kept:
+        device = device_of(plan, hardware)
+        tf32 = device is not None and device.kind == "cuda" and facts.convolutions
+        loop = ", which compute convolutions in tf32 here, where precision=fp32 computes in fp32" if tf32 else ""
+        yield f"precision=default: torch's own settings{loop}; fewer bits change the result, so they have to be asked for"
+    if "compile" not in kept and not is_long(facts):
+        run = "a stream doesn't say how many steps there are" if facts.steps is None else f"{facts.steps:,} steps"
+        yield f"compile=none: a compilation is tried from {COMPILED_FROM_STEPS:,} steps on ({run})"
+    device = device_of(plan, hardware)
+    if "compile" not in kept and device is not None and (why := unrolled(facts, device.kind)):
+        yield f"compile=none: {why}"

@@ -1,0 +1,256 @@
+"""What a long run under `auto` takes: compiled plans are raced beside the eager one, and the fastest is proven."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from hotloop.core.hardware.versions import machine_name, speed_versions
+from hotloop.core.random.rng import preserved
+from hotloop.core.records.race import Parity, Timing, Verdict
+from hotloop.core.records.training import TaskFacts
+from hotloop.core.reporter import During, Say
+from hotloop.errors import PlanError, told
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
+from hotloop.parity.proof import lacking, prove_programs
+from hotloop.plan import Plan
+from hotloop.task import Task
+from hotloop.tuning.races.measure import Entrant, measure
+from hotloop.tuning.races.runner import Runner
+from hotloop.tuning.races.starts import with_starts
+from hotloop.tuning.search.budget import Budget, proving_s, saved_steps
+from hotloop.tuning.search.program_pool import COMPILING_S, Held, plans_at_once
+
+_GLANCE_S = 0.2
+"""For a first idea of the baseline's step."""
+
+_RACED = 1 / 2
+"""Of what a search may race for."""
+
+
+@dataclass
+class Settling:
+    """Compiled plans beside the eager one, of a Task on one device.
+
+    Attributes:
+        eager: what is trained with otherwise; or `last`, the baseline with the axes that the user set, where the race finds
+            that faster.
+        accepted: classes of parity that may be chosen.
+        say: is told what was passed over, and why.
+        watched: whether callbacks of the user's are called in the run.
+        keep: is told what was found until Ctrl-C ended it.
+        to_come: steps of runs that may follow, to which a proof is worth as much.
+        compiling_s: that compiling a plan may take.
+    """
+
+    task: Task
+    facts: TaskFacts
+    eager: Plan
+    last: Plan
+    accepted: Collection[str]
+    say: Say
+    during: During | None
+    watched: bool = False
+    keep: Callable[[Verdict], object] = lambda verdict: None
+    to_come: int = 0
+    compiling_s: float = COMPILING_S
+    _timings: dict[str, Timing] = field(default_factory=dict)
+    _copying_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._held = Held(self.task, self._listened_to, compiling_s=self.compiling_s)
+
+    def run(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan] = ()) -> Verdict | None:
+        """Compiles up to `most` of `ways`, the first that can be, and records one that isn't compiled; the winner is
+        `otherwise`, or faster and proven.
+
+        What can't be compiled is in the Verdict too. None where there was no memory for a race, or it failed.
+
+        Args:
+            instead: of which one is compiled where no way can be, whatever the memory.
+        """
+        began = time.monotonic()
+        try:
+            winner = self._winner(ways, most, instead)
+        except Exception as error:  # what is wrong with the Task shows in training, and is explained there
+            self.say(f"auto goes on eagerly: its plans couldn't be raced ({told(error)[0]})")
+            return None
+        except KeyboardInterrupt:
+            if self.baseline.brief() in self._timings:
+                self.keep(self._verdict(self.otherwise, time.monotonic() - began))
+            raise
+        finally:
+            self._held.give_up(list(self._held.programs))
+        return None if self.baseline.brief() not in self._timings else self._verdict(winner, time.monotonic() - began)
+
+    @property
+    def baseline(self) -> Plan:
+        return Plan(device=self.eager.device, workers=self.eager.workers)
+
+    @property
+    def otherwise(self) -> Plan:
+        """What is trained with where nothing compiled is, as far as was raced."""
+        timing = self._timings.get(self.eager.brief())
+        slower = timing is not None and timing.behind
+        return self.last if slower and self.last == self.baseline else self.eager  # what the user set stays
+
+    def _winner(self, ways: Sequence[Plan], most: int, instead: Sequence[Plan]) -> Plan:
+        others = list(dict.fromkeys([self.baseline, self.eager]))
+        gc.collect()  # what was timed before is gone
+        room = plans_at_once(self.facts, self.eager.device) - len(others)
+        if room < 1:
+            self.say("auto goes on eagerly: there is no memory for a compiled plan beside the eager one")
+            return self.eager
+        step_s = self._glance()
+        if why := lacking([self._lowered(self.baseline)]):
+            self.say(f"auto goes on eagerly: nothing compiled could be proven, since {why}")
+            return self.eager
+        compiled = [way for way in ways if way.compile != "none"]
+        ready = self._compiled(compiled, min(most, room))
+        if len(ready) < room:
+            ready += self._recorded([way for way in ways if way.compile == "none"])
+        if all(way.brief() in self._timings for way in ways):  # with why it can't be
+            ready = self._compiled(instead, 1)
+        if not ready:
+            return self.eager
+        names = " and ".join(plan.brief() for plan in ready)
+        self.say(f"auto races {names} beside what runs eagerly, and proves the fastest")
+        with nullcontext() if self.during is None else self.during("racing and proving plans", counted=False):
+            self._race(others, ready, step_s)
+            return self._proven(ready)
+
+    def _glance(self) -> float:
+        """Seconds of the baseline's step; where there is no memory for it, that shows before anything is compiled."""
+        program, name = self._lowered(self.baseline), self.baseline.brief()
+        with preserved(*program.devices):
+            step_s, self._copying_s = Runner(program).glance(_GLANCE_S)
+        program.close()  # its loaders rest while others are compiled
+        self._timings[name] = Timing(name=name, plan=self.baseline.model_dump(), step_ms=1e3 * step_s)
+        return step_s
+
+    def _compiled(self, ways: Sequence[Plan], most: int) -> list[Plan]:
+        """The first that can be; of several layouts of images one of each before a second, which makes less of a difference."""
+        ready, alike = list[Plan](), list[Plan]()
+        layouts = {way.layout for way in ways}
+        for way in ways:
+            if len(layouts) > 1 and any(way.layout == one.layout for one in ready):
+                alike.append(way)
+            elif len(ready) < most and self._can_be_lowered(way):
+                ready.append(way)
+        return ready + [way for way in alike[: most - len(ready)] if self._can_be_lowered(way)]
+
+    def _recorded(self, ways: Sequence[Plan]) -> list[Plan]:
+        """The first step that can be recorded as it runs eagerly, which takes seconds."""
+        return next(([way] for way in ways if self._can_be_lowered(way)), [])
+
+    def _can_be_lowered(self, way: Plan) -> bool:
+        try:
+            self._lowered(way)
+        except Exception as error:
+            why, passing = told(error)
+            self._pass_over(way, why)
+            if isinstance(error, PlanError) and not passing:
+                self._timings[way.brief()] = Timing(name=way.brief(), plan=way.model_dump(), failure=why)
+            return False
+        return True
+
+    def _race(self, others: Sequence[Plan], ready: Sequence[Plan], step_s: float) -> None:
+        """On real batches, in pairs; a plan that fails is out, and so is one that loses against the baseline.
+
+        None is left out for another one: the eager plan goes on if no other is proven, and the slower compiled one may be.
+        """
+        device, steps = torch.device(self.eager.device).type, self.facts.steps
+        plans = [*others, *ready]
+        seconds = Budget.of(step_s, steps, None, device).race_s(_RACED, len(plans) - 1)
+        entrants = [Entrant(plan.brief(), partial(self._lowered, plan), plan, plan.brief()) for plan in plans]
+        found = measure(entrants, self.baseline.brief(), steps=steps, time_limit_s=seconds, brief=True)
+        self._timings |= with_starts(found.plans, self.baseline.brief(), self._held.starts, steps)
+
+    def _proven(self, ready: Sequence[Plan]) -> Plan:
+        """The fastest whose proof succeeds, of those that are faster than what is trained with otherwise; or that."""
+        otherwise = self.otherwise
+        ratio = self._timings[otherwise.brief()].ratio or 1.0
+        for plan in sorted(ready, key=lambda one: self._timings[one.brief()].ratio or 0.0, reverse=True):
+            timing = self._timings[plan.brief()]
+            if timing.failure is not None:
+                self._pass_over(plan, timing.failure)
+            elif timing.verdict != "faster" or (timing.ratio or 0.0) <= ratio:
+                figures = _figures(timing, ratio)
+                self._pass_over(plan, figures if ratio == 1.0 else f"{figures}, and {otherwise.brief()} {ratio:.2f}")
+            elif why := self._too_long(timing, ratio):
+                self._pass_over(plan, why)
+            else:
+                parity = self._parity(plan)
+                self._timings[plan.brief()] = timing.proven(parity)
+                if parity.parity in self.accepted:
+                    return plan
+                self._pass_over(plan, f"it's {parity.parity}: {parity.reason}")
+        if otherwise != self.eager:
+            slower = self._timings[self.eager.brief()].ratio or 0.0
+            self._pass_over(self.eager, f"it's {slower:.2f} times as fast as the baseline")
+        return otherwise
+
+    def _too_long(self, timing: Timing, ratio: float) -> str:
+        """Why a proof doesn't pay; empty if it does. `ratio` is that of what is trained with otherwise."""
+        step_s = (self._timings[self.baseline.brief()].step_ms or 0.0) / 1e3
+        steps = None if self.facts.steps is None else self.facts.steps + self.to_come
+        saves_s = saved_steps(steps, timing.gain, ratio) * step_s
+        proof_s = proving_s(step_s, self._copying_s, self.facts.normed)
+        if saves_s > proof_s:
+            return ""
+        looks = " with a look at each epoch whether callbacks change the step" if timing.looking_ms else ""
+        return f"it saves {max(0.0, saves_s):.0f} s{looks}, and a proof takes about {proof_s:.0f} s"
+
+    def _parity(self, plan: Plan) -> Parity:
+        self._held.give_up(self._held.programs.keys() - {plan.brief()})
+        try:
+            return prove_programs(self.task, [self._lowered(plan)])[0]
+        except Exception as error:
+            reason, passing = told(error)
+            return Parity(plan=plan.brief(), parity="unproven", reason=reason, states=0, short_of_memory=passing)
+
+    def _lowered(self, plan: Plan) -> Program:
+        return self._held.lowered(plan.brief(), plan)
+
+    def _listened_to(self, task: Task, plan: Plan) -> Program:
+        """Lowers a plan, and says what goes on where it is compiled; the others were told of before."""
+        program = lower(
+            task, plan, *((self.say, self.during) if plan.compile != "none" or plan.graphs != "none" else ())
+        )
+        program.watched = self.watched
+        return program
+
+    def _pass_over(self, plan: Plan, why: str) -> None:
+        self.say(f"auto passes over {plan.brief()}: {why}")
+
+    def _verdict(self, winner: Plan, seconds: float) -> Verdict:
+        return Verdict(
+            task=self.task.name,
+            fingerprint=self.facts.fingerprint,
+            plans=list(self._timings.values()),
+            baseline=self.baseline.brief(),
+            winner=winner.brief(),
+            steps=self.facts.steps,
+            machine=machine_name(),
+            versions=speed_versions(),
+            seconds=seconds,
+        )
+
+
+def _figures(timing: Timing, ratio: float) -> str:
+    """Why a plan isn't taken beside one that is `ratio` times as fast as the baseline."""
+    figures = f"it's {timing.ratio:.2f} times as fast as the baseline"
+    if timing.left_out and timing.verdict is None:
+        return f"it was left out after {timing.windows} pairs, since {figures}"
+    if (timing.ratio or 0.0) <= ratio:
+        return figures
+    if timing.ratio_low is None:
+        return f"{figures}, with too few pairs to be sure ({timing.windows})"
+    return f"{figures}, which {timing.windows} pairs don't show ({timing.ratio_low:.2f} to {timing.ratio_high:.2f})"

@@ -1,0 +1,322 @@
+"""Whether it pays in this run to try a compiler: by what was found before, and by some eager steps on one batch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hotloop.core.format import milliseconds
+from hotloop.core.number_formats import REDUCED
+from hotloop.core.processes.deadline import SEARCHED
+from hotloop.core.random.rng import preserved
+from hotloop.core.records.race import TRUSTED, Timing, Verdict
+from hotloop.data.feeds.feed import Treatment, open_feed
+from hotloop.data.splits import Roles
+from hotloop.errors import blame
+from hotloop.lowering.compile.runtime_checks import looks
+from hotloop.lowering.object_state.attributes import unchanged
+from hotloop.lowering.program import Program
+from hotloop.plan import Plan
+from hotloop.tuning.races.runner import Runner
+from hotloop.tuning.races.statistics import LEAST_PAIRS
+from hotloop.tuning.search.budget import PROVING_STEPS, proving_s, saved_steps
+from hotloop.tuning.search.compile_payoff import compile_s, compiling_gains, trace_s
+from hotloop.tuning.search.program_pool import COMPILING_S
+from hotloop.tuning.search.step_profile import Makeup, makeup
+
+_DOUBT = 1.5
+"""Times what a compilation should take, which nobody asked to wait for: machines may be slow, or busy."""
+
+_COMPILING_LEAST_S = 120.0
+"""That any compilation may take."""
+
+_IN_VAIN = 2
+"""Times what compiling, race and proof cost: so much must be hoped for, since a race may be lost, and a proof fail."""
+
+_RUNS_TO_COME = 10
+"""At most that are expected: what is short now isn't made longer for the sake of long runs before."""
+
+_RACING_STEPS = 2 * LEAST_PAIRS
+"""Of each plan in a race, the baseline and the eager one among them; how long they take counts as compiling."""
+
+_GLANCE_S, _LOOK_S = 0.05, 0.2
+"""For a first idea of a step, which tells that most short runs are too short; and for one to reckon with."""
+
+_BATCHES = 4
+"""That are compared: a compiled step is for batches that are alike, and runs others eagerly."""
+
+
+@dataclass(frozen=True)
+class Hope:
+    """What compiling may save.
+
+    Attributes:
+        steps: of the run that are left.
+        to_come: of runs like it that may follow, to which what was compiled is worth as much.
+        step_s: seconds of an eager step, without making its batch, which no compiler makes faster.
+        gain: by what factor a compiled step may be faster; None if even one of no time would not pay.
+        load_s: seconds of making a batch, for which race and proof wait; `copying_s` of copying the State out and back, as a
+            proof does.
+        compile_s: of one compilation, with nothing kept from an earlier one.
+        limit_s: until the run is to stop, whatever is left of it.
+        made: of what the step is, where that is known.
+        normed: whether the step normalises over the batch, which makes a proof longer.
+        doing: what is tried, as a word: compiling, or recording without a compiler.
+        looks: how often the run sees whether callbacks have changed what was compiled, and `look_s` what that takes.
+    """
+
+    steps: int
+    step_s: float
+    gain: float | None = None
+    load_s: float = 0.0
+    compile_s: float = compile_s(0)
+    limit_s: float = math.inf
+    made: Makeup | None = None
+    looks: int = 0
+    look_s: float = 0.0
+    copying_s: float = 0.0
+    to_come: int = 0
+    normed: bool = False
+    doing: str = "compiling"
+
+    def by(self, way: str, *, recorded: bool = False) -> Hope:
+        """By another way to compile, as the plan's axis says it; as a CUDA graph, too, if it is recorded."""
+        operations = None if self.made is None else self.made.operations
+        gain, look_s = compiling_gains(self.made, self.step_s, way, recorded=recorded), trace_s(operations or 0)
+        return replace(self, gain=gain, compile_s=compile_s(operations, way), look_s=look_s, doing=_doing(way))
+
+    @property
+    def wins_s(self) -> float:
+        """Seconds that may be saved, of the run and of those to come."""
+        share = 1.0 if self.gain is None else 1 - 1 / self.gain
+        return max(0.0, (self.steps + self.to_come) * self.step_s * share - self.looks * self.look_s)
+
+    def costs_s(self, compilations: int = 1) -> float:
+        """Seconds that so many compilations and their races take, and a proof."""
+        racing_s = _RACING_STEPS * (compilations + 2) * self.load_s
+        proof_s = proving_s(self.step_s + self.load_s, self.copying_s, self.normed)
+        return compilations * _DOUBT * self.compile_s + racing_s + proof_s
+
+    def pays(self, compilations: int = 1) -> bool:
+        """Whether they should save clearly more than they cost, and leave time to train; nor is any run twice as long."""
+        most_s = min(self.steps * self.step_s, SEARCHED * self.limit_s)
+        return self.costs_s(compilations) < min(self.wins_s / _IN_VAIN, most_s)
+
+    @property
+    def compiling_s(self) -> float:
+        """That a compilation may take before it is given up: as long as it may save, within limits."""
+        return min(COMPILING_S, max(_COMPILING_LEAST_S, self.wins_s), max(1.0, SEARCHED * self.limit_s))
+
+    @property
+    def compilations(self) -> int:
+        """How many of two pay."""
+        return 0 if self.gain is None else sum(map(self.pays, (1, 2)))
+
+    def __str__(self) -> str:
+        most = "can save at most" if self.gain is None else "should save about"
+        loading = f", its batch {milliseconds(1e3 * self.load_s)}" if self.load_s > self.step_s else ""
+        long = self.costs_s() >= SEARCHED * self.limit_s
+        limit = f", more than a third of the {max(0.0, self.limit_s):.0f} s until stop-after" if long else ""
+        looking = f" with {self.looks:,} looks for what callbacks change" if self.looks else ""
+        lost = ", which a lost race would waste" if self.costs_s() < self.wins_s <= _IN_VAIN * self.costs_s() else ""
+        runs = f" and of {self.to_come:,} in runs to come, as there were before" if self.to_come else ""
+        if self.to_come and self.costs_s() >= self.steps * self.step_s:
+            lost = ", longer than the run itself"
+        return (
+            f"a step takes {milliseconds(1e3 * self.step_s)}{loading}, so {self.doing} {most} {self.wins_s:,.0f} s"
+            f" of the {self.steps:,} steps left{runs}{looking}, and with a proof it may take {self.costs_s():.0f} s{limit}{lost}"
+        )
+
+
+def _doing(way: str) -> str:
+    return "recording" if way == "none" else "compiling"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What races found of a Task before, and who is told what the next one finds.
+
+    Attributes:
+        timings: beside the baseline that this run would have.
+        steps: that runs of it have done, since something was last compiled for those to come.
+        spend: is told when that is done again.
+        in_vain: plans that are faster and proven, and take longer to start than they save.
+    """
+
+    timings: Sequence[Timing] = ()
+    keep: Callable[[Verdict], None] = lambda verdict: None
+    steps: int = 0
+    spend: Callable[[], None] = lambda: None
+    in_vain: Collection[Plan] = ()
+
+    def to_come(self, steps: int) -> int:
+        """Steps of runs that may follow one of so many: as many as there were, as skis are bought by who has spent as much
+        on renting."""
+        return min(self.steps, _RUNS_TO_COME * steps)
+
+    @property
+    def _found(self) -> dict[Plan, Timing]:
+        return {timing.as_plan: timing for timing in self.timings}
+
+    def refuses(self, plan: Plan) -> str:
+        """Why a plan isn't to be trained with, whatever speaks for it; empty where it may be."""
+        timing = self._found.get(plan)
+        if timing is not None and timing.parity == "broken":
+            return "it was found broken"
+        return "it was found slower than the baseline" if timing is not None and timing.behind else ""
+
+    def failed(self, plan: Plan) -> bool:
+        """Whether a plan can't be run, whatever its speed."""
+        timing = self._found.get(plan)
+        return timing is not None and timing.failure is not None
+
+    def lost(self, plan: Plan) -> bool:
+        """Whether a race found it no faster than the baseline."""
+        timing = self._found.get(plan)
+        return timing is not None and timing.failure is None and (timing.behind or timing.verdict == "no difference")
+
+    def against(self, plan: Plan, eager: Plan, accepted: Collection[str], steps: int | None) -> str:
+        """Why a compiled plan needn't be tried again in a run of so many steps; empty where nothing speaks against it."""
+        found = self._found
+        timing = found.get(plan)
+        if timing is None:
+            return ""
+        if plan in self.in_vain:
+            return "it is faster and proven, and takes longer to start than it saves"
+        if timing.failure is not None:
+            return f"it failed before ({timing.failure})"
+        if timing.parity is not None and timing.parity not in accepted:
+            return f"it was found {timing.parity}: {timing.parity_reason}"
+        ratio, beside = timing.ratio or 0.0, (found[eager].ratio if eager in found else None) or 1.0
+        if (timing.decided or timing.left_out) and ratio <= beside:
+            return "it was raced before, and isn't faster"
+        if timing.verdict == "no difference" and timing.windows >= LEAST_PAIRS:
+            return "it was raced before for as long as a search races, and isn't clearly faster"
+        unproven = timing.verdict == "faster" and timing.parity is None
+        if unproven and saved_steps(steps, timing.gain, beside) <= PROVING_STEPS:
+            return "it was raced before, and its proof takes longer than it saves"
+        return ""
+
+
+def accepted(asked: Plan) -> tuple[str, ...]:
+    """Classes of parity that may be chosen; a reduced precision only where the user's plan asks for it."""
+    return (*TRUSTED, "reduced-precision") if asked.precision in REDUCED else TRUSTED
+
+
+def hoped(
+    program: Program,
+    steps: int,
+    *,
+    way: str,
+    rewrites: bool,
+    recorded: bool = False,
+    limit_s: float = math.inf,
+    to_come: int = 0,
+    normed: bool = False,
+) -> Hope | str:
+    """What compiling may save of so many steps of an eager Program, whose State stays; or why it isn't worth a thought.
+
+    Args:
+        to_come: steps of runs that may follow.
+        normed: whether the step normalises over the batch.
+        way: to compile, as the plan's axis says it.
+        rewrites: whether a compiled step would be rewritten.
+        recorded: whether it would become a CUDA graph.
+        limit_s: seconds until the run is to stop.
+    """
+    try:
+        with _on_one_batch(program):
+            often = looks(program.watched, steps + to_come, program.feed.batches)
+            step_s, copying_s = Runner(program).glance(_GLANCE_S)
+            least_s = compile_s(0, way)
+            hope = Hope(
+                steps,
+                step_s,
+                compile_s=least_s,
+                limit_s=limit_s,
+                looks=often,
+                copying_s=copying_s,
+                to_come=to_come,
+                normed=normed,
+                doing=_doing(way),
+            )
+            if not hope.pays():
+                return hope
+        if not _alike(program):
+            return "its batches differ in keys or shapes, and a compiled step is for batches that are alike"
+        with _on_one_batch(program):
+            step_s = Runner(program).warm_up(_LOOK_S)[1]
+            made = makeup(program, rewrites=rewrites)
+        return replace(hope, step_s=step_s, load_s=_loading_s(program), made=made).by(way, recorded=recorded)
+    except Exception as error:  # what is wrong with the Task shows in training, and is explained there
+        return f"its steps couldn't be timed ({blame(error)})"
+
+
+def _loading_s(program: Program) -> float:
+    """Seconds of making a batch as the Task gives it, which the baseline of race and proof does at each step."""
+    parts = program.parts
+    with _first_batches(program, parts.task.roles) as batches:
+        began = time.perf_counter()
+        next(batches)
+        return time.perf_counter() - began
+
+
+def _alike(program: Program) -> bool:
+    """Whether the first batches have the same keys and shapes; the last one of an epoch may have fewer samples."""
+    from hotloop.lowering.steps.compiled_step import (
+        signature,  # torch's compiler comes with it, which short runs do without
+    )
+
+    batches = program.feed.batches
+    most = _BATCHES if batches is None else max(1, min(_BATCHES, batches - 1))
+    with _first_batches(program) as found:
+        return len({signature(batch) for batch, _ in itertools.islice(found, most)}) == 1
+
+
+@contextmanager
+def _first_batches(program: Program, roles: Roles | None = None) -> Iterator[Iterator[tuple[Any, int]]]:
+    """Its batches from the first on, out of a feed of their own; generators stay as they are."""
+    parts, roles = program.parts, roles or program.parts.roles
+    treatment = Treatment(parts.device, parts.task.seed, roles.prepare, parts.task.augment)
+    with preserved(*program.devices), unchanged(parts.task):
+        feed = open_feed(roles.train, roles.order, treatment, workers=0)
+        try:
+            yield feed.epoch(0)
+        finally:
+            feed.close()
+
+
+@contextmanager
+def _on_one_batch(program: Program) -> Iterator[None]:
+    """Has the Program run on its first batch again and again; generators stay as they are, and no data is run through."""
+    own = program.feed
+    with _first_batches(program) as batches:
+        batch = next(batches)
+    program.feed = _Again(*batch, own.batches)
+    try:
+        with preserved(*program.devices):
+            yield
+    finally:
+        program.feed = own
+
+
+class _Again:
+    """A feed of one batch, as often as an epoch has batches."""
+
+    reseeds = False
+
+    def __init__(self, batch: Any, samples: int, batches: int | None) -> None:
+        self.batch, self.samples, self.batches = batch, samples, batches
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        numbers = itertools.count(start) if self.batches is None else range(start, self.batches)
+        for _ in numbers:
+            yield self.batch, self.samples
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,103 @@
+"""The Programs that a search has in memory, and what each cost to start."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from hotloop.core.hardware.limits import room_bytes
+from hotloop.core.processes.deadline import Deadline
+from hotloop.core.processes.signals import at_most
+from hotloop.core.records.training import TaskFacts
+from hotloop.errors import PlanError
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
+from hotloop.plan import Plan
+from hotloop.task import Task
+
+COMPILING_S = 1800.0
+"""After which a compilation is given up: torch's compiler doesn't come to an end of every network."""
+
+
+@dataclass
+class Held:
+    """Programs of one Task.
+
+    Attributes:
+        lower: makes one from a Task and a plan.
+        programs: by name; those that are given up can be lowered again.
+        starts: seconds of lowering without compiling, and of compiling, by name; of the first time.
+        compiling_s: that compiling one of them may take.
+    """
+
+    task: Task
+    lower: Callable[[Task, Plan], Program] = lambda task, plan: lower(task, plan)
+    programs: dict[str, Program] = field(default_factory=dict)
+    starts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    compiling_s: float = COMPILING_S
+
+    def lowered(self, name: str, plan: Plan) -> Program:
+        """The Program of that name, lowered from the plan if it isn't there.
+
+        Raises:
+            PlanError: the plan can't be run, or compiling it takes too long.
+        """
+        if name not in self.programs:
+            began = time.perf_counter()
+            limited = nullcontext() if plan.compile == "none" else at_most(self.compiling_s, self._given_up)
+            with limited:
+                program = self.programs[name] = self.lower(self.task, plan)
+            self.starts.setdefault(name, (time.perf_counter() - began - program.compile_s, program.compile_s))
+        return self.programs[name]
+
+    def _given_up(self) -> PlanError:
+        return PlanError(
+            f"compiling it was given up after {self.compiling_s:,.0f} s",
+            expected="a compiler that comes to its end",
+            fix="choose compile=none",
+        )
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """Frees the memory of Programs."""
+        held = [name for name in names if name in self.programs]
+        for name in held:
+            self.programs.pop(name).close()
+        if held:
+            gc.collect()  # models and optimizers refer to each other
+
+    def compiled_again_s(self, name: str, plan: Plan, deadline: Deadline) -> float:
+        """Seconds of compiling once more; as many as the first time where that fails, or the deadline ends it."""
+        try:
+            with deadline.enforced("compiling again"):
+                program = self.lower(self.task, plan)
+        except Exception:
+            return self.starts[name][1] if name in self.starts else 0.0
+        program.close()
+        return program.compile_s
+
+    def close(self) -> None:
+        for program in self.programs.values():
+            program.close()
+
+
+_EACH = 28
+"""Bytes for each parameter: it, its gradient, two figures of an optimizer, and the copy that the State goes back to."""
+
+_SHARE = 0.6
+"""Of the free memory; the rest is for what a step computes with, and for the proof."""
+
+
+def plans_at_once(facts: TaskFacts, device: str) -> int:
+    """Of one Task, beside those that are there already."""
+    return int(_SHARE * room_bytes(torch.device(device)) / (_EACH * max(1, facts.parameters)))
+
+
+def in_groups(wanted: list[str], size: int) -> list[list[str]]:
+    """As few groups as there must be, of about the same size; none of more than `size`, which is 1 at least."""
+    count = -(-len(wanted) // max(1, size))
+    return [wanted[number::count] for number in range(count)]

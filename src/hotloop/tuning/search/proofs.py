@@ -1,0 +1,89 @@
+"""Proofs of the plans of a search, best first, as long as all of them together take less than the plan wins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from hotloop.core.records.race import Parity, Timing
+from hotloop.errors import out_of_memory, told
+from hotloop.plan import Plan
+from hotloop.tuning.search.budget import Budget
+
+
+@dataclass
+class Proofs:
+    """The proofs of one search.
+
+    Attributes:
+        baseline: what the changes of a plan are counted from.
+        accepted: classes of parity that a winner may have.
+        prove: a plan that was raced.
+        against: how fast the baseline is, and `steps` how many this run has; None if unknown.
+        notes: which plans weren't proven, and why.
+        judged: plans whose parity is known, in the order of their proofs.
+        spent_s: on proofs that failed.
+    """
+
+    baseline: Plan
+    budget: Budget
+    accepted: Collection[str]
+    prove: Callable[[Timing], Parity]
+    against: Timing
+    steps: int | None
+    notes: list[str] = field(default_factory=list)
+    judged: list[Timing] = field(default_factory=list)
+    spent_s: float = 0.0
+
+    def first(self, timings: Iterable[Timing]) -> str | None:
+        """The name of the first plan whose proof pays and succeeds; None where there is none."""
+        waiting = list(timings)
+        while waiting:
+            timing = waiting.pop(0)
+            if why := self._in_vain(timing):
+                self.judged.append(timing.proven(Parity(plan=timing.name, parity="unproven", reason=why, states=0)))
+            elif why := self._too_dear(timing):
+                self.notes.append(f"{timing.name} was not proven: {why}")
+            else:
+                began, parity = time.perf_counter(), self._proven(timing, bool(waiting))
+                self.judged.append(timing.proven(parity))
+                if parity.parity in self.accepted:
+                    return timing.name
+                self.spent_s += time.perf_counter() - began
+        return None
+
+    def _in_vain(self, timing: Timing) -> str:
+        """Why a proof would fail: a plan of some of the same changes wasn't proven; empty where there is none."""
+        changes = self._changes(timing)
+        judged = [one for one in self.judged if not one.short_of_memory]
+        part = next((one for one in judged if self._changes(one).items() <= changes.items()), None)
+        return "" if part is None else f"it has {part.name}, which is {part.parity}"
+
+    def _changes(self, timing: Timing) -> dict[str, object]:
+        axes = timing.as_plan.model_dump()
+        return {axis: value for axis, value in axes.items() if value != getattr(self.baseline, axis)}
+
+    def _too_dear(self, timing: Timing) -> str:
+        """Why a proof doesn't pay; empty where it does, or where the user gave the time."""
+        if not self.budget.deadline.allows(self.budget.proof_s):
+            return f"that takes about {self.budget.proof_s:.0f} s, and {self.budget.deadline}"
+        costs_s = self.spent_s + self.budget.proof_s
+        pays = self.steps is None or timing.saves_s(self.against, self.steps) >= costs_s
+        if self.budget.set_by_user or pays:
+            return ""
+        before = " with the proofs before" if self.spent_s else ""
+        return f"that takes about {costs_s:.0f} s{before}, more than it wins"
+
+    def _proven(self, timing: Timing, others: bool) -> Parity:
+        """Its parity; where the proof itself fails, it is unproven. The proof of one of the `others` needs time as well."""
+        deadline, proof_s = self.budget.deadline, self.budget.proof_s
+        reserve_s = 1.2 * proof_s if others and deadline.left_s > 2.4 * proof_s else 0.0
+        try:
+            with deadline.enforced("its proof", reserve_s=reserve_s):
+                return self.prove(timing)
+        except Exception as error:
+            reason, passing = told(error)
+            if out_of_memory(error):
+                reason = f"there was no memory left for a proof ({reason})"
+        return Parity(plan=timing.name, parity="unproven", reason=reason, states=0, short_of_memory=passing)

@@ -1,0 +1,267 @@
+"""Results of races, kept in the user's cache folder: one file for each plan of a Task on a machine with its versions.
+
+Only ratios against the plain baseline are kept, since times of races on different days don't compare. What doesn't work
+is kept as well, so that nobody tries it again before something has changed; but not what only lacked memory, room on the
+disk or a part of the compiler that day, be it a plan or its proof. Beside them stands how many steps the Task was trained
+for, which tells whether it is trained again and again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from hotloop.core.files.atomic_files import write_atomic
+from hotloop.core.files.user_folders import cache_folder
+from hotloop.core.records.race import TRUSTED, Timing, Verdict
+from hotloop.core.records.training import Record
+from hotloop.errors import HotloopError, PlanError
+from hotloop.plan import BASELINE, Plan
+
+_DEPENDS_ON = ("hotloop", "torch", "nvidia_driver", "compiler", "allocator")
+
+_UNLESS_USUAL = ("switches",)
+"""The same, where they aren't as torch begins."""
+
+_CLOCK_S = 2.0
+"""By how much times of files may be coarser than the clock."""
+
+
+class Kept(Record):
+    """A plan's result in one race.
+
+    Attributes:
+        key: what it depends on: Task, machine, versions, and the axes of the plan and of the baseline beside it.
+        timing: the result; `ratio` is against the baseline, whose own is `baseline`.
+        compiled: files without which compiling takes as long as it did at first.
+    """
+
+    version: int = 1
+    key: dict[str, Any]
+    timing: Timing
+    baseline: Timing
+    compiled: list[str] = Field(default_factory=list)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether what was compiled is still there; folders of caches are cleared, those below /tmp at each start."""
+        return bool(self.compiled) and all(map(os.path.isfile, self.compiled))
+
+    def wins_s(self, steps: int | None, step_ms: float) -> float:
+        """Seconds that the plan wins in a run of so many steps, of which the baseline's take `step_ms`; in a step if None.
+
+        Starting and compiling count against the start of the same race's baseline.
+        """
+        baseline = self.baseline.model_copy(update={"step_ms": step_ms})
+        own = self.timing.model_copy(update={"step_ms": step_ms / (self.timing.ratio or 1.0)})
+        return baseline.finishes(steps) - own.finishes(steps)
+
+
+def folder() -> Path:
+    """Where this user's results are kept."""
+    return cache_folder() / "races"
+
+
+def remember(verdict: Verdict) -> list[str]:
+    """Keeps what a race found; returns a note if that failed, which costs nothing but racing again."""
+    base = verdict.plan(verdict.baseline)
+    if base.as_plan.with_axes(device="cpu", workers=None) != BASELINE or base.step_ms is None:
+        return []
+    where = _about(verdict.fingerprint, verdict.machine, verdict.versions)
+    try:
+        for timing in map(_without_proof_in_vain, verdict.plans):
+            timing = _with_interval(timing)
+            if timing.plan and _tells(timing):
+                key, path = _key(where, timing, base), _path(where, timing, base)
+                compiled = _compiled(timing, path.stem, time.time() - verdict.seconds)
+                _keep(Kept(key=key, timing=timing, baseline=base, compiled=compiled), path)
+    except HotloopError as error:
+        return [f"what the race found couldn't be kept: {error.given}"]
+    return []
+
+
+def _compiled(timing: Timing, name: str, since: float) -> list[str]:
+    """Files that go with what was compiled: packages used since the race began, its own among them; or one in torch's cache."""
+    if timing.compile_warm_s is None:
+        return []
+    if timing.plan.get("compile") == "package":
+        packages = (folder().parent / "packages").glob("*.pt2")
+        return [str(path) for path in packages if _used(path) >= since - _CLOCK_S]
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # it was imported to compile, which others do without
+
+    mark = Path(cache_dir()) / "hotloop" / name
+    try:
+        write_atomic(mark, "")
+    except HotloopError:
+        return []
+    return [str(mark)]
+
+
+def _used(path: Path) -> float:
+    """When a package was used last; another process may forget it meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _without_proof_in_vain(timing: Timing) -> Timing:
+    """Without a parity that only says that memory or disk was lacking; one from before stays then."""
+    if timing.failure is not None or not timing.short_of_memory:
+        return timing
+    return timing.model_copy(update={"parity": None, "parity_reason": None, "states": 0, "short_of_memory": False})
+
+
+def _with_interval(timing: Timing) -> Timing:
+    """Without a verdict that has no interval: a plan that was dropped after a few windows may be as fast as any."""
+    if timing.ratio_low is not None:
+        return timing
+    return timing.model_copy(update={"verdict": None, "left_out": False})
+
+
+def _tells(timing: Timing) -> bool:
+    """Whether anything was found that is worth keeping; a search's last baseline may have run for longer, or less, than it."""
+    if timing.failure is not None:
+        return not timing.short_of_memory
+    return timing.verdict is not None or timing.left_out or timing.parity is not None
+
+
+def _keep(new: Kept, path: Path) -> None:
+    """Writes a result in the place of an earlier one, of which stays what this race says nothing of."""
+    try:
+        before = Kept.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = new
+    kept = new if before.key != new.key else _merged(before, new)
+    write_atomic(path, kept.model_dump_json(indent=2))
+
+
+def _merged(before: Kept, new: Kept) -> Kept:
+    """The newer figures, unless they leave undecided what was decided before; and the newest proof there is."""
+    if before.timing.failure is not None or new.timing.failure is not None:
+        return new
+    figures = before if _sureness(new.timing) < _sureness(before.timing) else new
+    settled = before.timing.parity not in (None, "unproven") and new.timing.parity not in ("unproven", "broken")
+    shorter = settled and new.timing.states < before.timing.states
+    proof = before.timing if new.timing.parity is None or shorter else new.timing
+    cold = [one.timing.compile_s for one in (before, new) if one.timing.compile_s is not None]
+    known: dict[str, Any] = {"parity": proof.parity, "parity_reason": proof.parity_reason, "states": proof.states}
+    known["compile_s"] = max(cold, default=None)  # later ones found torch's cache filled
+    return figures.model_copy(update={"timing": figures.timing.model_copy(update=known)})
+
+
+def _sureness(timing: Timing) -> int:
+    return 2 if timing.decided else 1 if timing.verdict is not None or timing.left_out else 0
+
+
+def recall(fingerprint: str, machine: str, versions: Mapping[str, str]) -> tuple[list[Kept], list[str]]:
+    """What was kept for this Task, machine and versions, failures too; and a note for each file that can't be read.
+
+    Compiling once more counts as short only where what was compiled is still there.
+    """
+    where, found, notes = _about(fingerprint, machine, versions), [], []
+    for path in sorted(_place(where).glob("*.json")):
+        try:
+            kept = Kept.model_validate_json(path.read_text(encoding="utf-8"))
+            if kept.key != _key(where, kept.timing, kept.baseline):
+                raise ValueError("its content is not what its name says")
+            _ = kept.timing.as_plan, kept.baseline.as_plan  # another hotloop may have had other axes
+        except (OSError, ValueError, PlanError) as error:  # pydantic's ValidationError is a ValueError
+            why = "not what hotloop wrote" if isinstance(error, ValidationError) else error
+            notes.append(f"the result kept in {path} can't be used ({why}), and is passed over")
+            continue
+        found.append(kept if kept.is_compiled else _cold(kept))
+    return found, notes
+
+
+def _cold(kept: Kept) -> Kept:
+    """It must be compiled as at first."""
+    return kept.model_copy(update={"timing": kept.timing.model_copy(update={"compile_warm_s": None})})
+
+
+def best(kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TRUSTED, to_come: int = 0) -> Kept | None:
+    """The plan of an accepted parity that was found faster than the baseline and finishes such a run first; or None.
+
+    Ratios of several races stand beside one time of the baseline's step, the middle one of those measured.
+
+    Args:
+        to_come: steps of runs that may follow, for which what must be compiled anew is compiled as well.
+    """
+    able = _able(kept, steps, accepted)
+    wins = {number: one.wins_s(*_reckoned(one, able, steps, to_come)) for number, one in enumerate(able)}
+    first = max(wins, key=lambda number: wins[number], default=None)
+    return able[first] if first is not None and wins[first] > 0 else None
+
+
+def in_vain(
+    kept: Sequence[Kept], steps: int | None, accepted: Collection[str] = TRUSTED, to_come: int = 0
+) -> list[Plan]:
+    """Plans that are faster and proven, and take longer to start than they save."""
+    able = _able(kept, steps, accepted)
+    return [one.timing.as_plan for one in able if one.wins_s(*_reckoned(one, able, steps, to_come)) <= 0]
+
+
+def _able(kept: Sequence[Kept], steps: int | None, accepted: Collection[str]) -> list[Kept]:
+    faster = [one for one in kept if one.timing.verdict == "faster" and one.timing.parity in accepted]
+    return [one for one in faster if one.timing.proven_for(steps)]
+
+
+def _reckoned(one: Kept, able: Sequence[Kept], steps: int | None, to_come: int) -> tuple[int | None, float]:
+    """For how many steps a plan is reckoned with, and a step of the baseline's: for those to come if it's compiled for them,
+    unless that takes longer than the run itself."""
+    step_ms = statistics.median(each.baseline.step_ms or 0.0 for each in able)
+    compile_s = one.timing.compile_s if one.timing.compile_warm_s is None else None
+    if steps is not None and compile_s and compile_s < steps * step_ms / 1e3:
+        return steps + to_come, step_ms
+    return steps, step_ms
+
+
+def trained(fingerprint: str, machine: str, versions: Mapping[str, str], device: str) -> int:
+    """Steps that runs of this Task have done on such a device before, and that were not spent; 0 where nothing is kept."""
+    try:
+        return max(0, int(_steps_file(_about(fingerprint, machine, versions), device).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return 0
+
+
+def note_trained(fingerprint: str, machine: str, versions: Mapping[str, str], device: str, steps: int) -> list[str]:
+    """Keeps them; returns a note if that failed. Of two runs that end at once, one may not be counted."""
+    try:
+        write_atomic(_steps_file(_about(fingerprint, machine, versions), device), f"{steps}\n")
+    except HotloopError as error:
+        return [f"the run's steps couldn't be noted for runs to come: {error.given}"]
+    return []
+
+
+def _steps_file(where: dict[str, Any], device: str) -> Path:
+    return _place(where) / f"steps-{device.partition(':')[0]}"
+
+
+def _about(fingerprint: str, machine: str, versions: Mapping[str, str]) -> dict[str, Any]:
+    known = {name: versions.get(name) for name in _DEPENDS_ON}
+    known |= {name: versions[name] for name in _UNLESS_USUAL if name in versions}
+    return {"task": fingerprint, "machine": machine, "versions": known}
+
+
+def _place(where: dict[str, Any]) -> Path:
+    return folder() / _digest(where)
+
+
+def _key(where: dict[str, Any], timing: Timing, baseline: Timing) -> dict[str, Any]:
+    return {**where, "plan": timing.plan, "baseline": baseline.plan}
+
+
+def _path(where: dict[str, Any], timing: Timing, baseline: Timing) -> Path:
+    return _place(where) / f"{_digest(_key(where, timing, baseline))}.json"
+
+
+def _digest(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
