@@ -15,7 +15,7 @@ from hotloop.core.argument_names import name_arguments
 SRC = Path(hotloop.__file__).parent
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OTHERS = {"--json", "--save", "--pictures", "--set", "--scale", "--param"}
-OTHERS |= {"--shm-size", "--nproc-per-node", "--query-gpu", "--format", "--install"}
+OTHERS |= {"--shm-size", "--nproc-per-node", "--query-gpu", "--format", "--install", "--head", "--object-store-memory"}
 """Flags that only a command has, which no Python function raises, and those of other programs."""
 
 

@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 
 _PROFILING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _HOTLOOP = os.path.dirname(_PROFILING)
-_TASKS = os.path.join(_PROFILING, "tasks.py")
+_TASKS = os.path.join(_PROFILING, "task_profile.py")
 _STDLIB = sysconfig.get_path("stdlib")
 HIDDEN = "<hotloop, left out as importlib._bootstrap is>"
 """File that the code of functions around others claims to be of."""

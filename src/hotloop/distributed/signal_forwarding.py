@@ -1,0 +1,97 @@
+"""Passes Ctrl-C and SIGTERM on to the ranks of this machine."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import psutil
+
+from hotloop.core.processes.signals import INTERRUPTING, handled
+
+_PATIENCE_S = 5.0
+"""What ranks have for their end after a second Ctrl-C; one that has stopped, or waits within C++, hears neither."""
+
+_LOOK_S = 0.2
+"""How often, once a signal came, it looks for ranks that have only just begun."""
+
+
+class Forwarding:
+    """Gives Ctrl-C and SIGTERM to the ranks; the agent itself would end them in its own way.
+
+    Args:
+        say: is told of ranks that have to be killed.
+
+    Attributes:
+        heard: the last signal that came. A fork that began after it sees it, too.
+        active: whether it listens: only the main thread may set handlers, and whoever runs another hears the signals.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.heard: signal.Signals | None = None
+        self.active = False
+        self._say = say
+        self._owner = os.getpid()
+        self._others = {child.pid for child in psutil.Process().children()}
+        self._came: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()  # whose `put` a handler may call
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Passes signals on until the end, in a thread of its own: the main one may be within a wait of the agent's."""
+        thread = threading.Thread(target=self._pass_on, name="hotloop-forwarding", daemon=True)
+        thread.start()
+        try:
+            with handled(self._hear, *INTERRUPTING) as self.active:
+                yield
+        finally:
+            self._came.put(None)
+            thread.join()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        again = self.heard is not None and number == signal.SIGINT
+        self.heard = signal.SIGINT if again else signal.Signals(number)
+        if os.getpid() == self._owner:
+            self._came.put(self.heard)
+
+    def _pass_on(self) -> None:
+        came: list[signal.Signals] = []
+        given: dict[int, int] = {}  # how many of them each rank has
+        kill_at: float | None = None
+        while True:
+            with suppress(queue.Empty):
+                if (number := self._came.get(timeout=_LOOK_S if came else None)) is None:
+                    return
+                if came and number == signal.SIGINT and kill_at is None:
+                    kill_at = time.monotonic() + _PATIENCE_S
+                came.append(number)
+            for rank in self._ranks():
+                for number in came[given.get(rank.pid, 0) :]:
+                    _send(rank, number)
+                given[rank.pid] = len(came)
+            if kill_at is not None and time.monotonic() > kill_at:
+                self._kill()
+                kill_at = None
+
+    def _kill(self) -> None:
+        if self._ranks():
+            self._say(f"the ranks haven't ended {_PATIENCE_S:.0f}s after a second Ctrl-C: killing them")
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills all ranks."""
+        for rank in self._ranks():
+            _send(rank, signal.SIGKILL)
+
+    def _ranks(self) -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child.pid not in self._others]
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
