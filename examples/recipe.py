@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hotloop
-from hotloop.data.augment import compose, random_crop, random_erase
+from hotloop.data import compose, random_crop, random_erase
 
 
 def network() -> nn.Module:

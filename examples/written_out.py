@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 import hotloop
-from hotloop.arrays.activations import ReLU
-from hotloop.arrays.conv import Conv, MaxPool
-from hotloop.arrays.dense import Dense
-from hotloop.arrays.network import Network
+from hotloop.arrays import Conv, Dense, MaxPool, Network, ReLU
 
 
 def model() -> nn.Module:

@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.forked import Server
 
 # The runs of tests are trusted for as long as the tests last; a test's own environment may say otherwise.
 _DATA = tempfile.TemporaryDirectory(prefix="hotloop-tests-")
 os.environ["XDG_DATA_HOME"] = _DATA.name
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -98,6 +98,8 @@ ORDER = (
     "training/*",
     "inference/*",
     "view",
+    "asynchronous",
+    "parallel",
     "api",
     "cli/*",
 )

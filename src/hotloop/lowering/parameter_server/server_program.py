@@ -90,7 +90,7 @@ class GradientFeed:
             raise PlanError(
                 "nobody computes the gradients of this Program",
                 expected="workers, which hotloop.fit and hotloop train start",
-                fix="use one of these, or hotloop.lowering.parameter_server.workers.simulation",
+                fix="use one of these, or hotloop.asynchronous.simulation",
             )
         assert self.batches is not None
         self.ledger.open(epoch, start, self.batches)
