@@ -1,1 +1,1 @@
-"""What all packages stand on: values, files, processes and random numbers."""
+"""What all packages use: values, files, processes and random numbers."""

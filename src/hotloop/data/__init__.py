@@ -1,4 +1,4 @@
-"""Data: built-in sets, the Task's order, random augmentation.
+"""Batches as a function of (seed, epoch): built-in sets, sources, order, random augmentation.
 
 `from hotloop import data; data.fashion_mnist()`.
 """

@@ -1,1 +1,1 @@
-"""Ranks: processes that share a training. Each file is one concern, on an engine of torch.distributed."""
+"""Processes that share a training (ranks): launch, process group, watchdog, DDP, FSDP and Ray."""

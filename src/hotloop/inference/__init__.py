@@ -1,1 +1,1 @@
-"""A trained model put to use: predictions, evaluation and export."""
+"""Predictions, evaluation and export of a trained model."""

@@ -1,1 +1,1 @@
-"""Task + Plan -> Program. `build.py` is the place to start reading."""
+"""Lowers a Plan onto a Task, which gives a Program; `build.py` has the main function."""

@@ -1,1 +1,1 @@
-"""Records -> tables, pictures and pages. Reads records alone: needs no torch and no GPU."""
+"""Tables, pictures and pages of records, without torch."""

@@ -1,1 +1,1 @@
-"""One training from start to end: loop, run folder, checkpoints."""
+"""One training from start to end: loop, run folder, checkpoints, early stopping."""

@@ -1,1 +1,1 @@
-"""Looks for the fastest plan that is proven equal."""
+"""Chooses the fastest plan that is proven equal: by rules, races and a search."""

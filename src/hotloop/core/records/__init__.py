@@ -1,1 +1,1 @@
-"""Frozen records of trainings, races, profiles and machines, as files hold them. No torch."""
+"""Frozen records of trainings, races, profiles and machines, as stored in files; without torch."""

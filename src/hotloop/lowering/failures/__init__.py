@@ -1,1 +1,1 @@
-"""What went wrong while training, in one line that names the place and what to do."""
+"""Errors of a training as one line that names the place and what to do."""

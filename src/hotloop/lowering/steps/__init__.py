@@ -1,1 +1,1 @@
-"""The kinds of training step: compiled, recorded, of several ranks."""
+"""Kinds of training step: compiled, captured as a CUDA graph, of several ranks or optimizers."""

@@ -1,1 +1,1 @@
-"""What all parts of the profiler stand on: steps, phases, call sites."""
+"""What all parts of the profiler use: steps, phases, call sites."""

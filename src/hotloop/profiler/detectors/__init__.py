@@ -1,4 +1,4 @@
-"""Facts of a Profile -> what bounds the step, how far it is from the machine's limit, and what would help. No torch.
+"""What bounds a step, how far it is from the machine's limit, and what would help; without torch.
 
 Each file is one family of causes: functions that look at what was measured, and never at a script's text.
 """

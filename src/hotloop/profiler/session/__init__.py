@@ -1,1 +1,1 @@
-"""One profile under way: its steps, its schedule and who observes them."""
+"""One profile: its steps, its schedule and its observers."""

@@ -1,1 +1,1 @@
-"""How fast plans are, side by side. `measure.py` is the place to start reading."""
+"""Measures plans side by side, in alternating windows; `measure.py` has the main function."""
