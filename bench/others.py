@@ -37,7 +37,7 @@ from typing import Any
 from bench.claim import CLAIMS, write_claim
 from hotloop.core.format import milliseconds
 from hotloop.plan import BASELINE
-from hotloop.profiler.script import GRACE_S
+from hotloop.scripts.script_process import GRACE_S
 
 _CLAIM = "profile-others"
 _ATTRIBUTED = 0.95

@@ -222,7 +222,7 @@ def run_script(args: list[str]) -> None:
     sys.path[0], sys.argv[:] = str(Path(args[0]).parent), args
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
-    if settings := os.environ.pop("HOTLOOP_WATCH", None):
+    if settings := os.environ.pop("HOTLOOP_SCRIPT", None):
         watch(json.loads(settings))
     runpy.run_path(args[0], run_name="__main__")
 

@@ -28,7 +28,7 @@ def hotloop(server: Server, tmp_path: Path, monkeypatch, capfd) -> Iterator[Hotl
         return server.start(*command[1:], script=True, cwd=tmp_path, env=env, stdout=stdout, stderr=2)
 
     starting = SimpleNamespace(Popen=start, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("hotloop.profiler.script.subprocess", starting)
+    monkeypatch.setattr("hotloop.scripts.script_process.subprocess", starting)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # On a busy machine, too many threads are no worse than enough: what they cost isn't what is tested here.
     monkeypatch.setattr("hotloop.profiler.busy_machine.crowding", lambda threads, cores: 4.0)

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from hotloop.errors import TaskError
-from hotloop.profiler import script as host
-from hotloop.profiler.base.import_hook import AtImport
 from hotloop.profiler.base.step_facts import Facts, StepFact
 from hotloop.profiler.script import profile_script
 from hotloop.profiler.summary import profile_of
 from hotloop.profiler.timers.plain_python import PlainLines
+from hotloop.scripts import script_process as host
+from hotloop.scripts.import_hook import AtImport
 
 LOOPS = Path(__file__).parent / "loops"
 

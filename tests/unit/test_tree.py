@@ -24,6 +24,7 @@ PACKAGES = (
     "parity",
     "explainer",
     "tuning",
+    "scripts",
     "profiler",
     "training",
     "inference",
@@ -119,7 +120,7 @@ def other_packages(root: Path) -> Iterator[str]:
 
 def folders_without_purpose(root: Path) -> Iterator[str]:
     """Packages whose `__init__.py` doesn't start with their purpose in one line."""
-    for folder in sorted({path.parent for path in root.rglob("*.py")} - {root / "profiler/inject"}):
+    for folder in sorted({path.parent for path in root.rglob("*.py")} - {root / "scripts/inject"}):
         init = folder / "__init__.py"
         purpose = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) if init.is_file() else None
         if not purpose or not purpose.splitlines()[0].rstrip().endswith("."):

@@ -1,31 +1,14 @@
-"""Runs a script in a process of its own, as it would run alone, and reads what was seen of it there."""
+"""Profiles an unmodified script in a process of its own."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-import psutil
-
-from hotloop.core.processes.signals import INTERRUPTING, handled
 from hotloop.core.records.profile import Profile
-from hotloop.errors import TaskError
 from hotloop.profiler.base.step_facts import Facts
 from hotloop.profiler.summary import profile_of
-
-_INJECT = Path(__file__).parent / "inject"
-GRACE_S = 60.0
-"""After each signal, before a stronger one: a script may save or evaluate when it hears Ctrl-C."""
+from hotloop.scripts.script_process import run_script
 
 
 def profile_script(
@@ -40,8 +23,7 @@ def profile_script(
 ) -> Profile:
     """Runs a script to its end and says where the time of its training steps goes.
 
-    The script gets its own arguments, and the standard input, output and error of this process. Ctrl-C and SIGTERM go
-    to it, and what was seen until then is kept.
+    The script runs as `run_script` describes. What was seen until Ctrl-C or SIGTERM is kept.
 
     Args:
         path: of its file; or, as text, the name of a module to run as `python -m` does.
@@ -55,100 +37,21 @@ def profile_script(
     Raises:
         TaskError: there is no such file.
     """
-    if isinstance(path, Path) and not path.is_file():
-        raise TaskError(f"there is no file {path}", expected="a Python script", fix="check the path")
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hotloop-") as folder:
-        out = Path(folder) / "facts.json"
-        settings: dict[str, Any] = {"out": str(out), "steps": steps, "try_s": try_s}
-        settings["trace"] = str(trace.resolve()) if trace is not None else None
-        command = [sys.executable, *([str(path)] if isinstance(path, Path) else ["-m", path]), *arguments]
-        process = subprocess.Popen(command, env=_environment(settings), stdout=stdout)
-        with _signals_to(process):
-            stopped = _wait(process, stop_after_s)
-        facts = Facts.of(json.loads(out.read_text(encoding="utf-8"))) if out.is_file() else None
-    profile = profile_of(facts, str(path)) if facts is not None else _unseen(path)
-    return profile.model_copy(
-        update={
-            "exit_code": process.returncode,
-            "stopped": stopped or (facts.closed if facts is not None else ""),
-            "seconds": time.monotonic() - began,
-        }
+    settings = {"steps": steps, "try_s": try_s, "trace": str(trace.resolve()) if trace is not None else None}
+    end = run_script(
+        path,
+        arguments,
+        inside="hotloop.profiler.script_child:begin",
+        settings=settings,
+        stop_after_s=stop_after_s,
+        stdout=stdout,
     )
+    facts = Facts.of(end.result) if end.result is not None else None
+    profile = profile_of(facts, str(path)) if facts is not None else _unseen(path)
+    stopped = end.stopped or (facts.closed if facts is not None else "")
+    return profile.model_copy(update={"exit_code": end.exit_code, "stopped": stopped, "seconds": end.seconds})
 
 
 def _unseen(path: Path | str) -> Profile:
     """It ended before anything could be written down."""
     return Profile(source=str(path), steps=0, step_ms=None, notes=["it ended before anything was seen of it"])
-
-
-def _environment(settings: dict[str, Any]) -> dict[str, str]:
-    """This process's, with what `inject/sitecustomize.py` looks for; it takes that out again."""
-    own = dict(os.environ)
-    path = [str(_INJECT), own["PYTHONPATH"]] if own.get("PYTHONPATH") else [str(_INJECT)]
-    settings = settings | {"root": str(Path(__file__).parents[2]), "parent": os.getpid()}
-    return own | {"PYTHONPATH": os.pathsep.join(path), "HOTLOOP_WATCH": json.dumps(settings)}
-
-
-def _wait(process: subprocess.Popen, stop_after_s: float | None) -> str:
-    """Waits for the script's end; stops it when its time is up, and says so then."""
-    try:
-        process.wait(stop_after_s)
-        return ""
-    except subprocess.TimeoutExpired:
-        pass
-    said = f"the script was stopped after {stop_after_s:g} s, as asked for"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        _send(process, number)
-        try:
-            process.wait(GRACE_S)
-            break
-        except subprocess.TimeoutExpired:
-            said += f"; it went on for {GRACE_S:g} s after {number.name}"
-    return said
-
-
-def _send(process: subprocess.Popen, number: signal.Signals) -> None:
-    """To the script and to the processes that it has started, as a terminal sends Ctrl-C to its whole group."""
-    started: list[psutil.Process] = []
-    with suppress(psutil.Error):
-        started = psutil.Process(process.pid).children(recursive=True)  # nobody knows them once the script has ended
-    together = [one for one in started if _group(one.pid) == _group(process.pid)]
-    process.send_signal(number)
-    for one in together:
-        with suppress(psutil.Error):
-            one.send_signal(number)
-
-
-def _group(pid: int) -> int | None:
-    """Of processes; None where there is none, or no such process any more."""
-    try:
-        return os.getpgid(pid)
-    except (OSError, AttributeError):
-        return None
-
-
-@contextmanager
-def _signals_to(process: subprocess.Popen) -> Iterator[None]:
-    """Hands Ctrl-C and SIGTERM on to the script, and goes on waiting for it; in the main thread alone, as signals go."""
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT or not _in_foreground():
-            process.send_signal(number)
-
-    with handled(hand_on, *INTERRUPTING):
-        yield
-
-
-def _in_foreground() -> bool:
-    """Whether the terminal sends its Ctrl-C to the script as well, wherever standard input comes from."""
-    try:
-        terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
-    except (OSError, AttributeError):  # there is none; Windows has no such function
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)

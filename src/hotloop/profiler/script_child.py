@@ -9,32 +9,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
-import signal
 import sys
-from types import TracebackType
 from typing import Any
 
-from hotloop.core.processes.parent_death import end_with_parent
-from hotloop.profiler.base.call_sites import HIDDEN, Sites
-from hotloop.profiler.base.import_hook import AtImport, imports_from
+from hotloop.profiler.base.call_sites import Sites
 from hotloop.profiler.timers.plain_python import PlainLines, PlainProfiler, fitted
-
-_HOTLOOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from hotloop.scripts.child import write_result
+from hotloop.scripts.import_hook import AtImport, imports_from
+from hotloop.scripts.traceback_frames import leave_out_our_frames
 
 
 def begin(settings: dict[str, Any]) -> None:
     """Waits for torch, and profiles functions until then; lines, until something trains.
 
     Args:
-        settings: `parent`, the process that waits for the script; `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None; `try_s`, for a race of the compiled network, or None.
+        settings: `out`, the file to leave; `steps`, to measure, or None; `trace`, a file for the Chrome trace, or None; `try_s`, for a race of the compiled network, or None.
     """
-    end_with_parent(settings["parent"], signal.SIGKILL)  # the script may have its own way with others
     path = sys.path[:]  # the script's folder isn't in it yet
     lines = PlainLines()
     if "torch" in sys.modules:  # the machine's own `sitecustomize` has imported it
-        _leave_out_our_frames()
+        leave_out_our_frames()
         _watch_from(path, settings, lines)
         lines.begin()
         return
@@ -43,7 +38,7 @@ def begin(settings: dict[str, Any]) -> None:
     def before(name: str) -> None:
         plain.stop(name)
         plain.stopped_by = name
-        _leave_out_our_frames()  # its import may fail
+        leave_out_our_frames()  # its import may fail
 
     waiting = AtImport({"torch"}, before=before, then=lambda: _watch_from(path, settings, lines))
     waiting.begin()
@@ -65,7 +60,7 @@ def _leave_plain(out: str, plain: PlainProfiler, lines: PlainLines) -> None:
     note += "by Python's own profiler, under which calls take longer" if timed else "too"
     if plain.stopped_by:
         note = f"it uses {plain.stopped_by} itself, so its functions were timed only until then"
-    write(
+    write_result(
         out,
         {"steps": [], "functions": timed or lines.functions(), "lines": fitted(lines.lines(), timed), "notes": [note]},
     )
@@ -79,7 +74,7 @@ def _watch_from(path: list[str], settings: dict[str, Any], lines: PlainLines) ->
     except Exception as error:
         note = f"watching failed to begin by an error of hotloop's own: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
-            write(settings["out"], {"torch": True, "steps": [], "notes": [note], "closed": "it failed to begin"})
+            write_result(settings["out"], {"torch": True, "steps": [], "notes": [note], "closed": "it failed to begin"})
 
 
 def watch(settings: dict[str, Any], lines: PlainLines | None = None) -> None:
@@ -102,7 +97,7 @@ def watch(settings: dict[str, Any], lines: PlainLines | None = None) -> None:
                 children.remove()  # it trains here
             elif watching.closed:
                 facts.lines = lines.lines()
-            write(settings["out"], facts.as_dict())
+            write_result(settings["out"], facts.as_dict())
 
     compilations = Compilations()
     watching = Watch(
@@ -123,52 +118,3 @@ def watch(settings: dict[str, Any], lines: PlainLines | None = None) -> None:
     os.register_at_fork(after_in_child=watching.abandon)
     atexit.register(watching.close)
     atexit.register(lines.stop)
-
-
-def write(path: str, values: dict[str, Any]) -> None:
-    """Leaves a file that is whole at any instant."""
-    with open(f"{path}.part", "w", encoding="utf-8") as file:
-        json.dump(values, file)
-    os.replace(f"{path}.part", path)
-
-
-def _leave_out_our_frames() -> None:
-    """An error that nothing catches is shown as if the script ran alone."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, _without_us(error))
-
-    sys.excepthook = hook
-
-
-def _without_us(error: BaseException) -> TracebackType | None:
-    """Takes our frames out of an error's traceback, and out of those of the errors that led to it."""
-    seen: set[int] = set()
-    ahead: list[BaseException | None] = [error]
-    while ahead:
-        one = ahead.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            one.__traceback__ = _own_frames(one.__traceback__)
-            ahead += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
-    return error.__traceback__
-
-
-def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Python's of an import go where ours follow, since Python itself leaves them out where none follow."""
-    frames: list[TracebackType] = []
-    while trace is not None:
-        if not _file(trace).startswith((_HOTLOOP, HIDDEN)):
-            frames.append(trace)
-        else:
-            while frames and _file(frames[-1]).startswith("<frozen importlib"):
-                frames.pop()
-        trace = trace.tb_next
-    for one, after in zip(frames, [*frames[1:], None], strict=True):
-        one.tb_next = after
-    return frames[0] if frames else None
-
-
-def _file(trace: TracebackType) -> str:
-    return trace.tb_frame.f_code.co_filename

@@ -7,13 +7,15 @@ import sys
 import sysconfig
 from types import CodeType, FrameType
 
+from hotloop.scripts.traceback_frames import HIDDEN
+
 _PROFILING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _HOTLOOP = os.path.dirname(_PROFILING)
 _TASKS = os.path.join(_PROFILING, "task_profile.py")
-_STDLIB = sysconfig.get_path("stdlib")
-HIDDEN = "<hotloop, left out as importlib._bootstrap is>"
-"""File that the code of functions around others claims to be of."""
+_WATCHING = (_PROFILING, os.path.join(_HOTLOOP, "scripts"))
+"""Folders of the code that profiles, and that stands between a script and its profile."""
 
+_STDLIB = sysconfig.get_path("stdlib")
 _MOST = 1000
 """Places that are kept."""
 
@@ -53,7 +55,7 @@ class Sites:
     def calls_itself(self, depth: int = 2) -> str:
         """The line of the user's that calls a function of torch's itself; empty where somebody else does, as hotloop for a Task."""
         frame: FrameType | None = sys._getframe(depth)
-        while frame is not None and frame.f_code.co_filename.startswith((_PROFILING, HIDDEN)):
+        while frame is not None and frame.f_code.co_filename.startswith((*_WATCHING, HIDDEN)):
             frame = frame.f_back
         own = frame is not None and self.is_own(frame.f_code)
         return self._place_in(frame.f_code, frame.f_lineno) if own and frame is not None else ""
@@ -112,7 +114,7 @@ class Sites:
 def is_step(code: CodeType) -> bool:
     """Whether code is that of a Task's step, which hotloop writes, or has it run; what watches it is not."""
     file = code.co_filename
-    return file.startswith(_HOTLOOP) and (file == _TASKS or not file.startswith(_PROFILING))
+    return file.startswith(_HOTLOOP) and (file == _TASKS or not file.startswith(_WATCHING))
 
 
 def is_library(file: str) -> bool:

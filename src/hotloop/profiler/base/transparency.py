@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo import eval_frame
 
-from hotloop.profiler.base.call_sites import HIDDEN
+from hotloop.scripts.traceback_frames import HIDDEN
 
 Watching = TypeVar("Watching", bound=Callable[..., Any])
 

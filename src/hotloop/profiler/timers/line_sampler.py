@@ -51,6 +51,7 @@ _SHOWN = 500
 
 _BACKWARD = "_engine_run_backward"
 
+_WATCHING = ("hotloop.profiler", "hotloop.scripts")
 _AROUND = ("call", "heard", "epoch")
 """Functions of the watch's inside of which the script goes on."""
 
@@ -297,9 +298,9 @@ class StackSampler:
         frame: FrameType | None = innermost
         while frame is not None and not self._owns(frame.f_code):
             name = str(frame.f_globals.get("__name__") or "")
-            if name.startswith("hotloop.profiler") and frame.f_code.co_name not in _AROUND:
+            if name.startswith(_WATCHING) and frame.f_code.co_name not in _AROUND:
                 return True
-            if name.startswith("hotloop.") and not name.startswith("hotloop.profiler"):
+            if name.startswith("hotloop.") and not name.startswith(_WATCHING):
                 return False
             frame = frame.f_back
         return False

@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import Any, cast
 
 from hotloop.profiler.base.call_sites import Sites, is_library
-from hotloop.profiler.base.import_hook import AtImport
+from hotloop.scripts.import_hook import AtImport
 
 _INTERVAL_S = 0.004
 

@@ -1,7 +1,7 @@
-"""Python imports this when the process of a watched script starts, since its folder comes first in PYTHONPATH.
+"""Python imports this file when the process of a script starts, since the file's folder comes first in PYTHONPATH.
 
-It takes all traces of itself out of the environment, so that processes started by the script are not watched, runs the
-machine's own `sitecustomize`, and begins the watch.
+It takes all traces of itself out of the environment, so that processes started by the script run alone, runs the
+machine's own `sitecustomize`, and calls hotloop's function.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def _run_own() -> None:
     sys.modules.setdefault("sitecustomize", own)
 
 
-def _watch(settings: dict) -> None:
+def _begin(settings: dict) -> None:
     sys.path.insert(0, settings["root"])
     try:
-        from hotloop.profiler.script_child import begin
+        from hotloop.scripts.child import begin
     finally:
         sys.path.remove(settings["root"])
     begin(settings)
 
 
-_given = os.environ.pop("HOTLOOP_WATCH", None)
+_given = os.environ.pop("HOTLOOP_SCRIPT", None)
 _leave_no_trace()
 try:
     _run_own()
 finally:
     if _given:
-        _watch(json.loads(_given))
+        _begin(json.loads(_given))
