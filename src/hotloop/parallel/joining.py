@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hotloop.errors import PlanError, RankLostError, TrainingError
 from hotloop.parallel.beats import Beats, silent
+from hotloop.parallel.crash_frames import recording_frames
 from hotloop.parallel.progress import PROGRESS
 from hotloop.parallel.watchdog import LONGEST_WAIT_S, Watchdog, record_collectives
 from hotloop.parallel.world import ALONE, World, loss_of
@@ -213,7 +214,7 @@ def joined(seat: Seat, device: str, say: Callable[[str], None], limit_s: float |
     beats = Beats(own, seat.launch, seat.rank, seat.ranks, say)
     watchdog = Watchdog(watched, seat.launch, seat.rank, seat.ranks, limit_s, partial(_end, seat))
     try:
-        with beats.beating(), watchdog.watching(), _naming(seat, store):
+        with recording_frames(), beats.beating(), watchdog.watching(), _naming(seat, store):
             check_sums(World(seat.rank, seat.ranks), device)
             yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _started(seat), seat.forgetful, limit_s)
             PROGRESS.phase = "end"

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hotloop.errors import TrainingError, is_library
+from hotloop.errors import TrainingError
 from hotloop.handlers import INTERRUPTING
+from hotloop.parallel.crash_frames import is_user_code
 from hotloop.parallel.progress import PROGRESS
 
 LONGEST_WAIT_S = 1800.0
@@ -345,7 +346,7 @@ def _wait_in(frame: FrameType | None) -> str:
 def _line_of_user(frame: FrameType | None) -> str:
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.endswith(".py") and not is_library(path):
+        if is_user_code(path):
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
