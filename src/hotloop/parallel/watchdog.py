@@ -42,7 +42,7 @@ _EVERY_S = 0.5
 """Time between two checks; each rank publishes its place at each check."""
 _SIGNAL_WAIT_S = 6.0
 """Longest wait of ranks for each other after a signal; all ranks must end within 10 s."""
-_ORPHAN_S = 3.0
+_ORPHAN_S = 2.0
 """Time to save and stop for a rank whose parent process was killed."""
 _ORPHAN_WRITES_S = 30.0
 """The same for a rank that writes a checkpoint when its parent process is killed."""
