@@ -74,6 +74,8 @@ LEFT_S, END_S = 5.0, 40
 """The most time for the end of the other processes, and for the end of a command after its limit."""
 LIMIT_S = 180
 """A command that runs longer after its fault has failed."""
+START_S = 600
+"""A command that hasn't reached the moment of its fault after this time has failed."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,7 @@ def wait_for_moment(command: Command, fault: Fault, draws: random.Random, run: P
 
 
 def wait_until(command: Command, has_happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + START_S
     while not has_happened():
         if command.process.poll() is not None or time.monotonic() > deadline:
             raise TimeoutError("the moment of the fault never came")

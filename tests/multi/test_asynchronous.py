@@ -199,6 +199,22 @@ def test_a_worker_that_is_killed_before_all_have_joined_ends_the_training(monkey
         pass
 
 
+def test_a_worker_that_stops_while_it_builds_its_model_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.getpid()
+
+    def model() -> nn.Module:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return nn.Linear(4, 4)
+
+    monkeypatch.setattr(process_pool, "LONGEST_WAIT_S", 2.0)
+    with (
+        pytest.raises(TrainingError, match=r"^not all workers have built the model within 2s\. "),
+        trained_by(2, replace(task(), model=model)),
+    ):
+        pass
+
+
 def test_a_worker_that_lives_and_cannot_be_reached_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **how: Any) -> Any:
         future: torch.futures.Future[Any] = torch.futures.Future()

@@ -54,7 +54,8 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("axes", [RAY, pytest.param(ASYNC, marks=pytest.mark.more)], ids=["data", "async"])
+@pytest.mark.more
+@pytest.mark.parametrize("axes", [RAY, ASYNC], ids=["data", "async"])
 def test_no_process_of_ray_is_left_where_the_command_is_killed(
     axes: tuple[str, ...], file: Path, server: Server, tmp_path: Path
 ) -> None:

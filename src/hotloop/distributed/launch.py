@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import re
@@ -29,6 +30,7 @@ from hotloop.core.patches import patched
 from hotloop.core.processes.parent_death import LAUNCHER
 from hotloop.core.processes.signals import HANGUP, INTERRUPTING
 from hotloop.core.reporter import unlogged
+from hotloop.distributed.crash_frames import find_place, read_frames
 from hotloop.distributed.fork_safety import FORK_BYTES, OWN_BYTES, check_room, put_threads_away
 from hotloop.distributed.heartbeat import Outside
 from hotloop.distributed.process_group import LAUNCHED, run_in
@@ -143,7 +145,7 @@ def until_done(
                     say(f"stopped ({STOPPED[code].name})")
                 return run_in(store) or "", code
             killed = _killed(*cause, logs)
-            if cause[1].signal_name() in _BY_ITSELF and (place := last_place(store, f"{name}/0", cause[0])):
+            if cause[1].signal_name() in _BY_ITSELF and (place := _crash_place(store, f"{name}/0", cause[0], logs)):
                 killed += f", last seen {place}"
             if (
                 number := heard()
@@ -315,6 +317,14 @@ def _killed(rank: int, failure: ProcessFailure, logs: str) -> str:
         raise kind(words)
     what = f"{name}: {words}" if name else _last_line(logs, rank)
     raise TrainingError(f"rank {rank} ended with exit code {failure.exitcode}: {what or 'it said nothing'}")
+
+
+def _crash_place(store: dist.TCPStore, launch: str, rank: int, logs: str) -> str:
+    """Returns where a rank aborted itself; without frames the place that the rank published last; empty if there is none."""
+    frames = read_frames(Path(logs), rank)
+    if frames and faulthandler.is_enabled():
+        sys.stderr.write(frames)  # the rank's own faulthandler wrote to the file
+    return find_place(frames) or str(last_place(store, launch, rank) or "")
 
 
 def _last_line(logs: str, rank: int) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from hotloop.distributed.crash_frames import recording_frames
 from hotloop.distributed.heartbeat import Beats, silent
 from hotloop.distributed.rank_progress import PROGRESS
 from hotloop.distributed.watchdog import LONGEST_WAIT_S, Watchdog, record_collectives
@@ -213,7 +214,7 @@ def joined(seat: Seat, device: str, say: Callable[[str], None], limit_s: float |
     beats = Beats(own, seat.launch, seat.rank, seat.ranks, say)
     watchdog = Watchdog(watched, seat.launch, seat.rank, seat.ranks, limit_s, partial(_end, seat))
     try:
-        with beats.beating(), watchdog.watching(), _naming(seat, store):
+        with recording_frames(), beats.beating(), watchdog.watching(), _naming(seat, store):
             check_sums(World(seat.rank, seat.ranks), device)
             yield Joined(World(seat.rank, seat.ranks), store, seat.restarts, _started(seat), seat.forgetful, limit_s)
             PROGRESS.phase = "end"

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from hotloop.core.processes.signals import INTERRUPTING
+from hotloop.distributed.crash_frames import is_user_code
 from hotloop.distributed.rank_progress import PROGRESS
-from hotloop.errors import TrainingError, is_library
+from hotloop.errors import TrainingError
 
 LONGEST_WAIT_S = 1800.0
 """Longest wait while another rank starts, writes a checkpoint or calls callbacks, whose duration is unknown.
@@ -41,7 +42,7 @@ _EVERY_S = 0.5
 """Time between two checks; each rank publishes its place at each check."""
 _SIGNAL_WAIT_S = 6.0
 """Longest wait of ranks for each other after a signal; all ranks must end within 10 s."""
-_ORPHAN_S = 3.0
+_ORPHAN_S = 2.0
 """Time to save and stop for a rank whose parent process was killed."""
 _ORPHAN_WRITES_S = 30.0
 """The same for a rank that writes a checkpoint when its parent process is killed."""
@@ -345,7 +346,7 @@ def _wait_in(frame: FrameType | None) -> str:
 def _line_of_user(frame: FrameType | None) -> str:
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.endswith(".py") and not is_library(path):
+        if is_user_code(path):
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -12,7 +12,10 @@ from hotloop.core.records.training import EpochRecord
 from hotloop.errors import PlanError, shortened
 
 _SPAN_S = 0.1
-"""Long enough that looking up costs nothing, short enough that a bar moves and Ctrl-C is heard."""
+"""Duration of a span: long enough for its fixed costs, short enough for a progress bar and Ctrl-C."""
+
+RANKS_SPAN_S = 0.3
+"""The same for ranks, which send each other a message before each span."""
 
 _BYTES_PER_S = 300e6
 """What a disk is taken to write until the first checkpoint has told; only the first one's date depends on it."""
@@ -20,12 +23,18 @@ _BYTES_PER_S = 300e6
 
 @dataclass
 class Pace:
-    """Chooses spans of about a tenth of a second from the measured time of a step."""
+    """Chooses the number of a span's steps from the measured time of a step.
+
+    Attributes:
+        step_s: seconds of a step; None before the first span.
+        span_s: seconds that a span should take.
+    """
 
     step_s: float | None = None
+    span_s: float = _SPAN_S
 
     def steps(self) -> int:
-        return 1 if self.step_s is None else max(1, int(_SPAN_S / max(self.step_s, 1e-7)))
+        return 1 if self.step_s is None else max(1, int(self.span_s / max(self.step_s, 1e-7)))
 
     def ran(self, steps: int, elapsed_s: float) -> None:
         if steps:

@@ -24,7 +24,7 @@ from hotloop.lowering.failures.explanation import explained_of_callback, explain
 from hotloop.lowering.failures.nonfinite import find_nonfinite, nonfinite_figure
 from hotloop.lowering.program import Program
 from hotloop.task import Task
-from hotloop.training.cadence import Cadence, Pace
+from hotloop.training.cadence import RANKS_SPAN_S, Cadence, Pace
 from hotloop.training.checkpoint import Best, Checkpoint, all_finite, check_storable
 from hotloop.training.early_stopping import FINISHED, Ended, Steering
 from hotloop.training.resume import check_data, check_schedule, newest_good, restore
@@ -76,10 +76,11 @@ class _Loop:
     say: Callable[[str], None]
     history: list[EpochRecord] = field(default_factory=list)
     best: Best | None = None
-    pace: Pace = field(default_factory=Pace)
+    pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
         task, judged = self.task, self.program.parts.roles.validation is not None
+        self.pace = Pace() if self.world.alone else Pace(span_s=RANKS_SPAN_S)
         self.cadence = Cadence.parse(self.run.record.checkpoint_every)
         self.steering = Steering.of(task.monitor, task.goal, judged, stop_below=task.stop_below, patience=task.patience)
         self._best_state: State | None = None  # the best epoch's weights, until the next checkpoint writes them
@@ -141,16 +142,20 @@ class _Loop:
                 return FINISHED
             if at_epoch_start and (verdict := self.steering.verdict(self.history)):
                 return verdict
-            reason, steps = self._next()
+            reason, steps, is_checkpoint_due = self._next()
             if reason:
                 return reason
+            if is_checkpoint_due and self.program.position != self._saved:
+                self._save()
             self._span(steps)
 
-    def _next(self) -> tuple[str | None, int]:
-        """Why to stop, if a rank has heard so, and the steps of the next span: the same on all ranks."""
-        heard = REASONS.index(self.interrupts.reason(self._reserve_s))
-        heard, steps = self.world.largest([heard, self.pace.steps() if self.world.first else 0])
-        return REASONS[heard], steps
+    def _next(self) -> tuple[str | None, int, bool]:
+        """Returns why to stop, the steps of the next span, and whether a checkpoint is due: the same on all ranks."""
+        heard, first = REASONS.index(self.interrupts.reason(self._reserve_s)), self.world.first
+        step = self.program.position.step
+        is_due = first and step > 0 and self.cadence.due(step)
+        heard, steps, due = self.world.largest([heard, self.pace.steps() if first else 0, int(is_due)])
+        return REASONS[heard], steps, bool(due)
 
     @PROGRESS.within("end")
     def end(self, reason: str) -> Ended:
@@ -204,24 +209,22 @@ class _Loop:
             self._check_storable()  # the optimizer makes its state in its first step
         if not outcome.ended:
             self._tell("progress")
-        elif not self._end_epoch(sums):
-            return
-        if self.world.of_first(self.cadence.due(before.step + outcome.steps)) and self.program.position != self._saved:
-            self._save()
+        else:
+            self._end_epoch(sums)
 
     def _check_storable(self) -> None:
         if self.world.alone:  # else all ranks would have to ask together
             check_storable(self.program.optimizer_state(), "optimizer")
 
-    def _end_epoch(self, sums: dict[str, float]) -> bool:
-        """Validates and notes an epoch; False if something stopped that: its last batch stays the position."""
+    def _end_epoch(self, sums: dict[str, float]) -> None:
+        """Validates and records an epoch; if a signal interrupts this, its last batch stays the position."""
         position, started = self.program.position, time.perf_counter()
         validation: dict[str, float] = {}
         if (source := self.program.parts.roles.validation) is not None:
             try:
                 validation = self._evaluated(source, "validation")
             except Stopped:
-                return False
+                return
         record = EpochRecord(
             epoch=position.epoch + 1,
             step=position.step,
@@ -241,7 +244,6 @@ class _Loop:
         self._waits.note(record.epoch, self.program.take_spent(), self._train_s - self._earlier_s, self._steps)
         self._begin_epoch()
         self._tell("epoch")
-        return True
 
     def _evaluated(self, source: Source, name: str) -> dict[str, float]:
         """Figures of the validation or test data; one that is no number is told."""

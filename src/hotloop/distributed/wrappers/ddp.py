@@ -78,8 +78,16 @@ class Own:
         return gradient if self.counts is True else gradient.masked_fill_(~self.counts, 0)
 
 
+FIGURES = 32
+"""The most figures of a step that travel with its gradients."""
+
+
 class Summed(Own):
-    """Its gradients, once backward is through, are the sums of those of all ranks.
+    """Its gradients are the sums of those of all ranks, once `end_backward` returns.
+
+    A parameter of its own carries a step's figures in the last bucket of gradients, and counts for each parameter the ranks
+    on which it has a gradient. So a step needs no message but those of its gradients. torch's `find_unused_parameters`
+    would send one more.
 
     Args:
         meter: of the time from a sum's first gradients on their way to its last ones back.
@@ -88,22 +96,52 @@ class Summed(Own):
     def __init__(self, module: Whole, meter: Meter) -> None:
         super().__init__(module)
         self.meter = meter
-        # Looked for in vain at each step: torch warns where all that it is told to look for is there.
-        module.never = nn.Parameter(next(module.parameters()).new_zeros(()).float())
-        # A parameter may take part on one rank alone, or on none: then it must be found, at the price of a look.
-        engine = _Engine(module, find_unused_parameters=True, **_BUFFERS_STAY)
+        self._trained = [value for value in module.parameters() if value.requires_grad]
+        widest = max((value.dtype for value in self._trained), key=lambda dtype: dtype.itemsize)
+        dtype = torch.promote_types(widest, torch.float32)
+        self.carrier = nn.Parameter(self._trained[0].new_zeros(FIGURES + len(self._trained), dtype=dtype))
+        module.carrier = self.carrier
+        engine = _Engine(module, **_BUFFERS_STAY)
         # The engine is its owner's, and what it keeps of its hook no garbage collector sees.
         engine.register_comm_hook(weakref.ref(self), _summed)
         self.module = engine
+
+    def end_backward(self, figures: Tensor) -> Tensor:
+        """Sends the last gradients of this rank; returns the sums of the figures over the ranks.
+
+        A parameter that had a part in no rank's loss has no gradient, as in one process.
+
+        Args:
+            figures: shape (n,), n at most `FIGURES`, of any floating dtype.
+        """
+        unused = [place for place, value in enumerate(self._trained) if value.grad is None]
+        carried = torch.ones_like(self.carrier)
+        carried[: len(figures)] = figures
+        for place in unused:
+            carried[FIGURES + place] = 0
+        missing = [self._trained[place] for place in unused]
+        # The engine waits for the gradient of each parameter.
+        torch.autograd.backward([self.carrier, *missing], [carried, *map(torch.zeros_like, missing)])
+        sums = self.carrier.grad
+        assert sums is not None
+        self.carrier.grad = None
+        if unused:
+            for place, count in zip(unused, sums[FIGURES:][unused].tolist(), strict=True):
+                if not count:
+                    self._trained[place].grad = None
+        return sums[: len(figures)].to(figures.dtype)
 
 
 def _summed(of: "weakref.ref[Summed]", bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Adds up a bucket of gradients over the ranks; torch's own hooks divide by their number."""
     owner = of()
     assert owner is not None
-    gradients = owner.leave_out(bucket.buffer())
+    if owner.counts is not True:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter is not owner.carrier:
+                owner.leave_out(gradient)
     owner.meter.begin(last=bucket.is_last())
-    work = dist.all_reduce(gradients, async_op=True)
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
 
     def arrived(future: torch.futures.Future[Any]) -> Tensor:

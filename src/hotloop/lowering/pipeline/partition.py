@@ -152,7 +152,7 @@ def _measured(parts: Ingredients, objective: Objective) -> tuple[str, list[str]]
             + (", ".join(map(repr, beginnings)) or "none of its modules")
             + " alone",
             expected="a chain of modules with parameters, each used after the one before",
-            fix=f"use --ranks {max(1, len(beginnings) + 1)}, pipeline=1f1b, or parallel=data",
+            fix=_fewer_stages(parts, len(beginnings) + 1),
         )
     with parts.during("measuring the layers", counted=False):
         costs = measure(traced.cut(list(beginnings.values())), leaves, parts.device, partial(numbers, parts))
@@ -166,6 +166,14 @@ def _measured(parts: Ingredients, objective: Objective) -> tuple[str, list[str]]
     names = list(beginnings)
     begun = [names[cut - 1] for cut in cuts]
     return ",".join(begun), _lines(parts, costs, cuts, begun)
+
+
+def _fewer_stages(parts: Ingredients, most: int) -> str:
+    """Returns the advice for a model that can be cut into at most so many stages."""
+    ranks = most // (stages_of(parts) // parts.world.ranks)
+    advice = [f"--ranks {ranks}"] if ranks > 1 else []
+    advice += ["pipeline=1f1b"] if parts.plan.pipeline == "interleaved" and most > 1 else []
+    return f"use {' or '.join([*advice, 'parallel=data'])}"
 
 
 def _lines(parts: Ingredients, costs: Sequence[Cost], cuts: Sequence[int], names: Sequence[str]) -> list[str]:

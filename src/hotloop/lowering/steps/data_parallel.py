@@ -22,7 +22,7 @@ from hotloop.core.task_parts.module_modes import set_training
 from hotloop.data.batch_tree import to_device
 from hotloop.data.feeds.feed import peek
 from hotloop.data.order import part
-from hotloop.distributed.wrappers.ddp import Summed, Whole
+from hotloop.distributed.wrappers.ddp import FIGURES, Summed, Whole
 from hotloop.distributed.wrappers.fsdp import Sharded
 from hotloop.distributed.wrappers.global_batch_rng import Drawn, Pattern, Watching, WholeDraws
 from hotloop.distributed.wrappers.parameter_host import Towers
@@ -104,21 +104,47 @@ class SharedStep(EagerStep):
             yield
 
     def _differentiate(self, computed: Computed, batch: Any, samples: int) -> Computed:
-        """Adds up what the parts came to, then the gradients; a rank without rows computes along, and counts nothing."""
-        wide = self.sums["loss"].dtype
+        """Adds up figures and gradients of the ranks; a rank without rows computes too, and its figures count 0."""
         weight = self.parts.weigh(batch, self._rows) if self._rows else 0
+        self._module.counts = weight != 0 if isinstance(weight, Tensor) else bool(weight)
         values = [computed.loss.detach(), *(value.detach() for value in computed.scalars.values())]
-        own = torch.as_tensor(weight, device=self.parts.device)
-        totals = torch.stack([own.to(wide), *(weighted(value.to(wide), own) for value in values)])
-        with self.parts.meter.waiting():
-            dist.all_reduce(totals)
+        figures = self._weighted(values, weight)
+        # A profile separates waiting from communication, so the figures travel by themselves there.
+        if isinstance(self._module, Summed) and len(figures) <= FIGURES and self.parts.meter.ear is None:
+            self._backward_counted(computed.loss, weight / samples)
+            totals = self._module.end_backward(figures)
+            if not counts_samples(self.parts):
+                self._divide_gradients(totals[0] / samples)
+        else:
+            totals = figures
+            with self.parts.meter.waiting():
+                dist.all_reduce(totals)
+            self._backward_counted(computed.loss, weight / totals[0])
+            if isinstance(self._module, Summed):
+                self._module.end_backward(figures[:0])
         self._total = samples if counts_samples(self.parts) else totals[0]
-        self._module.counts = own != 0 if isinstance(weight, Tensor) else bool(weight)
-        share = own.to(wide) / totals[0]
-        loss = computed.loss * share.to(computed.loss.dtype)
-        self._backward_of(torch.where(own == 0, 0.0, loss))
         means = (totals[1:] / totals[0]).unbind()
         return Computed(means[0], None, dict(zip(computed.scalars, means[1:], strict=True)))
+
+    def _weighted(self, values: list[Tensor], weight: Any) -> Tensor:
+        """Returns the rank's weight and its figures times the weight; the figures of a rank that counts nothing may be NaN."""
+        own = torch.stack([value.to(self.sums["loss"].dtype) for value in (torch.ones_like(values[0]), *values)])
+        return weighted(own, weight) if isinstance(weight, Tensor) else own.mul_(weight) if weight else own.zero_()
+
+    def _backward_counted(self, loss: Tensor, share: Tensor | float) -> None:
+        """Backward of the rank's share of the whole loss; the loss of a rank that counts nothing may be NaN."""
+        if isinstance(share, Tensor):
+            loss = torch.where(share > 0, loss * share.to(loss.dtype), 0.0)
+        else:
+            loss = loss * share if share else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        self._backward_of(loss)
+
+    def _divide_gradients(self, share: Tensor) -> None:
+        """Divides by the share of the batch that counts, which no rank knew before; where nothing counts gradients are 0."""
+        divisor = torch.where(share > 0, share, 1.0)
+        for value in self._filled:
+            if value.grad is not None:
+                value.grad /= divisor
 
     def together(self) -> AbstractContextManager[None]:
         return self._module.together()

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ from hotloop.core.hardware.devices import devices
 from hotloop.core.patches import patched
 from hotloop.core.processes.signals import INTERRUPTING
 from hotloop.distributed.fork_safety import FORK_BYTES, check_room
+from hotloop.distributed.watchdog import LONGEST_WAIT_S
 from hotloop.errors import HotloopError, TrainingError, blame
 from hotloop.lowering.parameter_server.scheduler import Answer, Look, Lost, Work, nothing
 from hotloop.lowering.parameter_server.server import Weights
@@ -161,12 +163,25 @@ class ProcessCrew:
             raise TrainingError(f"worker {lost[0]} {lost[1].why} before its first batch", fix="start again") from error
 
     def _make_ready(self) -> None:
-        """Waits for all, so that the first epoch doesn't hold what comes before it."""
+        """Waits until all workers have built their replicas, so that the first epoch's time doesn't include this.
+
+        Raises:
+            TrainingError: a replica can't be built, or not all workers have built theirs within the limit.
+        """
+        deadline = time.monotonic() + LONGEST_WAIT_S
+
+        def check_time() -> None:
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"not all workers have built the model within {LONGEST_WAIT_S:.0f}s",
+                    fix="look for what stops a worker, and start again",
+                )
+
         for worker in range(len(self._hosts)):
             self._ask(worker, Host.make_ready)
         answers = []
         for _ in self._hosts:
-            answers.append(self.receive())
+            answers.append(self.receive(check_time))
             if isinstance(error := answers[-1][1], HotloopError):
                 raise error
         for answer in answers:
