@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m bench.kill_kinds                     60 kills, in less than 10 minutes on 2 cores
     OMP_NUM_THREADS=1 python -m bench.kill_kinds --kinds gan --kills 6
 
-The Tasks are those of tests/kinds.py. Each is trained once without an interruption, and once killed by SIGKILL about 6 times,
+The Tasks are those of tests/support/tasks/state_kinds.py. Each is trained once without an interruption, and once killed by SIGKILL about 6 times,
 at moments of each sort (start-up, after a step, while a checkpoint is written, while the validation data is evaluated), and
 resumed each time. State, history, best epoch and test figures must then be equal, or the run must have said before that they
 may differ (`facts.exact` is false): `equal`, `announced` or `different`.
@@ -23,8 +23,8 @@ from typing import Any
 from bench.claim import write_claim
 from hotloop.plan import BASELINE
 from hotloop.training.run import Run
-from tests.forked import Server
-from tests.resuming import INSTANTS, Training, disagreements
+from tests.support.processes.forked_server import Server
+from tests.support.processes.resumed_training import INSTANTS, Training, disagreements
 
 KINDS = {
     "lookahead": ("lookahead", 0),
@@ -38,9 +38,9 @@ KINDS = {
     "counters_2_workers": ("counters", 2),
     "module_counter": ("module_counter", 0),
 }
-"""By name: the function of tests/kinds.py, and worker processes of the training that is killed."""
+"""By name: the function of tests/support/tasks/state_kinds.py, and worker processes of the training that is killed."""
 
-FILE = Path("tests/kinds.py").resolve()
+FILE = Path("tests/support/tasks/state_kinds.py").resolve()
 EVERY, EPOCHS = 5, 6
 
 

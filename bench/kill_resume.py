@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m bench.kill_resume                 200 kills
     OMP_NUM_THREADS=1 python -m bench.kill_resume --kills 20
 
-The Task is tests/everything.py, which has all that training carries from step to step. One round is a training that is
+The Task is tests/support/tasks/full_state_task.py, which has all that training carries from step to step. One round is a training that is
 killed about 20 times, at moments of each kind (start-up, after a step, while a checkpoint is written, while the
 validation data is evaluated), resumed each time, and then compared with a training that was never interrupted: State,
 history, best epoch, test figures. Every other round loads its data by two worker processes.
@@ -23,7 +23,7 @@ from typing import Any
 from bench.claim import write_claim
 from hotloop.plan import BASELINE
 from hotloop.training.run import Run
-from tests.resuming import INSTANTS, Training, disagreements
+from tests.support.processes.resumed_training import INSTANTS, Training, disagreements
 
 KILLS_PER_ROUND, EVERY, EPOCHS = 20, 10, 30
 

@@ -32,7 +32,7 @@ from hotloop.lowering.program import Program
 from hotloop.parity.proof import prove_programs
 from hotloop.plan import BASELINE, Plan
 from hotloop.report.html import styled
-from tests.cpu.more_families import MORE_FAMILIES, another_family
+from tests.support.tasks.parity_families import MORE_FAMILIES, another_family
 
 WAYS = {"eager": 12, "accumulated": 2, "forward": 5, "step": 6}
 """What is mutated, and how many mutants of it there are in a round of one family."""

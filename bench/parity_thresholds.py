@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python -m bench.parity_thresholds
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python -m bench.parity_thresholds --seeds 1 --no-compile --no-record
 
-Ten architectures (tests/cpu/more_families.py), each under every plan that a CPU can run and that gives the same result,
+Ten architectures (tests/support/tasks/parity_families.py), each under every plan that a CPU can run and that gives the same result,
 with several seeds, by turns on one thread and on two. The largest ratios of five of them, times a margin, are the limits;
 on the other five no honest plan may exceed them.
 """
@@ -34,7 +34,7 @@ from hotloop.parity.shared_rng import Pieces
 from hotloop.parity.step_collector import ratio
 from hotloop.plan import BASELINE, Plan
 from hotloop.task import Task
-from tests.cpu.more_families import FIXED_ON, MORE_FAMILIES, another_family
+from tests.support.tasks.parity_families import FIXED_ON, MORE_FAMILIES, another_family
 
 DRAWS = ("vae", "batchnorm", "encoder")
 """Families that draw: in pieces they draw something else."""

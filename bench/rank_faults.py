@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python -m bench.rank_faults --repetitions 1
     OMP_NUM_THREADS=1 python -m bench.rank_faults --record --rows /tmp/rows.jsonl    # in pieces; call it again
 
-The Task and the troubles are those of tests/multi/test_faults.py (three ranks) and tests/multi/test_asynchronous.py (three
+The Task and the troubles are those of tests/multi/distributed/test_rank_failures.py (three ranks) and tests/multi/lowering/test_parameter_server.py (three
 workers); here they come on a rank and in a step that are drawn. What must be so:
 
 killed      the line names the rank, the ranks start again, and the end is bitwise that of a run without a fault
@@ -43,9 +43,9 @@ from bench.claim import write_claim
 from hotloop.errors import HotloopError
 from hotloop.lowering.parameter_server.workers.process_pool import ProcessCrew
 from hotloop.training.run import Run
-from tests.multi import test_asynchronous as workers
-from tests.multi import test_faults as ranks
-from tests.resuming import disagreements
+from tests.multi.distributed import test_rank_failures as ranks
+from tests.multi.lowering import test_parameter_server as workers
+from tests.support.processes.resumed_training import disagreements
 
 STEPS = 24
 """Of the ranks' whole training."""

@@ -40,8 +40,8 @@ import psutil
 
 from bench.claim import write_claim
 from hotloop.training.run import Run, is_run
-from tests.resuming import disagreements
-from tests.started import MARK, left_after, processes_of
+from tests.support.processes.process_tree import MARK, left_after, processes_of
+from tests.support.processes.resumed_training import disagreements
 
 SAMPLES, EPOCHS, STEPS = 200, 5, 100
 TASK = f"""

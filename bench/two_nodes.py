@@ -27,7 +27,7 @@ from typing import Any
 from bench.claim import write_claim
 from hotloop.plan import Plan
 from hotloop.training.run import Run
-from tests.resuming import disagreements
+from tests.support.processes.resumed_training import disagreements
 
 PLAN = Plan(parallel="data")
 NODES, RANKS_EACH, PORT, LIMIT_S = (1, 2), 2, 29411, 300

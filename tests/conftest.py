@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.forked import Server
+from tests.support.processes.forked_server import Server
 
 # The runs of tests are trusted for as long as the tests last; a test's own environment may say otherwise.
 _DATA = tempfile.TemporaryDirectory(prefix="hotloop-tests-")
@@ -25,6 +25,23 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
+
+REAL_MACHINE = ("cli", "gpu", "multi", "web")
+"""Folders whose tests run on the machine as it is."""
+
+
+@pytest.fixture(autouse=True)
+def any_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search tries, and finds to rewrite, the same plans with any processor and any C library."""
+    if request.path.relative_to(Path(__file__).parent).parts[0] in REAL_MACHINE:
+        return
+    from hotloop.core.hardware import machine
+    from hotloop.lowering.rewrites import mm_by_onednn
+    from hotloop.tuning.search import candidates
+
+    monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: False)
+    monkeypatch.setattr(candidates, "mkl_is_slow", lambda processor: False)
+    monkeypatch.setattr(machine, "_is_glibcs", lambda: False)
 
 
 @pytest.fixture(autouse=True)

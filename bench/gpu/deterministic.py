@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 import hotloop
-from tests import capturable as of_graphs
-from tests import everything as of_all
+from tests.support.tasks import capturable_task as of_graphs
+from tests.support.tasks import full_state_task as of_all
 
 torch.use_deterministic_algorithms(True)
 

@@ -11,8 +11,8 @@ import pytest
 
 from hotloop.core.records.race import Parity, ParityClass
 from hotloop.lowering.eager_step import EagerStep
-from tests.by_rules import BY_RULES
-from tests.cli.in_process import SMALL, Hotloop, commands
+from tests.support.auto_plans import BY_RULES
+from tests.support.processes.in_process_command import SMALL, Hotloop, commands
 
 CPU = ("--device", "cpu")
 

@@ -12,7 +12,7 @@ import torch
 
 import hotloop as library
 from hotloop.report.progress import bar
-from tests.cli.in_process import Done, Hotloop, commands
+from tests.support.processes.in_process_command import Done, Hotloop, commands
 
 DIGITS = """
 import torch

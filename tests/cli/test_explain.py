@@ -10,7 +10,7 @@ import pytest
 
 from hotloop.core.records.explanation import Explanation
 from hotloop.explainer import explain
-from tests.cli.in_process import SMALL, Hotloop, commands
+from tests.support.processes.in_process_command import SMALL, Hotloop, commands
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from hotloop.task_file import load_task
 from hotloop.training.run import Run
 from hotloop.tuning.auto.recall import fingerprinted
 from hotloop.tuning.search.race_cache import remember
-from tests.by_rules import BY_RULES, FUSED, KEPT
-from tests.cli.in_process import SMALL, Hotloop, commands
 from tests.conftest import RunCli
+from tests.support.auto_plans import BY_RULES, FUSED, KEPT
+from tests.support.processes.in_process_command import SMALL, Hotloop, commands
 
 
 @pytest.fixture

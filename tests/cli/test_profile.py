@@ -11,8 +11,8 @@ import pytest
 
 from hotloop.core.records.profile import Profile
 from hotloop.profiler import profile
-from tests.cli.in_process import SMALL, Hotloop, commands
-from tests.unit.made_profiles import made
+from tests.support.processes.in_process_command import SMALL, Hotloop, commands
+from tests.support.profiler.handmade_profiles import made
 
 SCRIPT = "import sys\nprint('from the script', sys.argv[1:])\nsys.exit(3)\n"
 

@@ -12,8 +12,8 @@ import pytest
 from hotloop.core.records.race import Parity
 from hotloop.plan import Plan
 from hotloop.tuning.races.statistics import ENOUGH_PAIRS
-from tests.cli.in_process import SMALL, Hotloop, commands
 from tests.conftest import RunCli
+from tests.support.processes.in_process_command import SMALL, Hotloop, commands
 
 
 @pytest.fixture

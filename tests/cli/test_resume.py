@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from hotloop.cli import build
 from hotloop.training.run import Run
 from tests.conftest import RunCli
-from tests.forked import Process, Server
-from tests.resuming import EVERYTHING, Training, disagreements, last_checkpoint, until
+from tests.support.processes.forked_server import Process, Server
+from tests.support.processes.resumed_training import EVERYTHING, Training, disagreements, last_checkpoint, until
 
 pytestmark = pytest.mark.slow
 

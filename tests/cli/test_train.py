@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.by_rules import BY_RULES
-from tests.cli.in_process import Hotloop, commands
-from tests.cli.task_files import put
-from tests.forked import Server
+from tests.support.auto_plans import BY_RULES
+from tests.support.processes.forked_server import Server
+from tests.support.processes.in_process_command import Hotloop, commands
+from tests.support.tasks.task_sources import put
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.in_process import Hotloop, commands
-from tests.cli.task_files import put
+from tests.support.processes.in_process_command import Hotloop, commands
+from tests.support.tasks.task_sources import put
 
 
 @pytest.fixture

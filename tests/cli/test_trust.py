@@ -16,8 +16,8 @@ from hotloop.core.files.source_files import digest_of
 from hotloop.errors import RunError
 from hotloop.task_file import files_of
 from hotloop.training.run import Run
-from tests.cli.in_process import Hotloop, commands
-from tests.cli.task_files import put
+from tests.support.processes.in_process_command import Hotloop, commands
+from tests.support.tasks.task_sources import put
 
 TASK = """
 from pathlib import Path

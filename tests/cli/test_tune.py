@@ -20,7 +20,7 @@ from hotloop.plan import Plan
 from hotloop.training.run import Run
 from hotloop.tuning import tune
 from hotloop.tuning.search import program_pool, search
-from tests.cli.in_process import SMALL, Hotloop, commands
+from tests.support.processes.in_process_command import SMALL, Hotloop, commands
 
 CPU = ("--device", "cpu")
 

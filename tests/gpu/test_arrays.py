@@ -20,11 +20,11 @@ from hotloop.arrays.optimizers import Adam
 from hotloop.core.state import differences
 from hotloop.errors import DataError
 from hotloop.plan import Plan
-from tests.cpu import written_out
-from tests.cpu.families import CLASSES, family
-from tests.cpu.programs import through_file
-from tests.cpu.test_plans import STEPS, after, assert_equal_within_rounding
-from tests.cpu.written_out import CASES, QUIET, compare
+from tests.lowering.test_cpu_plans import STEPS, after, assert_equal_within_rounding
+from tests.support import array_layer_checks
+from tests.support.array_layer_checks import CASES, QUIET, compare
+from tests.support.programs import through_file
+from tests.support.tasks.model_families import CLASSES, family
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ def cupy() -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_gives_what_torch_gives(name: str, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written_out, "host", cupy.asnumpy)
+    monkeypatch.setattr(array_layer_checks, "host", cupy.asnumpy)
 
     @settings(max_examples=5, **QUIET)
     @given(st.data())

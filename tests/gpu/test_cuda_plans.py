@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 import hotloop
 from hotloop.lowering.transforms.cudnn import FreshChoice, benchmarking
 from hotloop.plan import Plan
-from tests.cpu.families import family
-from tests.cpu.programs import a_task
-from tests.cpu.test_graphs import Transposed, of_the_rate, optimizer
-from tests.cpu.test_plans import STEPS, after, assert_equal_within_rounding, changed
+from tests.lowering.steps.test_cuda_graph import Transposed, of_the_rate, optimizer
+from tests.lowering.test_cpu_plans import STEPS, after, assert_equal_within_rounding, changed
+from tests.support.programs import a_task
+from tests.support.tasks.model_families import family
 
 pytestmark = pytest.mark.gpu
 

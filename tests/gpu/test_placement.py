@@ -12,8 +12,8 @@ from hotloop.core.random.rng import preserved
 from hotloop.core.state import differences
 from hotloop.lowering.program import Program
 from hotloop.plan import Plan
-from tests.cpu.placed import a_chain, alone, both, come_to, distance
-from tests.cpu.programs import advance, last_state, through_file, trained
+from tests.support.programs import advance, last_state, through_file, trained
+from tests.support.tasks.placed_models import a_chain, alone, both, come_to, distance
 
 pytestmark = pytest.mark.gpu
 

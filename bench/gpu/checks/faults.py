@@ -27,7 +27,7 @@ def graphs_on_cpu() -> Iterator[None]:
     """The stand-in for CUDA graphs that the tests have, so that a rehearsal runs the same lines."""
     from unittest import mock
 
-    from tests.cpu.recording import FakeRecorder
+    from tests.support.fake_graph_recorder import FakeRecorder
 
     with (
         mock.patch("hotloop.lowering.build._check", lambda parts: None),
@@ -41,7 +41,7 @@ def has_graphs(setting: Setting) -> bool:
 
 
 def honest(name: str, setting: Setting) -> Result:
-    from tests.cpu.families import family
+    from tests.support.tasks.model_families import family
 
     task = family(name)
     plans = HONEST["cuda"][:3] if setting.is_rehearsal else HONEST[setting.device]

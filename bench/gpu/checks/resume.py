@@ -23,7 +23,7 @@ _LIMIT_S = 90.0
 
 def run(part: str, setting: Setting) -> Result:
     from hotloop.training.run import Run
-    from tests.resuming import disagreements
+    from tests.support.processes.resumed_training import disagreements
 
     folder = setting.scratch / "resume" / part
     shutil.rmtree(folder, ignore_errors=True)

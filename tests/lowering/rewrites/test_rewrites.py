@@ -1,0 +1,314 @@
+"""Rewrites of a captured step: where they apply, that the step stays the same, and that a wrong one is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotloop
+from bench.rewrites import NETWORKS, task_of
+from hotloop.errors import PlanError
+from hotloop.lowering.compile.capture import Captured
+from hotloop.lowering.compile.host_scalars import host
+from hotloop.lowering.rewrites import REWRITES, conv_as_gemm, conv_in_pool, mm_by_onednn, pool_as_max, rewrite
+from hotloop.lowering.steps import compiled_step
+from hotloop.plan import Plan
+from tests.support.programs import a_task
+from tests.support.rewritten_steps import Step, Twice, apart, assert_refused, assert_stays_the_same, convolving, vars_of
+from tests.support.tasks.model_families import family
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,
+    "Adamax": torch.optim.Adamax,
+}
+
+
+# ---------------------------------------------------------------- where they apply
+
+
+TIMES = {
+    "lenet": {"pool_as_max": 2},
+    "small_vgg": {"pool_as_max": 2},
+    "residual": {"pool_as_max": 1},
+    "colour": {"pool_as_max": 2},
+    "spectrogram": {"conv_in_pool": 1},
+}
+
+
+def test_all_of_them_leave_out_what_loses_more_often_than_it_wins() -> None:
+    layers = nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)
+    assert_refused(Step(convolving(*layers)), "all")
+    for which in "pool_first", "conv_as_gemm":
+        assert rewrite(Step(convolving(*layers)).captured.graph, which) == {which: 1}
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("name", TIMES)
+def test_all_of_them_leave_the_step_as_it_is(name: str, double: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mm_by_onednn, "slow_here", lambda: False)
+    task = task_of(name, 16, 8)  # the update of plain SGD is no larger than its gradient's error
+    given = {**vars_of(task), "data": task.data, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    assert_stays_the_same(Step(hotloop.Task(**given), double), "all", TIMES[name], 1e-12 if double else 1e-4)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("which", REWRITES)
+def test_the_bench_has_three_networks_for_each_and_names_them(which: str) -> None:
+    fires = []
+    for name in NETWORKS:
+        with suppress(PlanError):
+            assert rewrite(Step(task_of(name, 64)).captured.graph, which)[which] > 0
+            fires.append(name)
+    assert len(fires) >= 3
+    assert fires == [name for name, network in NETWORKS.items() if which in network.rewrites]
+
+
+@pytest.mark.parametrize("which", ["pool_first", "pool_as_max"])
+def test_where_the_gradient_goes_is_the_same_to_the_bit(which: str) -> None:
+    """With many equal numbers in a window, too: the first of them gets it."""
+    task = task_of("lenet", 16, 8)
+    images, labels = task.data
+    step = Step(hotloop.Task(**{**vars_of(task), "data": (images.sign(), labels)}))
+    plain = step.after(step.captured)
+    rewrite(step.captured.graph, which)
+    assert all(map(torch.equal, step.after(step.captured), plain))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Conv2d(2, 3, 3, stride=2, padding=1)],
+        [nn.Conv2d(2, 3, (1, 3), dilation=2, padding=(0, 2), bias=False)],
+        [nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.MaxPool2d((2, 4))],
+        [nn.Conv2d(2, 3, 1), nn.MaxPool2d((4, 2)), nn.ReLU()],
+    ],
+    ids=["strided", "dilated", "tanh between", "pooled at once"],
+)
+def test_convolutions_of_all_shapes(layers: list[nn.Module]) -> None:
+    step = Step(convolving(*layers), double=True)
+    assert_stays_the_same(step, "conv_as_gemm", {"conv_as_gemm": 1})
+
+
+@pytest.mark.parametrize(
+    ("which", "layers"),
+    [
+        ("pool_as_max", [nn.MaxPool2d(3, stride=2)]),  # windows that overlap
+        ("pool_as_max", [nn.MaxPool2d(2, padding=1)]),
+        ("pool_as_max", [nn.MaxPool2d(3)]),  # a remainder is left out
+        ("pool_as_max", [nn.MaxPool2d(8)]),
+        ("pool_first", [nn.MaxPool2d(2), nn.ReLU()]),  # it is so already
+        ("pool_first", [nn.GELU(), nn.MaxPool2d(2)]),
+        ("conv_as_gemm", [nn.Conv2d(2, 2, 3, groups=2)]),
+        ("conv_as_gemm", [nn.Conv2d(2, 2, 5)]),  # 50 weights in a filter
+        ("conv_as_gemm", [nn.ConvTranspose2d(2, 2, 3)]),
+        ("all", [nn.AvgPool2d(2)]),
+    ],
+)
+def test_what_a_rewrite_is_not_for_is_refused(which: str, layers: list[nn.Module]) -> None:
+    assert_refused(Step(convolving(*layers)), which)
+
+
+def test_all_says_what_a_name_alone_brings() -> None:
+    with pytest.raises(PlanError, match=r"here 80 \(name conv_in_pool to have it of more\)"):
+        rewrite(Step(convolving(nn.Conv2d(2, 2, 3))).captured.graph, "all")
+
+
+def test_a_convolution_whose_input_learns_is_left_alone() -> None:
+    step = Step(convolving(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3)))
+    assert rewrite(step.captured.graph, "conv_as_gemm") == {"conv_as_gemm": 1}
+
+
+@pytest.mark.parametrize(
+    "hows",
+    [
+        [dict(padding=1), dict(padding=2, dilation=2)],
+        [dict(padding=1), dict(padding=0)],
+        [dict(padding=1), dict(padding=1, stride=2)],
+        [dict(padding=1), dict(padding=1)],
+    ],
+    ids=["other dilation", "other shape", "other stride", "the same"],
+)
+def test_one_weight_that_convolves_the_same_data_twice(hows: list[dict[str, Any]]) -> None:
+    step = Step(convolving(Twice(*hows)), double=True)
+    assert_stays_the_same(step, "conv_as_gemm", {"conv_as_gemm": 2})
+
+
+def test_the_same_convolution_twice_with_a_pooling_of_its_own_each_time() -> None:
+    """One is rewritten with its pooling, the other has something between."""
+
+    class Pooled(Twice):
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = (nn.functional.conv2d(x, self.weight, padding=1) for _ in range(2))
+            pooled = nn.functional.max_pool2d(one, 2), nn.functional.max_pool2d(other.tanh(), (2, 4))
+            return torch.cat([each.flatten(1) for each in pooled], 1)
+
+    step = Step(convolving(Pooled(channels=1), channels=1), double=True)
+    assert_stays_the_same(step, "all", {"conv_in_pool": 1, "pool_as_max": 1})
+
+
+def test_a_relu_that_is_looked_at_elsewhere_stays() -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.relu()
+            return nn.functional.max_pool2d(x, 2).flatten(1) + x.mean()
+
+    assert_refused(Step(convolving(nn.Conv2d(2, 2, 3, padding=1), Both())), "pool_first")
+
+
+# ---------------------------------------------------------------- numbers of the host
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizers_numbers_are_computed_on_the_host(name: str) -> None:
+    step = Step(family("mlp") if name == "Adam" else a_task(optimizer=OPTIMIZERS[name]))
+    plain = step.after(step.captured)
+    hosted, numbers = host(step.captured)
+    assert numbers is not None
+    assert not any("pow" in str(node.target) for node in hosted.graph.graph.nodes)
+    assert apart(step.after(hosted, numbers), plain) < 1e-6
+
+
+def test_a_count_that_is_stale_is_seen() -> None:
+    """The count of steps is read anew at each step."""
+    step = Step(a_task(optimizer=torch.optim.Adam))
+    _, numbers = host(step.captured)
+    assert numbers is not None
+    first = numbers(step.flat).clone()
+    counts = [value for value in step.flat if value.ndim == 0 and value.dtype == torch.float32]
+    for count in counts:
+        count += 1
+    assert not torch.equal(numbers(step.flat), first)
+
+
+def test_counts_that_come_apart_give_each_parameter_its_own_numbers() -> None:
+    step = Step(a_task(optimizer=torch.optim.Adam))
+    hosted, numbers = host(step.captured)
+    assert numbers is not None
+    together = numbers(step.flat).clone()
+    next(value for value in step.flat if value.ndim == 0 and value.dtype == torch.float32).add_(5)
+    assert len(set(numbers(step.flat).tolist())) > len(set(together.tolist()))
+    assert apart(step.after(hosted, lambda flat: numbers(step.flat)), step.after(step.captured)) < 1e-6
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_with_settings_of_their_own_have_numbers_of_their_own(groups: int) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(
+            [{"params": [one], "betas": (0.9 - 0.1 * (at % groups), 0.99)} for at, one in enumerate(parameters)]
+        )
+
+    step = Step(a_task(optimizer=optimizer))
+    plain = step.after(step.captured)
+    hosted, numbers = host(step.captured)
+    assert apart(step.after(hosted, numbers), plain) < 1e-6
+
+
+def test_what_is_computed_does_not_grow_with_the_number_of_parameters() -> None:
+    def formulas(layers: int) -> int:
+        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(layers)])
+        _, numbers = host(Step(a_task(model=lambda: model, optimizer=torch.optim.Adam)).captured)
+        assert numbers is not None
+        return len(numbers._formulas)
+
+    assert formulas(1) == formulas(5)
+
+
+# ---------------------------------------------------------------- under a plan
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the captured step operation by operation: what is compiled of it is the compiler's affair."""
+
+    def run(captured: Captured, *others: Any) -> Callable[[list[Tensor]], Any]:
+        return lambda flat: captured.graph(*flat)
+
+    monkeypatch.setattr(compiled_step, "_compiled", run)
+
+
+PLAN = Plan(compile="step", rewrites="all")
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", ["spectrogram", "residual"])
+def test_rewritten_steps_are_trusted(name: str) -> None:
+    said: list[str] = []
+    found = hotloop.check(task_of(name, 64, 16), PLAN, say=said.append)
+    assert found.parity == "fp32-equivalent"
+    assert any(", ".join(f"{which} {times}" for which, times in TIMES[name].items()) in line for line in said)
+
+
+def _moved(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The next number of each window of four."""
+    return found[0], (found[1] + 1) % 4
+
+
+def _half_the_windows(views: Tensor) -> Tensor:
+    """Of those side by side."""
+    return views * (torch.arange(views.shape[-1]) % 2)
+
+
+def _last_column(spread: Tensor) -> Tensor:
+    """The gradient of a window goes to its next column."""
+    return spread.roll(1, -1)
+
+
+FAULTS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
+    "pooled, columns for rows of a filter": ("lenet", conv_in_pool._Convolution, "gradient", lambda x: x.mT),
+    "pooled, another number of the window": ("lenet", conv_in_pool._Convolution, "largest", _moved),
+    "pooled, half the windows": ("lenet", conv_in_pool._Convolution, "views", _half_the_windows),
+    "pooled, columns for rows of a window": ("lenet", conv_in_pool._Convolution, "views", lambda x: x.transpose(0, 1)),
+    "a maximum, another number of the window": ("lenet", pool_as_max, "_spread", _last_column),
+    "a maximum, another window's gradient": ("lenet", pool_as_max, "laid_out", lambda x: x.flip(-1)),
+    "a product, columns for rows of a filter": ("residual", conv_as_gemm._Convolution, "gradient", lambda x: x.mT),
+}
+
+
+_LIKE_ANOTHER = (
+    "a product, columns for rows of a filter",
+    *("pooled, columns for rows of a window", "pooled, half the windows", "pooled, another number of the window"),
+    "a maximum, another number of the window",
+)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, marks=pytest.mark.more) if one in _LIKE_ANOTHER else one for one in FAULTS]
+)
+def test_a_wrong_rewrite_is_seen_by_check(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, where, name, wrong = FAULTS[fault]
+    honest = getattr(where, name)
+    module = where.__module__ if isinstance(where, type) else where.__name__
+    plan = PLAN.with_axes(rewrites=module.rpartition(".")[2])
+    assert hotloop.check(task_of(network, 64, 16), plan).parity == "fp32-equivalent"
+    monkeypatch.setattr(where, name, lambda *given: wrong(honest(*given)))
+    assert hotloop.check(task_of(network, 64, 16), plan).parity == "broken"
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_numbers_that_are_one_step_late_are_seen_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = compiled_step.host
+
+    def late(captured: Captured) -> Any:
+        hosted, numbers = honest(captured)
+        assert numbers is not None
+        return hosted, lambda flat: numbers([value - 1 if value.ndim == 0 else value for value in flat])
+
+    monkeypatch.setattr(compiled_step, "host", late)
+    found = hotloop.check(a_task(optimizer=torch.optim.Adam), Plan(compile="step"))
+    assert found.parity == "broken"
+
+
+def test_every_rewrite_is_a_value_of_the_axis() -> None:
+    for name in REWRITES:
+        assert Plan(compile="step", rewrites=name).brief() == f"compile=step rewrites={name}"

@@ -1,0 +1,180 @@
+"""What a Runner does in a race of real Programs, and what is measured beside."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hotloop.core.state import differences
+from hotloop.lowering.build import lower
+from hotloop.lowering.program import Program
+from hotloop.plan import Plan
+from hotloop.tuning.races import system_load
+from hotloop.tuning.races.measure import Entrant, measure
+from hotloop.tuning.races.runner import Runner, feed_time, peak_of_step
+from hotloop.tuning.races.system_load import Used, busy_note, cores_of_others
+from tests.support.programs import a_task
+from tests.support.tasks.timed_tasks import CPU, TASKS, Clock, standing_still
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return standing_still(monkeypatch)
+
+
+# --- what a Runner does
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_windows_go_on_past_the_end_of_the_run_and_the_state_comes_back(name: str, clock: Clock) -> None:
+    program = lower(a_task(**TASKS[name]), CPU)
+    before = program.state()
+    runner = Runner(program, clock)
+    assert runner.warm_up() == pytest.approx((0.01, 0.01))
+    assert differences(before, program.state()) == []
+    runner.settle(3)
+    assert runner.window(33) == pytest.approx(0.33)  # a run has 5 steps, or 10
+    assert runner.window(4) == pytest.approx(0.04)
+    assert differences(before, program.state()) != []
+    runner.put_back()
+    assert differences(before, program.state()) == []
+
+
+def test_a_state_that_is_not_put_back_is_seen(clock: Clock, monkeypatch) -> None:
+    program = lower(a_task(), CPU)
+    before = program.state()
+    monkeypatch.setattr(Runner, "put_back", lambda self: None)
+    Runner(program, clock).warm_up()
+    assert differences(before, program.state()) != []
+
+
+def test_a_run_that_begins_again_does_as_the_first_time(clock: Clock, monkeypatch) -> None:
+    """The data goes on to its next epoch, so that loaders stay as they are; all else is as at the beginning."""
+    begun: list[Any] = []
+    restore = Program.restore
+    monkeypatch.setattr(Program, "restore", lambda self, state: begun.append(state) or restore(self, state))
+    program = lower(a_task(epochs=2), CPU)
+    before = program.state()
+    Runner(program, clock).window(25)
+    assert [state.position.epoch for state in begun] == [2, 4]
+    for state in begun:
+        assert all(path.startswith("/position") for path in differences(before, state))
+
+
+def test_putting_back_is_outside_of_the_clock(clock: Clock, monkeypatch) -> None:
+    restore = Program.restore
+
+    def slow(self: Program, state: Any) -> None:
+        clock.now += 7.0
+        restore(self, state)
+
+    monkeypatch.setattr(Program, "restore", slow)
+    assert Runner(lower(a_task(), CPU), clock).window(20) == pytest.approx(0.2)
+    assert clock.now > 120  # it did happen
+
+
+def test_a_step_that_draws_late_is_timed_all_the_same(clock: Clock) -> None:
+    class Draws(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Draws.calls += 1
+            return super().forward(x) * (1.0 if Draws.calls < 60 else float(np.random.rand()))
+
+    runner = Runner(lower(a_task(model=lambda: Draws(6, 3), epochs=40), CPU), clock)
+    assert [runner.window(30) for _ in range(5)] == pytest.approx([0.3] * 5)
+
+
+def test_loaders_start_once(monkeypatch) -> None:
+    started: list[int] = []
+
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.full((6,), float(index)), index % 3
+
+    program = lower(a_task(data=Numbers()), CPU)
+    start = type(program.feed)._start  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        type(program.feed), "_start", lambda self, *place: started.append(1) or start(self, *place), raising=True
+    )
+    runner = Runner(program)
+    for _ in range(3):
+        runner.window(10)  # the run's 4 steps end in it more than once
+    assert started == [1]
+    program.close()
+
+
+# --- what is measured beside
+
+
+def test_peak_memory_of_a_step() -> None:
+    """A layer's output of 1000 numbers for each of 5 samples, and its gradient."""
+    small, large = (
+        peak_of_step(lower(a_task(model=lambda w=w: nn.Sequential(nn.Linear(6, w), nn.ReLU(), nn.Linear(w, 3))), CPU))
+        for w in (10, 1000)
+    )
+    assert small and large and large - small > 2 * 5 * 990 * 4
+
+
+def test_peak_memory_of_arrays_is_not_known() -> None:
+    """Nor is it next to none, as what torch holds of them would say."""
+    task = a_task(model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 3)))
+    assert peak_of_step(lower(task, Plan(engine="arrays", device="cpu"))) is None
+
+
+def test_feeding_alone_is_timed() -> None:
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            time.sleep(0.002)
+            return torch.full((6,), float(index)), index % 3
+
+    program = lower(a_task(data=Slow()), CPU)
+    found = feed_time(program)
+    program.close()
+    assert found is not None and found >= 5 * 0.002
+    assert feed_time(lower(a_task(batch_size=24), CPU)) is None  # one batch alone
+
+
+def test_the_load_of_others() -> None:
+    before = Used(at=10.0, by_all=100.0, by_us=40.0)
+    assert cores_of_others(before, Used(at=20.0, by_all=118.0, by_us=50.0)) == pytest.approx(0.8)
+    assert cores_of_others(before, Used(at=20.0, by_all=109.9, by_us=50.0)) == 0.0
+    assert "0.8 of its 2 cores" in busy_note(0.8, 2) and busy_note(0.1, 2) == "" and busy_note(0.8, 64) == ""
+
+
+def test_work_on_cores_that_we_may_not_use_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Times(NamedTuple):
+        user: float
+        idle: float
+
+    monkeypatch.setattr(system_load.psutil, "cpu_times", lambda percpu: [Times(10.0, 5.0), Times(500.0, 1.0)])
+    monkeypatch.setattr(system_load.psutil.Process, "cpu_affinity", lambda self: [0], raising=False)
+    assert Used.now().by_all == 10.0
+
+
+def test_a_rehearsal_leaves_the_state_as_it_was() -> None:
+    """A search hands the same Program to several races, each of which begins with the first step."""
+    program = lower(a_task(), CPU)
+    before = program.state()
+    measure([Entrant("baseline", lambda: program, CPU)], "baseline", steps=10, time_limit_s=0.01, brief=True)
+    assert differences(program.state(), before) == []
+
+
+def test_our_own_work_is_not_that_of_others() -> None:
+    before, until = Used.now(), time.process_time() + 0.5
+    while time.process_time() < until:
+        pass
+    after = Used.now()
+    assert after.by_us - before.by_us >= 0.45
+    assert after.by_all - before.by_all >= 0.4  # the system counts in hundredths
