@@ -135,7 +135,7 @@ def test_the_result_has_the_same_bits() -> None:
 
 def asked(command: str, **environment: str) -> str:
     """What a process of its own says of its allocator."""
-    code = f"from hotloop.core.hardware import allocator\n{command}"
+    code = f"from hotloop.core.hardware import machine\n{command}"
     found = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
     )
@@ -150,8 +150,8 @@ def asked(command: str, **environment: str) -> str:
     ],
 )
 def test_what_the_environment_says_stays(variable: str, value: str) -> None:
-    assert asked("print(allocator.in_use())") == "glibc"
-    assert asked("print(allocator.in_use())", **{variable: value}) == "None"
+    assert asked("print(machine.in_use())") == "glibc"
+    assert asked("print(machine.in_use())", **{variable: value}) == "None"
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, for an allocator to preload")
@@ -161,7 +161,7 @@ def test_another_allocator_that_is_preloaded_is_not_told(tmp_path: Path) -> None
         "#include <stddef.h>\nextern void *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return __libc_malloc(n); }\n"
     )
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    assert asked("print(allocator.in_use())", LD_PRELOAD=str(library)) == "None"
+    assert asked("print(machine.in_use())", LD_PRELOAD=str(library)) == "None"
 
 
 def test_what_can_not_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,22 @@ class Summed(Own):
         engine = _Engine(module, **_BUFFERS_STAY)
         # The engine is its owner's, and what it keeps of its hook no garbage collector sees.
         engine.register_comm_hook(weakref.ref(self), _summed)
+        self._fix_buckets(engine)
         self.module = engine
+
+    def _fix_buckets(self, engine: _Engine) -> None:
+        """Has the engine form its final buckets now, with the carrier in the last one.
+
+        torch 2.13 forms them anew after the first backward pass. With three or more ranks the rounding of a sum depends on the
+        place in a bucket, so the first step of a resumed run would differ.
+        """
+        engine.reducer.prepare_for_forward()
+        engine.reducer.prepare_for_backward([])
+        for value in (*reversed(self._trained), self.carrier):
+            torch.autograd.backward([value], [torch.zeros_like(value)])
+        for value in (*self._trained, self.carrier):
+            value.grad = None
+        engine.reducer._rebuild_buckets()
 
     def end_backward(self, figures: Tensor) -> Tensor:
         """Sends the last gradients of this rank; returns the sums of the figures over the ranks.
