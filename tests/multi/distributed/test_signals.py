@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hotloop.distributed import launch as forwarding
 from hotloop.distributed import launch as launching
+from hotloop.distributed import signal_forwarding as forwarding
 from hotloop.distributed.join import taking_part
 from hotloop.distributed.launch import launch
 from hotloop.errors import HotloopError
