@@ -288,7 +288,7 @@ class Watchdog:
                 TrainingError(
                     waits,
                     expected="the same collective operations on each rank",
-                    fix="look for what only some ranks do; --rank-timeout has them wait longer; --resume goes on with the run",
+                    fix="look for what only some ranks do; --rank-timeout makes them wait longer; continue with --resume",
                 ),
                 1,
             )

@@ -127,7 +127,7 @@ class GradientFeed:
                 raise TrainingError(
                     f"no worker has answered for {waited_s:.0f}s",
                     expected="a gradient of any worker",
-                    fix="look for what holds all workers up; --rank-timeout makes the server wait longer; --resume goes on with the run",
+                    fix="look for what holds all workers up; --rank-timeout makes the server wait longer; continue with --resume",
                 )
             since = min(since, now) if reason else math.inf
             if now - since > max(_PATIENCE_S, 3 * self._longest_s):
