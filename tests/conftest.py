@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ import pytest
 from hypothesis import settings
 
 from tests.support.processes.forked_server import Server
+
+# torch's compiler imports setuptools, which refuses to be imported after the standard library's distutils.
+with suppress(ImportError):
+    import setuptools  # noqa: F401
 
 # The runs of tests are trusted for as long as the tests last; a test's own environment may say otherwise.
 _DATA = tempfile.TemporaryDirectory(prefix="hotloop-tests-")

@@ -19,7 +19,7 @@ PROOF = """
 import json, re, psutil, torch
 from torch import nn
 import hotloop
-from hotloop.parity import prove_programs
+from hotloop.parity.proof import prove_programs
 from hotloop.parity.proof import needed_bytes
 from hotloop.plan import Plan
 

@@ -293,7 +293,7 @@ def a_linear(**more: nn.Module) -> dict[str, nn.Module]:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "an unknown function": (
-        forward(lambda self, x: torch.cumsum(x, 1)), ("the function cumsum in the model, an Own at ", "models.py:"),
+        forward(lambda self, x: torch.cumsum(x, 1)), ("the function cumsum in the model, an Own at ", "test_graph_trace.py:"),
     ),
     "an unknown method": (forward(lambda self, x: x.clamp(0)), ("the method clamp in the model, an Own at ",)),
     "within a module": (
@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "a number in a sum": (forward(lambda self, x: x + 1), ("the function add in", "anything but two tensors")),
     "a scaled sum": (forward(lambda self, x: torch.add(x, x, alpha=2)), ("the function add in",)),
     "a product": (forward(lambda self, x: x * x), ("the function mul in",)),
-    "a branch": (forward(branching), ("whose forward can't be followed at ", "models.py:", "control flow")),
+    "a branch": (forward(branching), ("whose forward can't be followed at ", "test_graph_trace.py:", "control flow")),
     "its own chances": (
         forward(lambda self, x: x.tanh() if random.random() < 0.5 else x), ("the model, an Own", "draws random numbers"),
     ),

@@ -150,7 +150,9 @@ def test_a_rank_that_computes_for_ever_is_reported_with_the_users_line(tmp_path:
             time.sleep(0.1)
         return nn.functional.cross_entropy(output, target)
 
-    with pytest.raises(TrainingError, match=r"; rank 1 in no collective operation \(training, step \d+, test_deadlocks"):
+    with pytest.raises(
+        TrainingError, match=r"; rank 1 in no collective operation \(training, step \d+, test_deadlocks"
+    ):
         hotloop.fit(task(loss=loss), run=tmp_path / "run", plan=DATA, rank_timeout=TIMEOUT, progress=False)
 
 

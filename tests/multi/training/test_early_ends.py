@@ -311,10 +311,10 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, server: Se
 DYING = """
 import os, signal, time
 import torch, hotloop
-from hotloop import training
+from hotloop.training import start
 from torch import nn
 
-reasons = training.inexact_reasons
+reasons = start.inexact_reasons
 
 def dying(parts):
     if os.environ.get("TORCHELASTIC_RUN_ID", "").endswith("-0"):
@@ -323,7 +323,7 @@ def dying(parts):
         time.sleep(60)  # until the agent ends this rank, too
     return reasons(parts)
 
-training.inexact_reasons = dying
+start.inexact_reasons = dying
 x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
 task = hotloop.Task(model=lambda: nn.Linear(6, 2), loss=nn.CrossEntropyLoss(), data=(x, (x[:, 0] > 0).long()),
                     optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=8, epochs=1)
