@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -56,8 +56,8 @@ def network(name: str) -> nn.Module:
         return _NETWORKS[name]()
 
 
-def optimizer(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)  # type: ignore[arg-type]
+def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
 
 
 def arrays(name: str) -> tuple[Tensor, Tensor]:

@@ -237,6 +237,7 @@ def _releasing(ranks: int) -> Iterator[None]:
 
         def start(torchs: Callable[[MultiprocessContext], None]) -> Callable[[MultiprocessContext], None]:
             def started(context: MultiprocessContext) -> None:
+                # torch declares an Event, and calls its `wait` and `set` alone.
                 context._worker_finished_event = release  # type: ignore[assignment]
                 torchs(context)
 

@@ -138,7 +138,7 @@ class Interrupts:
 
 
 _AGAIN_S = 5.0
-"""After which it is said once more, for where it isn't heard."""
+"""Seconds after which the message is repeated."""
 
 
 class _Over(BaseException):

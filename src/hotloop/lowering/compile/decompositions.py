@@ -25,7 +25,7 @@ def written_to(nodes: Sequence[Node]) -> set[Node]:
 
 
 def _viewed(node: Node) -> Iterator[Node]:
-    """The node, and what it is a view of."""
+    """Returns the node, and the nodes of which it is a view."""
     yield node
     while node.op == "call_function" and node.all_input_nodes:
         target = node.target

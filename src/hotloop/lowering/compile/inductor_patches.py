@@ -65,7 +65,7 @@ class _Quick:
 
 
 MENDED = 4
-"""Counts up with each change of what is mended of the compiler: what was compiled before is not taken from a cache any more."""
+"""Version of the fixes of the compiler. A program that another version compiled is not read from a cache."""
 
 
 @contextmanager

@@ -218,7 +218,7 @@ _SUMMING = ("scatter_add", "index_add", "scatter_reduce", "index_reduce")
 _ZEROING = ("aten::zero_", "aten::fill_")
 
 _MAINLY, _AT_LEAST = 1 / 3, 0.1
-"""Part that scatters must have of a line's time with floating-point numbers, and of all of it, for being what it is about."""
+"""Least share of scatters in a line's floating-point time, and in its whole time, to be reported as its cause."""
 
 _FAR = 0.25
 """Of the machine's limit: an operator that reaches less is worth a look."""
