@@ -16,6 +16,7 @@ import hotloop
 from bench.graph_mutations import Graphs
 from hotloop.core.records.race import Parity
 from hotloop.lowering.build import lower
+from hotloop.lowering.checks import later_batches
 from hotloop.lowering.program import Program
 from hotloop.parity.evidence import Account
 from hotloop.parity.proof import prove, prove_programs
@@ -329,3 +330,10 @@ def test_what_cannot_be_put_together_is_unproven_and_not_broken(model: Callable[
     found = prove(a_task(model=model, epochs=9), HALVES)
     assert found.parity == "unproven", found.reason
     assert says in found.reason
+
+
+def test_no_draw_of_a_comparison_of_pieces_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(later_batches, "_FREE_S", 1000.0)  # else a comparison is due only on a fast machine
+    task, plan = family("vae"), HALVES
+    (found,) = prove_programs(task, [lower(task, plan)])
+    assert "what it draws has the baseline's rate and scale" in found.reason

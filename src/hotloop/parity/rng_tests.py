@@ -166,7 +166,8 @@ def _drawn(program: Program, batch: Any) -> list[tuple[str, Tensor]]:
     """What a step draws; nothing where it can't be watched."""
     recording = Recording()
     try:
-        with within([program], lambda: recording):  # inside of what else surrounds a step, and may draw in its own way
+        # The recording is the innermost context: other contexts around a step draw in their own way.
+        with program.checks.pause(), within([program], lambda: recording):
             program.step(copied(batch))
     except Exception:  # the same step ran without being watched
         return []

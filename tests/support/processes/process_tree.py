@@ -19,6 +19,10 @@ AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Two processes of Ray 2.60 that try for a minute to report the end of a killed cluster to this cluster, and then end."""
 
 
+_AGENTS_S = 90.0
+"""Time limit for the services of an ended cluster: an agent that starts while its cluster ends waits for it for a minute."""
+
+
 def processes_of(mark: str, folder: Path) -> list[psutil.Process]:
     """Returns the living processes with this mark, and those that work in this folder; but not Ray's agents.
 
@@ -49,10 +53,10 @@ def no_process_of_ray_is_left() -> Iterator[None]:
     os.environ[MARK] = mark
     yield
     del os.environ[MARK]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + _AGENTS_S
     while (left := _services(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert left == []
+    assert left == [], f"processes of Ray that are left: {left}"
 
 
 def _services(mark: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hotloop.core.random.rng import preserved
@@ -29,10 +30,20 @@ class BatchChecks:
         self._second = SecondDimension() if self._counts and parts.roles.order is None else None
         cut = parts.plan.accumulation > 1 and parts.plan.parallel == "none"
         self._later = LaterBatches() if cut else None
+        self._is_paused = False
 
     @property
     def needed(self) -> bool:
         return self._counts or self._later is not None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Lets batches pass unchecked, for a step whose random draws are recorded: a comparison would draw as well."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def compare_first(self, batch: Any, samples: int) -> None:
         """Compares the first batch before training.
@@ -64,6 +75,8 @@ class BatchChecks:
 
     def check(self, batch: Any, samples: int, step: int) -> None:
         """Checks one batch; see `passing`."""
+        if self._is_paused:
+            return
         if self._counts:
             doubt = count_rows(batch, None if self._second else samples).doubt
             doubt = doubt or (self._second.doubt(batch) if self._second else "")
